@@ -1,0 +1,49 @@
+"""hfq: any quantized checkpoint in any placement, packed everywhere, exact, nothing silent.
+
+    from hfq import HfqConfig
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), device_map="auto")
+
+`import hfq` registers with transformers and imports neither torch nor transformers itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hfq.errors import CheckpointError, FormatError, HfqError, PlacementError, SetupError
+from hfq.integrations.registration import register as _register
+
+if TYPE_CHECKING:
+    from hfq.checkpoint import Checkpoint
+    from hfq.formats import FORMATS, Format
+    from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
+    from hfq.placement.plan import Plan
+
+__version__ = "0.1.0"
+__all__ = [
+    "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
+    "PlacementError", "SetupError", "take_over",
+]  # fmt: skip
+
+_LAZY = {
+    "Checkpoint": "hfq.checkpoint",
+    "FORMATS": "hfq.formats",
+    "Format": "hfq.formats",
+    "HfqConfig": "hfq.integrations.transformers",
+    "HfqQuantizer": "hfq.integrations.transformers",
+    "Plan": "hfq.placement.plan",
+    "take_over": "hfq.integrations.transformers",
+}
+
+_register()
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'hfq' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,196 @@
+"""The tensors of a checkpoint folder: which file, which bytes. Every header is validated before any tensor is used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from hfq.checkpoint.header import Header, HeaderLimits, read_header
+from hfq.errors import CheckpointError
+from hfq.spec import TensorInfo
+
+__all__ = ["Checkpoint"]
+
+_JSON_LIMIT = 256 << 20
+_DANGEROUS_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint; it knows files and tensors, and no model.
+
+    Attributes:
+        root: The folder.
+        config: `config.json`, or empty where there is none.
+        headers: The header of each file, by path.
+        tensors: Every stored tensor by its name on disk.
+    """
+
+    root: str
+    config: dict
+    headers: dict[str, Header]
+    tensors: dict[str, TensorInfo] = field(repr=False)
+
+    @classmethod
+    def open(cls, root: str | os.PathLike, variant: str | None = None, limits: HeaderLimits = HeaderLimits()):  # noqa: B008
+        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+
+        Args:
+            root: The folder.
+            variant: As in `from_pretrained`: `model.<variant>.safetensors`.
+            limits: Bounds on each header.
+
+        Raises:
+            CheckpointError: The folder, a shard or a header is missing or damaged, or a shard lies outside the folder.
+        """
+        root = Path(root)
+        if not root.exists():
+            raise CheckpointError(
+                "There is no checkpoint at this path.", file=root, expected="a folder with config.json and *.safetensors",
+                found="nothing", fix="check the path; a model of the hub is named `organisation/model`",
+            )  # fmt: skip
+        if not root.is_dir():
+            raise CheckpointError(
+                "A checkpoint is a folder, and this is a file.", file=root, expected="a folder", found="a file",
+                fix=f"pass its folder, {root.parent}",
+            )  # fmt: skip
+        infix = f".{variant}" if variant else ""
+        single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
+        if single.exists() or single.is_symlink():
+            return cls.from_files([single], root=root, limits=limits)
+        if not index.exists():
+            raise _no_weights(root)
+        weight_map = _read_weight_map(index)
+        files = [root / name for name in sorted(set(weight_map.values()))]
+        checkpoint = cls.from_files(files, root=root, limits=limits)
+        _check_weight_map(weight_map, checkpoint, index)
+        return checkpoint
+
+    @classmethod
+    def from_files(
+        cls,
+        files: Sequence[str | os.PathLike],
+        root: str | os.PathLike | None = None,
+        limits: HeaderLimits = HeaderLimits(),  # noqa: B008
+    ):
+        """Opens the checkpoint that consists of just these safetensors files.
+
+        Args:
+            files: The shards.
+            root: The folder that must contain them; by default the folder of the first.
+            limits: Bounds on each header.
+
+        Raises:
+            CheckpointError: As `open`.
+        """
+        root = Path(root) if root is not None else Path(files[0]).parent
+        headers: dict[str, Header] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for file in map(Path, files):
+            _check_contained(root, file)
+            header = read_header(file, limits)
+            headers[str(file)] = header
+            for name in header.tensors.keys() & tensors.keys():
+                raise CheckpointError(
+                    "Two shards hold the same tensor.", file=file, tensor=name, found=tensors[name].range.file,
+                    expected="each tensor in one shard", fix="remove the stale shard, or download the checkpoint again",
+                )  # fmt: skip
+            tensors |= header.tensors
+        config = root / "config.json"
+        return cls(str(root), _read_json(config) if config.exists() else {}, headers, tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(header.nbytes for header in self.headers.values())
+
+    def side_file(self, name: str) -> dict | None:
+        """The JSON object of a side file of the folder (`quantize_config.json`, …), or None where it is absent."""
+        path = Path(self.root) / name
+        if not path.exists():
+            return None
+        _check_contained(Path(self.root), path)
+        return _read_json(path)
+
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` entries on which all files agree."""
+        entries = [set(header.metadata.items()) for header in self.headers.values()]
+        return dict(set.intersection(*entries)) if entries else {}
+
+
+def _no_weights(root: Path) -> CheckpointError:
+    found = sorted(entry.name for entry in root.iterdir())[:12]
+    pickles = [name for name in found if name.endswith(_DANGEROUS_SUFFIXES)]
+    fix = "convert the checkpoint to safetensors; hfq never opens a pickle" if pickles else "check the path"
+    return CheckpointError(
+        "The folder holds no safetensors checkpoint.", file=root, found=", ".join(found) or "an empty folder",
+        expected="model.safetensors or model.safetensors.index.json", fix=fix,
+    )  # fmt: skip
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        if path.stat().st_size > _JSON_LIMIT:
+            raise ValueError(f"{path.stat().st_size} bytes is more than the limit of {_JSON_LIMIT}")
+        value = json.loads(path.read_bytes().decode("utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}")
+        return value
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "A JSON file of the checkpoint cannot be read.", file=path, expected="a JSON object", found=error,
+            fix="download this file again",
+        ) from None  # fmt: skip
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(
+            "The index has no usable weight_map.", file=index, expected="{tensor: file}", found=repr(weight_map)[:80],
+            fix="download this file again",
+        )  # fmt: skip
+    for name in sorted(set(weight_map.values())):
+        path = PurePosixPath(name)
+        if not name.isprintable() or "\\" in name or ":" in name or path.is_absolute() or ".." in path.parts:
+            raise _outside(index, name)
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                "The index names a file that is not safetensors.", file=index, found=repr(name), expected="*.safetensors",
+                fix="convert the checkpoint to safetensors; hfq never opens a pickle",
+            )  # fmt: skip
+    return weight_map
+
+
+def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index: Path) -> None:
+    held = {name: Path(info.range.file).relative_to(checkpoint.root).as_posix() for name, info in checkpoint.tensors.items()}
+    problems = [
+        f"{name}: the index says {weight_map.get(name, 'nothing')}, the shards say {held.get(name, 'nothing')}"
+        for name in sorted(weight_map.keys() | held.keys())
+        if weight_map.get(name) != held.get(name)
+    ]
+    if problems:
+        raise CheckpointError(
+            "The index and the shards disagree; nothing was loaded.", file=index, problems=problems,
+            fix="download the checkpoint again",
+        )  # fmt: skip
+
+
+def _outside(file: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        "A file of the checkpoint lies outside its folder.", file=file, found=repr(found), expected="a file inside the folder",
+        fix="put the real files into the folder; only the hub cache's own links are followed",
+    )  # fmt: skip
+
+
+def _check_contained(root: Path, file: Path) -> None:
+    """A shard must resolve to a place inside the folder, or, in the hub cache, inside the repository's blobs."""
+    resolved = Path(os.path.realpath(file))
+    allowed: Iterable[Path] = [Path(os.path.realpath(root))]
+    if root.parent.name == "snapshots":
+        allowed = [*allowed, Path(os.path.realpath(root.parents[1])) / "blobs"]
+    if not any(resolved.is_relative_to(folder) for folder in allowed):
+        raise _outside(file, str(resolved))

@@ -1,0 +1,77 @@
+"""Writes a safetensors file atomically: a reader sees the old file or the whole new one, never a part."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hfq.errors import CheckpointError
+from hfq.spec import DTYPE_BITS
+
+__all__ = ["StoredTensor", "write_safetensors"]
+
+StoredTensor = tuple[str, tuple[int, ...], memoryview | bytes]
+"""(safetensors dtype, shape, the bytes in C order)"""
+
+
+def write_safetensors(
+    path: str | os.PathLike, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
+) -> int:
+    """Writes `tensors` in the order given, to a temporary file beside `path` that is synced and then renamed.
+
+    Args:
+        path: The file to make or replace.
+        tensors: (dtype, shape, bytes) by name. A module's tensors given in a row lie in a row on disk.
+        metadata: `__metadata__`.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        CheckpointError: A tensor's bytes do not match its dtype and shape (before anything is written), or the disk is
+            full or unwritable (nothing is left behind).
+    """
+    path = Path(path)
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape, data) in tensors.items():
+        nbytes = memoryview(data).nbytes
+        expected = DTYPE_BITS[dtype] // 8
+        for size in shape:
+            expected *= size
+        if nbytes != expected:
+            raise CheckpointError(
+                "A tensor's bytes do not match its dtype and shape; nothing was written.", file=path, tensor=name,
+                expected=f"{expected} bytes for {dtype} {list(shape)}", found=f"{nbytes} bytes", fix="pass the tensor's own bytes",
+            )  # fmt: skip
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    try:
+        _replace(path, [struct.pack("<Q", len(raw)), raw, *(data for _, _, data in tensors.values())])
+    except OSError as error:
+        raise CheckpointError(
+            "The checkpoint file could not be written; nothing was left behind.", file=path, found=error.strerror,
+            expected=f"{8 + len(raw) + end} bytes of free space in a writable folder", fix="free space or choose another folder",
+        ) from error  # fmt: skip
+    return 8 + len(raw) + end
+
+
+def _replace(path: Path, parts: list[bytes | memoryview]) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            for part in parts:
+                stream.write(part)
+            stream.flush()
+            os.fchmod(stream.fileno(), 0o644)
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,83 @@
+"""Every error hfq raises on purpose: what failed, where, what was expected, what was found, and how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = ["CheckpointError", "FormatError", "HfqError", "PlacementError", "SetupError", "nearest"]
+
+_MOST_PROBLEMS = 20
+
+
+class HfqError(Exception):
+    """Base of all of hfq's errors; its text is one fixed form, so that it can be read, searched and pasted.
+
+    Args:
+        what: The failure in one sentence.
+        fix: What the user can do about it, most likely remedy first.
+        file: The file it concerns.
+        tensor: The tensor it concerns.
+        rank: The rank it happened on, in a distributed run.
+        expected: What hfq expected there.
+        found: What it found.
+        problems: Further findings, one line each, when several were collected before giving up.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        fix: str,
+        file: object = None,
+        tensor: str | None = None,
+        rank: int | None = None,
+        expected: object = None,
+        found: object = None,
+        problems: Sequence[str] = (),
+    ) -> None:
+        self.what, self.fix, self.file, self.tensor, self.rank = what, fix, file, tensor, rank
+        self.expected, self.found, self.problems = expected, found, tuple(problems)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        fields = {"file": self.file, "tensor": self.tensor, "rank": self.rank}
+        fields |= {"expected": self.expected, "found": self.found}
+        lines = [self.what]
+        lines += [f"  {label}: {value}" for label, value in fields.items() if value is not None]
+        lines += [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
+        if len(self.problems) > _MOST_PROBLEMS:
+            lines.append(f"  - … and {len(self.problems) - _MOST_PROBLEMS} more")
+        return "\n".join([*lines, f"Fix: {self.fix}"])
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.__dict__)
+
+
+class CheckpointError(HfqError):
+    """The files of a checkpoint are missing, damaged, or not what they claim to be."""
+
+
+class FormatError(HfqError):
+    """The quantized tensors of a checkpoint do not form a dialect that hfq can read exactly."""
+
+
+class PlacementError(HfqError):
+    """The requested placement names what does not exist, leaves something out, or does not fit."""
+
+
+class SetupError(HfqError):
+    """An option, a package version or the environment stands in the way."""
+
+
+def _rebuild(cls: type[HfqError], state: dict) -> HfqError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    Exception.__init__(error, error._text())
+    return error
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The hint `; did you mean 'x'?` for a mistyped `name`, or nothing where no name is close."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

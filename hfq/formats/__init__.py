@@ -1,0 +1,64 @@
+"""The dialects: one file each, found by importing this package; and the detection that picks one for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hfq.errors import FormatError
+from hfq.formats import fp8, gptq
+from hfq.formats.base import FORMATS, ActivationScheme, Format
+from hfq.spec import TensorInfo
+
+__all__ = ["FORMATS", "ActivationScheme", "Format", "detect_formats", "fp8", "gptq", "tensors_by_module"]
+
+_DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
+
+
+def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Groups stored tensors by the module they stand beside, each under its local name."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        module, _, local = name.rpartition(".")
+        modules.setdefault(module, {})[local] = info
+    return modules
+
+
+def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> dict[str, Format]:
+    """The format of each packed module, decided by the tensors beside it; dense modules are absent from the result.
+
+    Args:
+        modules: As `tensors_by_module` gives them.
+        config: The checkpoint's `quantization_config`; may be empty.
+
+    Raises:
+        FormatError: No module is packed in a dialect that hfq reads, or a config contradicts the tensors.
+    """
+    found: dict[str, Format] = {}
+    for module, tensors in modules.items():
+        for candidate in FORMATS.values():
+            detected = candidate.detect(module, tensors, config)
+            if detected is not None:
+                found[module] = detected
+                break
+    if not found:
+        raise _nothing_to_read(modules, config)
+    return found
+
+
+def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> FormatError:
+    names = sorted({local for tensors in modules.values() for local in tensors})
+    dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
+    method = config.get("quant_method")
+    unknown = [name for name in dtypes if name not in _DENSE_DTYPES] or len(names) > 3
+    found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
+    if method is None and not unknown:
+        return FormatError(
+            "The checkpoint is not quantized; nothing was loaded.", expected=f"tensors packed as {' or '.join(FORMATS)}",
+            found=f"{found}; no quantization_config",
+            fix="load it without HfqConfig, or quantize it first",
+        )  # fmt: skip
+    return FormatError(
+        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.",
+        expected=f"tensors packed as {' or '.join(FORMATS)}", found=found,
+        fix="load it with the library that wrote it, or re-export it in one of these dialects",
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""What a dialect is (`Format`) and which dialects there are (the registry)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["ActivationScheme", "FORMATS", "FLOATS", "Format", "bounded_int"]
+
+FORMATS: dict[str, type[Format]] = {}
+"""Every readable dialect family by name; a subclass of `Format` registers itself when its file is imported."""
+
+FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How a checkpoint wants the activations of a module quantized to FP8 e4m3.
+
+    Attributes:
+        strategy: One scale for the whole tensor, one for each token, or one for each `group_size` channels of a token.
+        scale_name: The tensor that holds the static scale; None where scales are taken from the activation itself.
+        group_size: Channels that share a scale, for `strategy="group"`.
+        upper_bound: A dynamic scale is computed from amplitudes of at most this (fbgemm's `activation_scale_ub`).
+    """
+
+    strategy: Literal["tensor", "token", "group"]
+    scale_name: str | None = None
+    group_size: int | None = None
+    upper_bound: float | None = None
+
+
+class Format(ABC):
+    """One dialect of packed linear weights, with the parameters of one module.
+
+    Instances are frozen dataclasses: pure functions on the module's tensors under their local on-disk names. A format knows
+    no model, no file and no placement.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.name in FORMATS:
+            raise TypeError(f"two formats are named {cls.name!r}")
+        FORMATS[cls.name] = cls
+
+    @classmethod
+    @abstractmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Format | None:
+        """Recognises this dialect by the tensors beside a module.
+
+        Args:
+            module: The module's full name on disk.
+            tensors: Its tensors by local name.
+            config: The checkpoint's `quantization_config`, for hints; may be empty.
+
+        Returns:
+            The format with its parameters, or None where the tensors are not of this dialect.
+
+        Raises:
+            FormatError: The tensors are of this dialect, and the config contradicts them or is out of range.
+        """
+
+    @abstractmethod
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        """What each tensor of a linear layer of this size must be."""
+
+    @abstractmethod
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        """Writes output rows `[start, start + len(panel))` of the weight into a panel.
+
+        Args:
+            panel: float32 [rows, in_features], contiguous, on the tensors' device; wholly overwritten.
+            tensors: The module's tensors by local name.
+            start: The first output row, a multiple of `row_multiple`.
+        """
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The whole weight [out_features, in_features]: computed in float32, rounded once to `dtype`."""
+        out_features, in_features = self.shape(tensors)
+        device = next(iter(tensors.values())).device
+        panel = torch.empty(out_features, in_features, dtype=torch.float32, device=device)
+        self.dequantize_into(panel, tensors, 0)
+        return panel.to(dtype)
+
+    @abstractmethod
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """(out_features, in_features) of the weight that these tensors describe."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The dialect and its parameters in a few words, for people."""
+
+    @abstractmethod
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Packs a float weight [out_features, in_features] by rounding to nearest; the result passes `tensor_specs`.
+
+        Raises:
+            FormatError: The dialect cannot hold a weight of this shape.
+        """
+
+    @property
+    def row_multiple(self) -> int:
+        """Panels of output rows start at multiples of this."""
+        return 1
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        """How the checkpoint wants activations quantized, or None for weight-only."""
+        return None
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Format:
+        """Checks the values of the module's small tensors (all but its codes), and settles what only values can tell.
+
+        Raises:
+            FormatError: A scale is not finite, or an index is out of range.
+        """
+        return self
+
+
+def bounded_int(config: Mapping, key: str, allowed, what: str, module: str, default: int | None = None) -> int | None:
+    """`config[key]` as an int for which `allowed` holds; None or absent gives `default`.
+
+    Raises:
+        FormatError: The value is of another type or out of range.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or not allowed(value):
+        raise FormatError(
+            f"quantization_config says {key}={value!r} for {module or 'the model'}; nothing was loaded.",
+            file="config.json", expected=what, found=repr(value), fix=f"correct {key} in config.json",
+        )  # fmt: skip
+    return value

@@ -1,0 +1,230 @@
+"""FP8 weights in nn.Linear's own orientation with one tensor of scales: every writer's dialect of it.
+
+    weight            F8_E4M3 or F8_E5M2 [out, in]
+    weight_scale_inv  the name of transformers, DeepSeek, Qwen; a multiplier in spite of its name (but see `reciprocal`)
+    weight_scale      the name of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8, ModelOpt
+    activation_scale, input_scale   the static scale of the activations, optional
+
+    W[n, k] = weight[n, k] * scale[…]
+
+The shape of the scale tells its strategy: [] or [1] one for the tensor, [out] or [out, 1] one for each row, a grid of
+ceil(out / b0) × ceil(in / b1) blocks (also as ModelOpt's [n, 1, k, 1]), or [out, in / group_size]. Only a grid needs the
+config's word on the size of a block. A scale is F32, BF16 or F16, or a power of two as F8_E8M0 or U8 (OCP MX: 2**(u - 127)).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, ActivationScheme, Format
+from hfq.formats.fp8_config import Hints, read_hints
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["Fp8"]
+
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["tensor", "channel", "group", "block"]
+_CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_INPUT_SCALE_NAMES = ("activation_scale", "input_scale")
+_SCALES = (*FLOATS, "F8_E8M0", "U8")
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """FP8 with the parameters of one module; see the file's docstring for the layout.
+
+    Attributes:
+        codes_dtype: `F8_E4M3` or `F8_E5M2`.
+        strategy: What shares a scale.
+        block_structure: (out, in) of a block, for `strategy="block"`.
+        group_size: Channels of a group, for `strategy="group"`.
+        scale_name: The scale's name on disk.
+        scale_shape: The scale's shape on disk; None for the strategy's usual one.
+        reciprocal: Whether the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
+        input_scale_name: The static activation scale's name on disk, None where there is none.
+        input_scale_shape: Its shape.
+        scheme: How the checkpoint wants activations quantized.
+    """
+
+    name = "fp8"
+    codes_dtype: str = "F8_E4M3"
+    strategy: Strategy = "channel"
+    block_structure: tuple[int, int] | None = None
+    group_size: int | None = None
+    scale_name: str = "weight_scale"
+    scale_shape: tuple[int, ...] | None = None
+    reciprocal: bool = False
+    input_scale_name: str | None = None
+    input_scale_shape: tuple[int, ...] = ()
+    scheme: ActivationScheme | None = None
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Fp8 | None:
+        weight = tensors.get("weight")
+        if weight is None or weight.dtype not in _CODES or len(weight.shape) != 2:
+            return None
+        hints = read_hints(module, config)
+        scale_name = next((name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block else 1])
+        scale = tensors.get(scale_name)
+        input_scale_name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)
+        detected = cls(
+            codes_dtype=weight.dtype,
+            scale_name=scale_name,
+            reciprocal=hints.reciprocal and scale_name == "weight_scale_inv",
+            input_scale_name=input_scale_name,
+            input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
+            scheme=_scheme(hints, input_scale_name),
+        )
+        return detected if scale is None else detected._with_scale(module, weight, scale, hints)
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        specs = [
+            TensorSpec("weight", (self.codes_dtype,), (out_features, in_features), "codes"),
+            TensorSpec(self.scale_name, _SCALES, self._scale_shape(in_features, out_features), "scale"),
+        ]
+        if self.input_scale_name:
+            specs.append(TensorSpec(self.input_scale_name, FLOATS, self.input_scale_shape, "scale", optional=True))
+        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        out_features, in_features = tensors["weight"].shape
+        return out_features, in_features
+
+    def describe(self) -> str:
+        sizes = {"block": f" {self.block_structure}", "group": f" g{self.group_size}"}.get(self.strategy, "")
+        reading = " reciprocal" if self.reciprocal else ""
+        codes = self.codes_dtype.removeprefix("F8_").lower()
+        return f"fp8 {codes} {self.strategy}{sizes.replace(', ', 'x').replace('(', '').replace(')', '')}{reading}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Fp8:
+        check_finite(module, self.scale_name, _as_multiplier(tensors[self.scale_name], reciprocal=False))
+        if self.input_scale_name:
+            check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
+        undeclared = self.scale_name == "weight_scale_inv" and self.strategy == "channel" and not self.reciprocal
+        if undeclared and float(tensors[self.scale_name].float().median()) > 1:
+            logger.warning("%s: its row scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
+            return dataclasses.replace(self, reciprocal=True)
+        return self
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        stop = start + panel.shape[0]
+        panel.copy_(tensors["weight"][start:stop])
+        scale = tensors[self.scale_name]
+        if self.strategy == "tensor":
+            panel.mul_(_as_multiplier(scale.reshape(1, 1), self.reciprocal))
+        elif self.strategy == "channel":
+            panel.mul_(_as_multiplier(scale.reshape(-1, 1)[start:stop], self.reciprocal))
+        elif self.strategy == "group":
+            groups = _as_multiplier(scale[start:stop], self.reciprocal)
+            panel.unflatten(1, (groups.shape[1], -1)).mul_(groups[:, :, None])
+        else:
+            self._multiply_blocks(panel, scale, start)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        dtype = _CODES[self.codes_dtype]
+        weight = weight.detach().to(torch.float32)
+        top = torch.finfo(dtype).max
+        out_features, in_features = weight.shape
+        shape = self._scale_shape(in_features, out_features)
+        if self.strategy == "group" and in_features % (self.group_size or 1):
+            raise FormatError(
+                "The group size does not divide the input.", found=f"{in_features} input channels", expected="a multiple of "
+                f"group_size={self.group_size}", fix="choose another group_size",
+            )  # fmt: skip
+        scale = self._amax(weight).reshape(shape) / top
+        scale = torch.where(scale == 0, 1, scale)
+        stored = {"weight": weight, self.scale_name: 1 / scale if self.reciprocal else scale}
+        ones = self.dequantize({**stored, "weight": torch.ones_like(weight)})
+        stored["weight"] = (weight / ones).clamp(-top, top).to(dtype)
+        if self.input_scale_name:
+            stored[self.input_scale_name] = torch.ones(self.input_scale_shape)
+        return stored
+
+    def _with_scale(self, module: str, weight: TensorInfo, scale: TensorInfo, hints: Hints) -> Fp8:
+        """Settles the strategy by the scale's shape; for a grid, with the config's word on what it covers."""
+        out_features, in_features = weight.shape
+        grid = scale.shape if len(scale.shape) == 2 else ()
+        if len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1:
+            grid = (scale.shape[0], scale.shape[2])
+        if scale.numel == 1 and not (hints.block and len(grid) == 2):
+            return dataclasses.replace(self, strategy="tensor", scale_shape=scale.shape)
+        if scale.shape in ((out_features,), (out_features, 1)) and not hints.group_size:
+            return dataclasses.replace(self, strategy="channel", scale_shape=scale.shape)
+        if grid and grid[0] == out_features and not hints.block and grid[1] and in_features % grid[1] == 0:
+            group_size = hints.group_size or in_features // grid[1]
+            return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
+        block = hints.block or (128, 128)
+        shape = scale.shape if len(scale.shape) == 4 else None
+        if grid and len(scale.shape) == 4 and grid != _grid(out_features, in_features, block):
+            raise FormatError(
+                f"The scale grid of {module} does not match its weight; nothing was loaded.", file=scale.range.file,
+                tensor=f"{module}.{scale.name.rpartition('.')[2]}", found=str(scale),
+                expected=f"{_grid(out_features, in_features, block)} blocks of {block}", fix="correct the block size in config.json",
+            )  # fmt: skip
+        return dataclasses.replace(self, strategy="block", block_structure=block, scale_shape=shape)
+
+    def _scale_shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
+        if self.scale_shape is not None and self.strategy in ("tensor", "block"):
+            return self.scale_shape
+        if self.strategy == "tensor":
+            return (1,)
+        if self.strategy == "channel":
+            return (out_features,) if self.scale_shape and len(self.scale_shape) == 1 else (out_features, 1)
+        if self.strategy == "group":
+            return (out_features, -(-in_features // (self.group_size or 1)))
+        return _grid(out_features, in_features, self.block_structure or (128, 128))
+
+    def _multiply_blocks(self, panel: torch.Tensor, scale: torch.Tensor, start: int) -> None:
+        """Multiplies each row of blocks in the panel by its scales; the last block of a row or column may be ragged."""
+        block_out, block_in = self.block_structure or (128, 128)
+        if scale.dim() == 4:
+            scale = scale.reshape(scale.shape[0], scale.shape[2])
+        in_features, stop = panel.shape[1], start + panel.shape[0]
+        for first in range(start // block_out, -(-stop // block_out)):
+            multiplier = _as_multiplier(scale[first], self.reciprocal).repeat_interleave(block_in)[:in_features]
+            panel[max(first * block_out - start, 0) : (first + 1) * block_out - start].mul_(multiplier)
+
+    def _amax(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.strategy == "tensor":
+            return weight.abs().amax().reshape(1)
+        if self.strategy == "channel":
+            return weight.abs().amax(1)
+        block = self.block_structure or (128, 128)
+        if self.strategy == "group":
+            block = (1, self.group_size or weight.shape[1])
+        rows, columns = _grid(*weight.shape, block)
+        padding = (0, columns * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0])
+        padded = torch.nn.functional.pad(weight, padding)
+        return padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3))
+
+
+def _grid(out_features: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-out_features // block[0]), -(-in_features // block[1])
+
+
+def _as_multiplier(scale: torch.Tensor, reciprocal: bool) -> torch.Tensor:
+    """The stored scale as the float32 number that multiplies the codes."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.to(torch.float32)
+    return scale.reciprocal() if reciprocal else scale
+
+
+def _scheme(hints: Hints, input_scale_name: str | None) -> ActivationScheme | None:
+    if input_scale_name is not None:
+        return ActivationScheme("tensor", scale_name=input_scale_name)
+    return hints.scheme

@@ -1,0 +1,279 @@
+"""GPTQ as AutoGPTQ, gptqmodel and auto-round store it: int32 words packed along the input, scales and zeros by group.
+
+    qweight  I32 [in * bits / 32, out]    codes, a bit stream along the input
+    qzeros   I32 [groups, out * bits / 32]  zero points, a bit stream along the output
+    scales   F16 [groups, out]
+    g_idx    I32 [in]                     the group of each input channel; absent or of length 1 where it is trivial
+
+    W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
+
+Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. How v1 adds the
+one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on the masked field for 3 bits),
+AutoGPTQ on each field without a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, Format, bounded_int
+from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.values import check_finite, check_index
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["Gptq"]
+
+logger = logging.getLogger(__name__)
+
+ZeroReading = Literal["stored", "field_plus_one", "masked_plus_one", "word_plus_one"]
+_BITS = (2, 3, 4, 8)
+_WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+_CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 2}
+
+
+@dataclass(frozen=True)
+class Gptq(Format):
+    """GPTQ with the parameters of one module; see the file's docstring for the layout.
+
+    Attributes:
+        num_bits: 2, 3, 4 or 8.
+        group_size: Input channels that share a scale; -1 for all.
+        symmetric: Whether the config calls the zero points constant.
+        zero_reading: How a stored zero point becomes the real one.
+        g_idx_length: The length of `g_idx` in the file, None where it is absent.
+        act_order: Whether the groups are scattered over the input (`desc_act`); settled by `resolve`.
+    """
+
+    name = "gptq"
+    num_bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    zero_reading: ZeroReading = "stored"
+    g_idx_length: int | None = None
+    act_order: bool = False
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Gptq | None:
+        if "qweight" not in tensors or _is_awq(tensors, config):
+            return None
+        options = _options(module, config)
+        hinted = bounded_int(options, "bits", lambda bits: bits in _BITS, "2, 3, 4 or 8", module)
+        stored = _stored_bits(tensors)
+        if stored is not None and hinted is not None and stored != hinted:
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=tensors["qweight"].range.file, tensor=f"{module}.qzeros", expected=f"{hinted} bits, as config.json says",
+                found=f"{stored} bits: qzeros {tensors['qzeros']} beside scales {tensors['scales']}",
+                fix="correct `bits` (or `dynamic`) in config.json",
+            )  # fmt: skip
+        num_bits = stored or hinted
+        if num_bits is None:
+            return None
+        g_idx = tensors.get("g_idx")
+        return cls(
+            num_bits=num_bits,
+            group_size=_group_size(module, tensors, options, num_bits),
+            symmetric=bool(options.get("sym", True)),
+            zero_reading=_zero_reading(module, config, num_bits),
+            g_idx_length=g_idx.numel if g_idx is not None else None,
+        )
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
+        words_in, words_out = -(-in_features * self.num_bits // 32), -(-out_features * self.num_bits // 32)
+        g_idx = self.g_idx_length if self.g_idx_length in (0, 1) else in_features
+        return (
+            TensorSpec("qweight", ("I32",), (words_in, out_features), "codes"),
+            TensorSpec("qzeros", ("I32",), (groups, words_out), "zero_point"),
+            TensorSpec("scales", FLOATS, (groups, out_features), "scale"),
+            TensorSpec("g_idx", ("I32",), (g_idx,), "index", optional=True, bound=groups),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        return 32
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        words, out_features = tensors["qweight"].shape
+        return out_features, words * 32 // self.num_bits
+
+    def describe(self) -> str:
+        version = "v2" if self.zero_reading == "stored" else "v1"
+        kind = "sym" if self.symmetric else "asym"
+        order = " act-order" if self.act_order else ""
+        return f"gptq {version} int{self.num_bits} g{self.group_size} {kind}{order}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Gptq:
+        check_finite(module, "scales", tensors["scales"])
+        resolved = dataclasses.replace(self, zero_reading=self._checked_zero_reading(module, tensors["qzeros"]))
+        g_idx = tensors.get("g_idx")
+        if g_idx is None or g_idx.numel() <= 1:
+            return resolved
+        groups = tensors["scales"].shape[0]
+        check_index(module, "g_idx", g_idx, groups)
+        span = g_idx.numel() if self.group_size == -1 else self.group_size
+        trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
+        return dataclasses.replace(resolved, act_order=not torch.equal(g_idx, trivial))
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        stop, in_features = start + panel.shape[0], panel.shape[1]
+        scales = tensors["scales"][:, start:stop].to(torch.float32)
+        zeros = self._zeros(tensors["qzeros"], start, stop)
+        codes = unpack_stream(tensors["qweight"][:, start:stop], self.num_bits, in_features)
+        weight, groups = panel.t(), scales.shape[0]
+        span = in_features if self.group_size == -1 else self.group_size
+        if not self.act_order and span * groups == in_features:
+            grouped = weight.unflatten(0, (groups, span))
+            torch.sub(codes.unflatten(0, (groups, span)), zeros[:, None], out=grouped)
+            grouped.mul_(scales[:, None])
+            return
+        if self.act_order:
+            group = tensors["g_idx"].to(torch.int64)
+        else:
+            group = torch.arange(in_features, device=codes.device) // span
+        torch.sub(codes, zeros[group], out=weight)
+        weight.mul_(scales[group])
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        span = in_features if self.group_size == -1 else self.group_size
+        if in_features * self.num_bits % 32 or out_features * self.num_bits % 32 or in_features % span:
+            raise FormatError(
+                "GPTQ cannot hold a weight of this shape.", found=f"[{out_features}, {in_features}]",
+                expected=f"sizes divisible by 32 and an input divisible by group_size={self.group_size}",
+                fix="choose another group_size, or leave this layer dense",
+            )  # fmt: skip
+        top = (1 << self.num_bits) - 1
+        grouped = weight.detach().to(torch.float32).t().reshape(in_features // span, span, out_features)
+        if self.symmetric:
+            scales = grouped.abs().amax(1) * 2 / top
+            zeros = torch.full_like(scales, 1 << (self.num_bits - 1))
+        else:
+            low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
+            scales = (high - low) / top
+            zeros = torch.zeros_like(scales)
+        scales = torch.where(scales == 0, 1, scales).to(torch.float16)
+        if not self.symmetric:
+            zeros = (-low / scales.float()).round().clamp(0, top)
+        codes = (grouped / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
+        tensors = {
+            "qweight": pack_stream(codes.reshape(in_features, out_features), self.num_bits),
+            "qzeros": self._store_zeros(zeros.to(torch.int32)),
+            "scales": scales,
+        }
+        if self.g_idx_length is not None:
+            tensors["g_idx"] = torch.arange(in_features, dtype=torch.int32) // span
+        return tensors
+
+    def _zeros(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
+        first = start * self.num_bits // 32
+        words = qzeros[:, first : -(-stop * self.num_bits // 32)].t()
+        if self.zero_reading == "word_plus_one":
+            words = words + _WORD_ONES[self.num_bits]
+        zeros = unpack_stream(words, self.num_bits, stop - first * 32 // self.num_bits).t()
+        if self.zero_reading == "field_plus_one":
+            zeros = zeros + 1
+        if self.zero_reading == "masked_plus_one":
+            zeros = (zeros + 1) & ((1 << self.num_bits) - 1)
+        return zeros
+
+    def _store_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
+        if self.zero_reading == "word_plus_one":
+            return (pack_stream(zeros.t(), self.num_bits) - _WORD_ONES[self.num_bits]).t().contiguous()
+        if self.zero_reading != "stored":
+            zeros = (zeros - 1) & ((1 << self.num_bits) - 1)
+        return pack_stream(zeros.t(), self.num_bits).t().contiguous()
+
+    def _checked_zero_reading(self, module: str, qzeros: torch.Tensor) -> ZeroReading:
+        """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
+        middle = 1 << (self.num_bits - 1)
+        if not self.symmetric:
+            return self.zero_reading
+        stored = unpack_stream(qzeros.t(), self.num_bits, qzeros.shape[1] * 32 // self.num_bits)
+        labelled_v2 = self.zero_reading == "stored"
+        if labelled_v2 and bool((stored == middle - 1).all()):
+            logger.warning("%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module)
+            return "masked_plus_one"
+        if not labelled_v2 and bool((stored == middle).all()):
+            logger.warning("%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module)
+            return "stored"
+        return self.zero_reading
+
+
+def _is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
+    qweight, scales = tensors["qweight"], tensors.get("scales")
+    if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return "awq" in str(config.get("quant_method", ""))
+    return qweight.shape[1] != scales.shape[1] and "g_idx" not in tensors
+
+
+def _stored_bits(tensors: Mapping[str, TensorInfo]) -> int | None:
+    """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
+    qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
+    if qzeros is None or scales is None or len(qzeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+        return None
+    candidates = [bits for bits in _BITS if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _options(module: str, config: Mapping) -> dict:
+    """The config's options for one module: the first matching rule of `dynamic` overrides the rest."""
+    options = dict(config)
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise _bad_config("dynamic", rules, "{pattern: {option: value}}")
+    for rule, overrides in rules.items():
+        negative = rule.startswith("-:")
+        try:
+            matches = re.match(rule.removeprefix("-:").removeprefix("+:"), module)
+        except re.error as error:
+            raise _bad_config("dynamic", rule, f"a regular expression ({error})") from None
+        if matches:
+            if not negative and not isinstance(overrides, Mapping):
+                raise _bad_config("dynamic", overrides, "{option: value}")
+            return options if negative else options | dict(overrides)
+    return options
+
+
+def _group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping, num_bits: int) -> int:
+    allowed = "-1 or a positive number of channels"
+    hinted = bounded_int(options, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, allowed, module)
+    if hinted is not None:
+        return hinted
+    groups = tensors["scales"].shape[0] if "scales" in tensors and tensors["scales"].shape else 1
+    in_features = tensors["qweight"].shape[0] * 32 // num_bits if tensors["qweight"].shape else 0
+    return -1 if groups <= 1 else -(-in_features // groups)
+
+
+def _zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:
+    label = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if label not in _CHECKPOINT_FORMATS:
+        raise FormatError(
+            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
+            file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),
+            fix="re-export the checkpoint with checkpoint_format='gptq'",
+        )  # fmt: skip
+    if label == "gptq_v2":
+        return "stored"
+    meta = config.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    if "gptqmodel" not in str(quantizer):
+        return "field_plus_one"
+    return "word_plus_one" if num_bits in _WORD_ONES else "masked_plus_one"
+
+
+def _bad_config(key: str, found: object, expected: str) -> FormatError:
+    return FormatError(
+        f"quantization_config has an unusable {key!r}; nothing was loaded.", file="config.json", expected=expected,
+        found=repr(found)[:80], fix=f"correct {key} in config.json",
+    )  # fmt: skip

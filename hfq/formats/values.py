@@ -1,0 +1,39 @@
+"""Checks on the values of a module's small tensors: a scale must be finite, an index must lie in its range."""
+
+from __future__ import annotations
+
+import torch
+
+from hfq.errors import FormatError
+
+__all__ = ["check_finite", "check_index"]
+
+
+def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
+    """Refuses a scale that holds NaN or infinity.
+
+    Raises:
+        FormatError: Names the tensor and the first bad element.
+    """
+    bad = ~torch.isfinite(scale.to(torch.float32))
+    if bad.any():
+        position = bad.nonzero()[0].tolist() if scale.dim() else []
+        raise FormatError(
+            "A scale is not finite; nothing was loaded.", tensor=f"{module}.{name}", expected="finite values",
+            found=f"{scale[tuple(position)].item()} at {position}, {int(bad.sum())} in all",
+            fix="the checkpoint is damaged: download it again, or ask its author",
+        )  # fmt: skip
+
+
+def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None:
+    """Refuses an index outside [0, bound).
+
+    Raises:
+        FormatError: Names the tensor and the extremes found.
+    """
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= bound:
+        raise FormatError(
+            "An index is out of range; nothing was loaded.", tensor=f"{module}.{name}", expected=f"0 to {bound - 1}",
+            found=f"{low} to {high}", fix="the checkpoint is damaged: download it again, or ask its author",
+        )  # fmt: skip

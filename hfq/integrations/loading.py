@@ -1,0 +1,314 @@
+"""One load, from the skeleton on meta to the placed model: matching, plan, packed rows, and what transformers must not see.
+
+transformers loads the dense tensors that rest where they compute. Everything else (packed rows, and whatever rests on disk)
+is hidden from it: hidden tensors stand in the skeleton, so that sizes and homes are computed from them, and are left out of
+`state_dict` until `finish`, which is where transformers looks for what to load. It is handed a device map of the devices that
+compute, so that neither it nor accelerate offloads anything itself.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.errors import FormatError, PlacementError, SetupError, nearest
+from hfq.integrations.compat import opened_checkpoint
+from hfq.integrations.matching import Match, match_model
+from hfq.integrations.transformers import HfqConfig
+from hfq.kernels.table import choose_kernel
+from hfq.modules.linear import PackedLinear
+from hfq.modules.row import ArenaRow, is_mappable, map_row, map_tensor
+from hfq.placement.device_map import execution_device, execution_map, resolve_homes
+from hfq.placement.plan import Plan, PlanEntry
+from hfq.streaming.streamer import Block, DenseParameter, Streamer
+
+__all__ = ["Loading", "source_config"]
+
+logger = logging.get_logger("hfq")
+
+
+class Loading:
+    """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and to save.
+
+    Args:
+        model: The skeleton on meta.
+        config: The user's config.
+        files: The checkpoint's files, as transformers resolved them.
+        dtype: The dtype of dense tensors.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype) -> None:
+        self._started = time.perf_counter()
+        _refuse_zero3()
+        self.checkpoint = _open(files)
+        self.reader = Reader(self.checkpoint)
+        source = config.source if config.source is not None else source_config(self.checkpoint)
+        self.config = config.with_source(source)
+        self.model, self.dtype = model, dtype
+        self._user_map: dict[str, Any] | None = None
+        self.match: Match = match_model(model, self.checkpoint, source or {})
+        _check_not_converted(config.modules_to_not_convert, self.match, model)
+        self.linears = self._swap()
+        self.plan = Plan(())
+        self.homes: dict[str, str] = {}
+        self.main = "cpu"
+        self.streamer: Streamer | None = None
+        self._hidden: set[str] = set()
+        self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
+        self._hide_packed()
+
+    def place(self, device_map: dict[str, Any] | None) -> None:
+        """Settles every home, loads the packed rows, and turns `device_map` into the map of devices that compute."""
+        names = self._tensor_names()
+        self._user_map = dict(device_map) if device_map is not None else None
+        homes = resolve_homes(device_map, names, (name for name, _ in self.model.named_modules()))
+        for target, source in self.model.all_tied_weights_keys.items():
+            homes[target] = homes.get(source, homes[target])
+        self.homes, self.main = homes, execution_device(homes.values())
+        self._check_supported()
+        self._hidden |= {name for name in names if self._is_offloaded(name)}
+        for name in self._hidden:
+            self._mark(name)
+        if device_map is not None:
+            executes = execution_map(device_map, homes, self.main)
+            device_map.clear()
+            device_map.update(executes)
+        self.plan = self._make_plan(names)
+        with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
+            self._load_rows()
+
+    def finish(self) -> None:
+        """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
+        self._hook.remove()
+        self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        blocks = self._blocks()
+        if blocks:
+            self.streamer = Streamer(blocks, self.reader, self.main)
+        if self._user_map is not None:
+            self.model.hf_device_map = self._user_map
+        if self.match.unused:
+            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
+        logger.info(
+            "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %d bytes read", self.checkpoint.root,
+            time.perf_counter() - self._started, len(self.linears), self.describe_formats(), self.plan,
+            self.reader.counters.bytes_read,
+        )  # fmt: skip
+
+    def describe_formats(self) -> str:
+        """The distinct formats of the model."""
+        return ", ".join(sorted({linear.weight_format.describe() for linear in self.linears.values()}))
+
+    def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Every tensor by its name in the model, packed ones under their on-disk names and as their on-disk bytes.
+
+        What rests on disk is given as a view of the mapped checkpoint (a dense tensor: cast to the model's dtype).
+        """
+        state = dict(model.state_dict())
+        for name, linear in self.linears.items():
+            for local, info in linear.infos.items():
+                if state[f"{name}.{local}"].is_meta:
+                    state[f"{name}.{local}"] = map_tensor(self.reader, info)
+        for name, tensor in list(state.items()):
+            if tensor.is_meta and name in self.match.dense:
+                state[name] = map_tensor(self.reader, self.match.dense[name]).to(tensor.dtype)
+            elif tensor.is_meta:
+                del state[name]
+        metadata = {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
+        return state, metadata
+
+    def _swap(self) -> dict[str, PackedLinear]:
+        kernel = choose_kernel(self.config.kernel)
+        linears = {}
+        for name, packed in self.match.packed.items():
+            linear, parent = packed.linear, self.model.get_submodule(name.rpartition(".")[0])
+            scheme = packed.format.activation_scheme if self.config.activations == "checkpoint" else None
+            swapped = PackedLinear(
+                name, linear.in_features, linear.out_features, packed.format, packed.infos, kernel, scheme
+            )
+            setattr(parent, name.rpartition(".")[2], swapped.train(linear.training))
+            linears[name] = swapped
+        return linears
+
+    def _hide_packed(self) -> None:
+        self._hidden = {f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos}
+        self._hidden |= {f"{name}.packed_row" for name in self.linears}
+        # hfq has judged every stored tensor itself: transformers must not report the hidden ones as unexpected
+        self.model._keys_to_ignore_on_load_unexpected = {".*"}
+
+    def _hide(self, module: nn.Module, state_dict: dict, prefix: str, _: Any) -> None:
+        if module is self.model and not prefix:
+            for name in self._hidden & state_dict.keys():
+                del state_dict[name]
+
+    def _tensor_names(self) -> list[str]:
+        packed = [f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos]
+        return [*packed, *self.model.state_dict()]
+
+    def _is_offloaded(self, name: str) -> bool:
+        home = self.homes[name]
+        is_parameter = name in self.match.dense or name in self.model.all_tied_weights_keys
+        return is_parameter and not self._is_buffer(name) and (home == "disk" or (home == "cpu" and self.main != "cpu"))
+
+    def _is_buffer(self, name: str) -> bool:
+        module, _, local = name.rpartition(".")
+        return local in self.model.get_submodule(module)._buffers
+
+    def _mark(self, name: str) -> None:
+        module, _, local = name.rpartition(".")
+        parameter = self.model.get_submodule(module)._parameters.get(local)
+        if parameter is not None:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    def _check_supported(self) -> None:
+        accelerators = {home for home in self.homes.values() if home not in ("cpu", "disk")}
+        offloaded = {home for home in self.homes.values() if home in ("cpu", "disk")}
+        if len(accelerators) > 1 and offloaded:
+            raise PlacementError(
+                "hfq cannot offload a model that is spread over several accelerators yet; nothing was loaded.",
+                expected="one accelerator with cpu and disk, or several accelerators alone",
+                found=", ".join(sorted(accelerators | offloaded)), fix="use one accelerator, or leave cpu and disk out",
+            )  # fmt: skip
+
+    def _make_plan(self, names: Iterable[str]) -> Plan:
+        entries = []
+        stored = {f"{name}.{local}": info for name, linear in self.linears.items() for local, info in linear.infos.items()}
+        state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        for name in names:
+            home = self.homes[name]
+            device = self.main if home in ("cpu", "disk") else home
+            if name in stored:
+                entries.append(PlanEntry(name, home, device, stored[name].nbytes, True))
+            elif name not in self.model.all_tied_weights_keys:
+                tensor, info = state[name], self.match.dense.get(name)
+                resting = info.nbytes if home == "disk" and info else tensor.numel() * tensor.element_size()
+                entries.append(PlanEntry(name, home, device, resting, False))
+        return Plan(tuple(entries))
+
+    def _load_rows(self) -> None:
+        """Brings every packed row home, and checks the values of its small tensors wherever it rests."""
+        for name, linear in self.linears.items():
+            home = self.homes[f"{name}.{next(iter(linear.infos))}"]
+            codes = {spec.name for spec in linear.weight_format.tensor_specs(*_sizes(linear)) if spec.role == "codes"}
+            small = {local: info for local, info in linear.infos.items() if local not in codes}
+            linear.weight_format = linear.weight_format.resolve(name, ArenaRow.read(self.reader, small).tensors())
+            if home == "disk":
+                continue
+            if home != "cpu":
+                row = ArenaRow.read(self.reader, linear.infos)
+                linear.hold_row(ArenaRow(row.buffer.to(home), row.segments))
+            elif self.config.backing != "arena" and is_mappable(linear.infos):
+                linear.hold(map_row(self.reader, linear.infos))
+            elif self.config.backing == "mapped":
+                raise PlacementError(
+                    "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
+                    file=next(iter(linear.infos.values())).range.file, expected="tensors aligned to their own dtype",
+                    found=", ".join(f"{i.name} at byte {i.range.offset}" for i in linear.infos.values()),
+                    fix='pass HfqConfig(backing="auto")',
+                )  # fmt: skip
+            else:
+                linear.hold_row(ArenaRow.read(self.reader, linear.infos))
+
+    def _blocks(self) -> list[Block]:
+        """The modules to stream: decoder layers (`_no_split_modules`) and leaves, each with its offloaded parts."""
+        ties = self.model.all_tied_weights_keys
+        dense: dict[str, list[DenseParameter]] = {}
+        for name in self._hidden:
+            module, _, local = name.rpartition(".")
+            owner = self.model.get_submodule(module)
+            info = self.match.dense.get(name) or self.match.dense.get(ties.get(name, name)) or self._tied_source(name)
+            if isinstance(owner, PackedLinear) or info is None:
+                continue
+            slot = DenseParameter(owner, local, info, owner._parameters[local].dtype)  # type: ignore[union-attr]
+            dense.setdefault(module, []).append(slot)
+        packed = {
+            name: linear
+            for name, linear in self.linears.items()
+            if (home := self.homes[f"{name}.{next(iter(linear.infos))}"]) == "disk" or (home == "cpu" != self.main)
+        }
+        whole = set(self.model._no_split_modules or ())
+        return list(_collect_blocks("", self.model, whole, packed, dense))
+
+    def _tied_source(self, name: str):
+        """Where a tie's source is stored under its target's name instead."""
+        pairs = self.model.all_tied_weights_keys.items()
+        return next((self.match.dense[t] for t, source in pairs if source == name and t in self.match.dense), None)
+
+
+def source_config(checkpoint: Checkpoint) -> dict | None:
+    """The checkpoint's own quantization config: in config.json, or in the side file of an older writer."""
+    texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
+    for config in texts:
+        if isinstance(config.get("quantization_config"), Mapping):
+            return dict(config["quantization_config"])
+    gptq = checkpoint.side_file("quantize_config.json")
+    if gptq is not None:
+        return {"quant_method": "gptq", **gptq}
+    modelopt = (checkpoint.side_file("hf_quant_config.json") or {}).get("quantization")
+    return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else None
+
+
+def _collect_blocks(
+    name: str,
+    module: nn.Module,
+    whole: set[str],
+    packed: Mapping[str, PackedLinear],
+    dense: Mapping[str, list[DenseParameter]],
+) -> Iterable[Block]:
+    children = list(module.named_children())
+    if type(module).__name__ in whole or not children:
+        inside = re.compile(re.escape(name) + r"(\..*)?")
+        linears = tuple(linear for key, linear in packed.items() if inside.fullmatch(key))
+        slots = tuple(slot for key, slots in dense.items() if inside.fullmatch(key) for slot in slots)
+        if linears or slots:
+            yield Block(name, module, linears, slots)
+        return
+    if name in dense:
+        yield Block(name, module, (), tuple(dense[name]))
+    for local, child in children:
+        yield from _collect_blocks(f"{name}.{local}" if name else local, child, whole, packed, dense)
+
+
+def _sizes(linear: PackedLinear) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
+
+
+def _open(files: list[str] | None) -> Checkpoint:
+    foreign = [file for file in files or () if not file.endswith(".safetensors")]
+    if not files or foreign:
+        raise FormatError(
+            "The checkpoint is not safetensors; nothing was loaded.", file=foreign[0] if foreign else None,
+            expected="*.safetensors", found=", ".join(foreign) or "no files",
+            fix="convert the checkpoint to safetensors; hfq never opens a pickle",
+        )  # fmt: skip
+    return opened_checkpoint(files)
+
+
+def _refuse_zero3() -> None:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        raise SetupError(
+            "hfq does not load into DeepSpeed ZeRO-3 yet; nothing was loaded.", expected="no active ZeRO-3 config",
+            found="a live HfDeepSpeedConfig of stage 3", fix="load with device_map, or without DeepSpeed",
+        )  # fmt: skip
+
+
+def _check_not_converted(names: list[str] | None, match: Match, model: nn.Module) -> None:
+    known = [name for name, _ in model.named_modules()]
+    for name in names or ():
+        inside = [module for module in known if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")]
+        packed = [module for module in match.packed if any(module == i or module.startswith(f"{i}.") for i in inside)]
+        if not inside or packed:
+            what = "is stored packed" if packed else f"matches nothing in the model{nearest(name, known)}"
+            raise SetupError(
+                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.", found=", ".join(packed[:5]) or name,
+                expected="modules that the checkpoint stores as floats", fix="remove it from modules_to_not_convert",
+            )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Registers hfq with transformers when transformers is imported, before or after hfq, so that `import hfq` stays light."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+__all__ = ["register"]
+
+_CALLBACKS = {
+    "transformers.quantizers.auto": ("hfq.integrations.transformers", "register_with"),
+    "transformers.modeling_utils": ("hfq.integrations.compat", "patch_modeling_utils"),
+    "transformers.models.auto.auto_factory": ("hfq.integrations.compat", "patch_auto_factory"),
+}
+
+
+def register() -> None:
+    """Runs each callback now where its module of transformers is loaded, and otherwise as soon as it is."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name in _CALLBACKS:
+        if name in sys.modules:
+            _run(sys.modules[name])
+
+
+def _run(module: ModuleType) -> None:
+    owner, function = _CALLBACKS[module.__name__]
+    getattr(importlib.import_module(owner), function)(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: asks the other finders, and wraps the loader of a module that hfq waits for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _CALLBACKS:
+            return None
+        for finder in sys.meta_path:
+            spec = None if isinstance(finder, _Finder) else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs the callback after the real loader has executed the module."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str):
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        _run(module)

@@ -1,0 +1,1 @@
+"""Functions that multiply by packed weights, and the table that says which one runs."""

@@ -1,0 +1,88 @@
+"""The reference kernel: plain torch, right for every format on every device, and the measure of every other kernel.
+
+The weight is dequantized panel by panel into one buffer per thread that is reused by every call, so that no call allocates
+the weight as floats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from hfq.formats import Format
+
+__all__ = ["PANEL_NBYTES", "linear", "linear_grad"]
+
+PANEL_NBYTES = 1 << 20
+"""The bytes of a float32 panel, unless `row_multiple` rows need more."""
+
+_buffers = threading.local()
+
+
+def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """`activations @ W.T (+ bias)`, with W rounded once to the activations' dtype.
+
+    Args:
+        activations: [..., in_features], float32, bfloat16 or float16.
+        tensors: The module's tensors by local name, on the activations' device.
+        weight_format: Their format.
+
+    Returns:
+        [..., out_features] in the activations' dtype.
+    """
+    rows = activations.reshape(-1, activations.shape[-1])
+    out_features, _ = weight_format.shape(tensors)
+    result = rows.new_empty(rows.shape[0], out_features)
+    for start, panel in _panels(tensors, weight_format, activations.dtype):
+        torch.mm(rows, panel.t(), out=result[:, start : start + panel.shape[0]])
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result.view(*activations.shape[:-1], out_features)
+
+
+def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """The gradient of `linear` with respect to its activations: `grad @ W`, summed over panels in float32.
+
+    Args:
+        grad: [..., out_features].
+        tensors: The module's tensors by local name, on the gradient's device.
+        weight_format: Their format.
+
+    Returns:
+        [..., in_features] in the gradient's dtype.
+    """
+    rows = grad.reshape(-1, grad.shape[-1])
+    _, in_features = weight_format.shape(tensors)
+    result = torch.zeros(rows.shape[0], in_features, dtype=torch.float32, device=grad.device)
+    for start, panel in _panels(tensors, weight_format, grad.dtype):
+        result += rows[:, start : start + panel.shape[0]] @ panel
+    return result.to(grad.dtype).view(*grad.shape[:-1], in_features)
+
+
+def _panels(
+    tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first output row, [rows, in_features] in `dtype`) of each panel; a panel is overwritten by the next."""
+    out_features, in_features = weight_format.shape(tensors)
+    device = next(iter(tensors.values())).device
+    multiple = weight_format.row_multiple
+    step = max(PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
+    for start in range(0, out_features, step):
+        rows = min(step, out_features - start)
+        panel = _buffer(torch.float32, device, rows * in_features).view(rows, in_features)
+        weight_format.dequantize_into(panel, tensors, start)
+        if dtype != torch.float32:
+            panel = _buffer(dtype, device, rows * in_features).view(rows, in_features).copy_(panel)
+        yield start, panel
+
+
+def _buffer(dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
+    """The first `numel` elements of this thread's buffer; made outside inference mode, so that every mode may write it."""
+    kept = _buffers.__dict__
+    if (dtype, device) not in kept or kept[dtype, device].numel() < numel:
+        with torch.inference_mode(False):
+            kept[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+    return kept[dtype, device][:numel]

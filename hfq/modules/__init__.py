@@ -1,0 +1,1 @@
+"""Modules that hold packed rows in the place of transformers' own."""

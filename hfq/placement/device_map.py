@@ -1,0 +1,121 @@
+"""Device maps by whole dotted names: `model.layers.1` takes `model.layers.1` and what is below it, never `model.layers.10`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hfq.errors import PlacementError, nearest
+
+__all__ = ["AUTOMATIC", "check_device", "execution_device", "execution_map", "resolve_homes"]
+
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+"""The device maps that transformers infers."""
+
+
+def resolve_homes(device_map: Mapping[str, Any] | None, names: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+    """The home of each tensor: the value of the longest key that is the tensor's name or a dotted ancestor of it.
+
+    Args:
+        device_map: As given to `from_pretrained`, already inferred if it was automatic; None puts everything on the CPU.
+        names: The model's tensors by their names in the model.
+        modules: The model's modules.
+
+    Returns:
+        name → `"cpu"`, `"disk"`, or a device such as `"cuda:0"`.
+
+    Raises:
+        PlacementError: A key is no module or tensor of the model, a value is no device, or a tensor is not covered.
+    """
+    if device_map is None:
+        return dict.fromkeys(names, "cpu")
+    names, known = list(names), {"", *modules}
+    known.update(names)
+    homes = {key: check_device(value, key) for key, value in device_map.items()}
+    unknown = [key for key in homes if key not in known]
+    if unknown:
+        raise PlacementError(
+            "device_map has a key that matches nothing in the model; nothing was loaded.", expected="names of modules",
+            problems=[f"{key!r}{nearest(key, known)}" for key in unknown], fix="correct these keys",
+        )  # fmt: skip
+    resolved = {name: _home(name, homes) for name in names}
+    uncovered = [name for name, home in resolved.items() if home is None]
+    if uncovered:
+        raise PlacementError(
+            "device_map leaves a part of the model out; nothing was loaded.", expected="a home for every tensor",
+            problems=uncovered, fix='add these modules, or a default: {"": "cpu", …}',
+        )  # fmt: skip
+    return {name: home for name, home in resolved.items() if home is not None}
+
+
+def check_device(value: Any, key: str = "") -> str:
+    """The canonical text of a device_map's value: `"disk"`, `"cpu"`, `"cuda:0"`, ….
+
+    Raises:
+        PlacementError: It is no device, or one that this machine does not have.
+    """
+    if value == "disk":
+        return "disk"
+    choices = ["cpu", "disk", "cuda", *AUTOMATIC]
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type == "meta" or isinstance(value, bool):
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        where = f" for {key!r}" if key else ""
+        raise PlacementError(
+            f"device_map names no device{where}{hint}; nothing was loaded.", found=repr(value),
+            expected='"cpu", "disk", the number of a GPU, or a torch device', fix="correct this value",
+        )  # fmt: skip
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise PlacementError(
+            "device_map names a GPU that this machine does not have; nothing was loaded.", found=repr(value),
+            expected=f"one of {torch.cuda.device_count()} CUDA devices", fix='use "cpu" or "disk", or check the driver',
+        )  # fmt: skip
+    if device.type not in ("cpu", "mps") and device.index is None:
+        device = torch.device(device.type, 0)
+    return str(device)
+
+
+def execution_device(homes: Iterable[str]) -> str:
+    """Where offloaded modules compute: the first accelerator that is someone's home, else the CPU."""
+    return next((home for home in homes if home not in ("cpu", "disk")), "cpu")
+
+
+def execution_map(device_map: Mapping[str, Any], homes: Mapping[str, str], main: str) -> dict[str, str]:
+    """The device each part computes on, such that transformers' own matching reads it as hfq does.
+
+    transformers matches the keys of a device map as unescaped regular expressions against the front of a name
+    (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is added.
+    """
+    executes = {name: main if home in ("cpu", "disk") else home for name, home in homes.items()}
+    result = {key: main if str(value) in ("cpu", "disk") else check_device(value) for key, value in device_map.items()}
+    for name, device in executes.items():
+        module = name.rpartition(".")[0]
+        if _matched_as_regex(name, result) != device and module not in result:
+            result[module] = device
+        if _matched_as_regex(name, result) != device:
+            result[name] = device
+    return result
+
+
+def _home(name: str, homes: Mapping[str, str]) -> str | None:
+    key = name
+    while True:
+        if key in homes:
+            return homes[key]
+        if not key:
+            return None
+        key = key.rpartition(".")[0]
+
+
+def _matched_as_regex(name: str, device_map: Mapping[str, str]) -> str | None:
+    keys = sorted(device_map, key=lambda key: (key.count("."), len(key)), reverse=True)
+    for key in keys:
+        if re.match(key, name):
+            return device_map[key]
+    return device_map.get("", "cpu")
