@@ -6,7 +6,10 @@
 
 import argparse
 import pathlib
+import random
 import shutil
+
+from train_tiny import is_held_out, read_documents
 
 from gptqmodel import GPTQModel, QuantizeConfig
 
@@ -18,7 +21,9 @@ def main() -> None:
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("output", type=pathlib.Path)
     arguments = parser.parse_args()
-    text = (arguments.model / "calibration.txt").read_text(encoding="utf-8")
+    documents = [text for text in read_documents() if not is_held_out(text)]
+    random.Random(0).shuffle(documents)
+    text = "\n\n".join(documents)[:128_000]
     samples = [text[start : start + 1000] for start in range(0, len(text) - 1000, 1000)]
     model = GPTQModel.load(str(arguments.model), QuantizeConfig(bits=4, group_size=128))
     model.quantize(samples, batch_size=4)

@@ -20,6 +20,7 @@ from typing import Any
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
+from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
 
 __all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils"]
@@ -106,3 +107,6 @@ def _guard(owner: type) -> None:
             _opened.reset(token)
 
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
+
+
+run_pending()

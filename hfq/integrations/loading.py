@@ -23,6 +23,7 @@ from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.integrations.compat import opened_checkpoint
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.transformers import HfqConfig
+from hfq.formats.source import source_config
 from hfq.kernels.table import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import ArenaRow, is_mappable, map_row, map_tensor
@@ -30,7 +31,7 @@ from hfq.placement.device_map import execution_device, execution_map, resolve_ho
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.streaming.streamer import Block, DenseParameter, Streamer
 
-__all__ = ["Loading", "source_config"]
+__all__ = ["Loading"]
 
 logger = logging.get_logger("hfq")
 
@@ -121,6 +122,7 @@ class Loading:
                 state[name] = map_tensor(self.reader, self.match.dense[name]).to(tensor.dtype)
             elif tensor.is_meta:
                 del state[name]
+        state |= {name: map_tensor(self.reader, self.checkpoint.tensors[name]) for name in self.match.kept}
         metadata = {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
         return state, metadata
 
@@ -240,19 +242,6 @@ class Loading:
         """Where a tie's source is stored under its target's name instead."""
         pairs = self.model.all_tied_weights_keys.items()
         return next((self.match.dense[t] for t, source in pairs if source == name and t in self.match.dense), None)
-
-
-def source_config(checkpoint: Checkpoint) -> dict | None:
-    """The checkpoint's own quantization config: in config.json, or in the side file of an older writer."""
-    texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
-    for config in texts:
-        if isinstance(config.get("quantization_config"), Mapping):
-            return dict(config["quantization_config"])
-    gptq = checkpoint.side_file("quantize_config.json")
-    if gptq is not None:
-        return {"quant_method": "gptq", **gptq}
-    modelopt = (checkpoint.side_file("hf_quant_config.json") or {}).get("quantization")
-    return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else None
 
 
 def _collect_blocks(

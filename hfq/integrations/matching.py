@@ -35,11 +35,16 @@ class PackedMatch:
 
 @dataclass
 class Match:
-    """What is packed, what is dense (name in the model → where it is stored), and what the model has no place for."""
+    """What is packed, and what is dense: name in the model → where it is stored.
+
+    `unused` are stored tensors that the model has no place for; `kept` are those of them that a save writes back, as the
+    scales of a quantized KV cache.
+    """
 
     packed: dict[str, PackedMatch] = field(default_factory=dict)
     dense: dict[str, TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -118,7 +123,9 @@ def _match_packed(
         elif info is not None and (info.dtype not in spec.dtypes or info.shape != spec.shape):
             match.problems.append(f"{info.name}: expected {spec}, found {info}")
     for local, info in tensors.items():
-        if local not in specs and not _CACHE_SCALES.search(f".{local}"):
+        if _CACHE_SCALES.search(info.name):
+            match.kept.append(info.name)
+        elif local not in specs:
             match.problems.append(f"{info.name}: unexpected beside a {found.describe()} layer{nearest(local, specs)}")
     match.packed[name] = PackedMatch(name, linear, found, {local: tensors[local] for local in specs if local in tensors})
 
@@ -129,9 +136,12 @@ def _match_dense(
     for info in tensors.values():
         name, merged = names.in_model(info.name)
         place = parameters.get(name)
+        if place is None and _CACHE_SCALES.search(name):
+            match.kept.append(info.name)
+            continue
         if place is None:
             match.unused.append(info.name)
-            if _owns_tensors(name.rpartition(".")[0], submodules) and not _CACHE_SCALES.search(name):
+            if _owns_tensors(name.rpartition(".")[0], submodules):
                 match.problems.append(f"{info.name}: unexpected{nearest(name, parameters)}")
             continue
         match.dense[name] = info

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-__all__ = ["register"]
+__all__ = ["register", "run_pending"]
 
 _CALLBACKS = {
     "transformers.quantizers.auto": ("hfq.integrations.transformers", "register_with"),
     "transformers.modeling_utils": ("hfq.integrations.compat", "patch_modeling_utils"),
     "transformers.models.auto.auto_factory": ("hfq.integrations.compat", "patch_auto_factory"),
 }
+
+
+_pending: dict[str, ModuleType] = {}
 
 
 def register() -> None:
@@ -25,12 +28,26 @@ def register() -> None:
     sys.meta_path.insert(0, _Finder())
     for name in _CALLBACKS:
         if name in sys.modules:
-            _run(sys.modules[name])
+            _loaded(sys.modules[name])
 
 
-def _run(module: ModuleType) -> None:
-    owner, function = _CALLBACKS[module.__name__]
-    getattr(importlib.import_module(owner), function)(module)
+def run_pending() -> None:
+    """Runs the callbacks whose module is loaded and whose owner is, too.
+
+    An owner that is itself being imported, and imports the module it waits for, has no callback yet: so each owner calls this
+    at its end.
+    """
+    for name, module in list(_pending.items()):
+        owner, function = _CALLBACKS[name]
+        callback = getattr(importlib.import_module(owner), function, None)
+        if callback is not None:
+            _pending.pop(name, None)
+            callback(module)
+
+
+def _loaded(module: ModuleType) -> None:
+    _pending[module.__name__] = module
+    run_pending()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -64,4 +81,4 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         module.__loader__ = self._loader
-        _run(module)
+        _loaded(module)

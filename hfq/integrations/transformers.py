@@ -12,6 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
+from hfq.integrations.registration import run_pending
 from hfq.kernels.table import choose_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
 
@@ -163,3 +164,6 @@ def register_with(auto: ModuleType) -> None:
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(HfqConfig)
         auto.register_quantizer(METHOD)(HfqQuantizer)
+
+
+run_pending()

@@ -1,0 +1,5 @@
+"""`python -m hfq` is `hfq`."""
+
+from hfq.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""The `hfq` command: one file per verb. Nothing here imports torch before a verb runs that needs it."""
+
+from hfq.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,130 @@
+"""`hfq inspect PATH`: what a checkpoint holds, from its headers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hfq.checkpoint import Checkpoint
+    from hfq.formats import Format
+    from hfq.spec import TensorInfo
+
+__all__ = ["inspect", "inspect_checkpoint"]
+
+_LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block)\.(\d+)\.")
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything odd."""
+    from hfq.checkpoint import Checkpoint
+
+    report = inspect_checkpoint(Checkpoint.open(path))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
+    """The report as JSON-ready data; reads nothing but headers and JSON.
+
+    Raises:
+        FormatError: The config contradicts the tensors.
+    """
+    from hfq.errors import FormatError
+    from hfq.formats import detect_formats, tensors_by_module
+    from hfq.formats.source import source_config
+
+    modules = tensors_by_module(checkpoint.tensors)
+    source = source_config(checkpoint) or {}
+    odd: list[str] = []
+    try:
+        formats = detect_formats(modules, source)
+    except FormatError as error:
+        if error.file is not None:
+            raise
+        formats, odd = {}, [error.what, f"found: {error.found}"]
+    packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
+    weights = sum(entry["weights"] for entry in packed)
+    per_layer: Counter[str] = Counter()
+    for name, info in checkpoint.tensors.items():
+        layer = _LAYER.match(name)
+        per_layer[f"layer {layer[1]}" if layer else "outside layers"] += info.nbytes
+    return {
+        "path": checkpoint.root,
+        "quant_method": source.get("quant_method"),
+        "files": {Path(file).name: header.nbytes for file, header in checkpoint.headers.items()},
+        "nbytes": checkpoint.nbytes,
+        "tensors": len(checkpoint.tensors),
+        "dialects": dict(Counter(entry["dialect"] for entry in packed)),
+        "bits_per_packed_weight": round(sum(e["nbytes"] for e in packed) * 8 / weights, 3) if weights else None,
+        "packed_nbytes": sum(entry["nbytes"] for entry in packed),
+        "dense_nbytes": sum(i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()),
+        "nbytes_by_layer": dict(per_layer),
+        "alignment": _alignment(checkpoint.tensors.values()),
+        "odd": odd + _oddities(modules, formats),
+        "modules": packed,
+    }
+
+
+def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> dict:
+    codes = next(info for info in tensors.values() if info.name.endswith((".qweight", ".weight")))
+    bits = getattr(found, "num_bits", 8)
+    weights = codes.nbytes * 8 // bits
+    nbytes = sum(info.nbytes for info in tensors.values())
+    entry = {"module": name, "dialect": found.describe(), "weights": weights, "nbytes": nbytes}
+    return entry | {"bits_per_weight": round(nbytes * 8 / weights, 3) if weights else None}
+
+
+def _alignment(tensors) -> dict[str, int]:
+    """How many tensors start on a multiple of so many bytes of their file (each counted at its largest)."""
+    found: Counter[str] = Counter()
+    for info in tensors:
+        found[str(next(size for size in (4096, 256, 64, 16, 8, 4, 2, 1) if info.range.offset % size == 0))] += 1
+    return dict(sorted(found.items(), key=lambda item: -int(item[0])))
+
+
+def _oddities(modules: dict[str, dict[str, TensorInfo]], formats: dict[str, Format]) -> list[str]:
+    split = [name for name in formats if len({info.range.file for info in modules[name].values()}) > 1]
+    known: dict[str, list[str]] = defaultdict(list)
+    for name in formats:
+        if name.rpartition(".")[2] == "lm_head":
+            known["quantized lm_head"].append(name)
+        if "bias" in modules[name]:
+            known["packed modules with a bias"].append(name)
+    notes = [f"{len(split)} modules have their tensors in more than one file, as {split[0]}"] if split else []
+    return notes + [f"{what}: {len(names)}, as {names[0]}" for what, names in known.items()]
+
+
+def _print(report: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"[bold]{report['path']}[/bold]  quant_method={report['quant_method']}")
+    files = report["files"]
+    console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
+    bits = report["bits_per_packed_weight"]
+    console.print(f"packed {report['packed_nbytes']:,} B ({bits} bits per weight), dense {report['dense_nbytes']:,} B")
+    table = Table("dialect", "modules", "bits per weight", "bytes")
+    for dialect, count in report["dialects"].items():
+        entries = [entry for entry in report["modules"] if entry["dialect"] == dialect]
+        nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
+        table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}", f"{nbytes:,}")
+    console.print(table)
+    layers = Table("where", "bytes")
+    for where, nbytes in report["nbytes_by_layer"].items():
+        layers.add_row(where, f"{nbytes:,}")
+    console.print(layers)
+    console.print(f"alignment of tensors in their files: {report['alignment']}")
+    for note in report["odd"]:
+        console.print(f"[yellow]note[/yellow] {note}")

@@ -1,0 +1,42 @@
+"""The `hfq` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hfq import __version__
+from hfq.cli import demo, inspect
+from hfq.errors import HfqError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hfq", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Load any quantized checkpoint into any placement: packed everywhere, exact, nothing silent.",
+)  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"hfq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")):
+    pass
+
+
+app.command("inspect")(inspect.inspect)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Runs the command; an `HfqError` is printed without a traceback, and the exit status is 1."""
+    try:
+        app()
+    except HfqError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

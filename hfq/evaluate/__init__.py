@@ -1,0 +1,1 @@
+"""Measures what a loaded model is worth."""

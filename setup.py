@@ -1,0 +1,48 @@
+"""Every fact about the package; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+TEST = ["pytest>=8", "hypothesis>=6.100"]
+
+setup(
+    name="hfq",
+    version=VERSION,
+    description="Loads any quantized checkpoint into any placement through transformers: packed everywhere, exact, nothing silent",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["hfq", "hfq.*"]),
+    package_data={"hfq": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17,<6",
+        "accelerate>=1.10",
+        "safetensors>=0.6",
+        "typer>=0.15",
+        "rich>=13",
+    ],
+    extras_require={
+        "deepspeed": ["deepspeed>=0.19"],
+        "peft": ["peft>=0.18"],
+        "fms": ["ibm-fms>=1.2"],
+        "bench": ["matplotlib>=3.8"],
+        "test": TEST,
+        "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],
+    },
+    entry_points={"console_scripts": ["hfq=hfq.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
