@@ -12,7 +12,7 @@ TEST = ["pytest>=8", "hypothesis>=6.100"]
 setup(
     name="hfq",
     version=VERSION,
-    description="Loads any quantized checkpoint into any placement through transformers: packed everywhere, exact, nothing silent",
+    description="Loads any quantized checkpoint into any placement: packed everywhere, exact, nothing silent",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

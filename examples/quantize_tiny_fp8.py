@@ -1,6 +1,6 @@
 """Make `tests/data/tiny-llama-fp8`: the fine-grained FP8 of DeepSeek and transformers (128 × 128 blocks, float32 scales).
 
-    python examples/quantize_tiny_fp8.py tests/data/tiny-llama OUTPUT_FOLDER
+python examples/quantize_tiny_fp8.py tests/data/tiny-llama OUTPUT_FOLDER
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Make `tests/data/tiny-llama-gptq` with gptqmodel (4 bits, group 128, symmetric): a real peer's file for the tests.
 
-    pip install gptqmodel
-    python examples/quantize_tiny_gptq.py tests/data/tiny-llama OUTPUT_FOLDER
+pip install gptqmodel
+python examples/quantize_tiny_gptq.py tests/data/tiny-llama OUTPUT_FOLDER
 """
 
 import argparse
@@ -9,9 +9,8 @@ import pathlib
 import random
 import shutil
 
-from train_tiny import is_held_out, read_documents
-
 from gptqmodel import GPTQModel, QuantizeConfig
+from train_tiny import is_held_out, read_documents
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -56,7 +56,7 @@ class _Duplicate(Exception):
     pass
 
 
-def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) -> Header:  # noqa: B008 (frozen)
+def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) -> Header:
     """Reads and validates the header of one safetensors file.
 
     Args:
@@ -141,7 +141,9 @@ def _metadata(value: object, file: str) -> dict[str, str]:
 
 def _tensor(name: str, entry: object, file: str, data_start: int, limits: HeaderLimits) -> TensorInfo:
     if not name or len(name) > limits.name_length or not name.isprintable() or "/" in name or "\\" in name:
-        raise _damaged(file, "a tensor has an unacceptable name", f"1 to {limits.name_length} printable, no slash", repr(name[:80]))
+        raise _damaged(
+            file, "a tensor has an unacceptable name", f"1 to {limits.name_length} printable, no slash", repr(name[:80])
+        )
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(file, "a tensor's entry is malformed", "dtype, shape, data_offsets", repr(entry)[:80], name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

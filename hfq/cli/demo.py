@@ -19,9 +19,7 @@ _EVALUATION_TOKENS = 8192
 
 
 def demo(
-    folder: Annotated[
-        Path, typer.Option(help="Holds tiny-llama, tiny-llama-gptq and tiny-llama-fp8.")
-    ] = Path("tests/data"),
+    folder: Annotated[Path, typer.Option(help="Holds tiny-llama, tiny-llama-gptq and tiny-llama-fp8.")] = Path("tests/data"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
     """Inspect, load, run and compare a GPTQ and an FP8 checkpoint resident, half on disk and all on disk."""

@@ -74,7 +74,7 @@ class Fp8(Format):
         if weight is None or weight.dtype not in _CODES or len(weight.shape) != 2:
             return None
         hints = read_hints(module, config)
-        scale_name = next((name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block else 1])
+        scale_name = next((name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1])
         scale = tensors.get(scale_name)
         input_scale_name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)
         detected = cls(
@@ -206,7 +206,7 @@ class Fp8(Format):
         block = self.block_structure or (128, 128)
         if self.strategy == "group":
             block = (1, self.group_size or weight.shape[1])
-        rows, columns = _grid(*weight.shape, block)
+        rows, columns = _grid(weight.shape[0], weight.shape[1], block)
         padding = (0, columns * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0])
         padded = torch.nn.functional.pad(weight, padding)
         return padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 from hfq.checkpoint import Checkpoint
@@ -36,14 +35,14 @@ def opened_checkpoint(files: list[str]) -> Checkpoint:
     return Checkpoint.from_files(files)
 
 
-def patch_modeling_utils(module: ModuleType) -> None:
+def patch_modeling_utils(module: Any) -> None:
     """Patch 1, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         _guard(module.PreTrainedModel)
 
 
-def patch_auto_factory(module: ModuleType) -> None:
+def patch_auto_factory(module: Any) -> None:
     """Patch 2 for the auto classes."""
     if not hasattr(module._BaseAutoModelClass.from_pretrained.__func__, "__wrapped__"):
         _guard(module._BaseAutoModelClass)

@@ -8,9 +8,8 @@ compute, so that neither it nor accelerate offloads anything itself.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,16 +19,17 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
+from hfq.formats.source import source_config
+from hfq.integrations.blocks import find_blocks
 from hfq.integrations.compat import opened_checkpoint
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.transformers import HfqConfig
-from hfq.formats.source import source_config
 from hfq.kernels.table import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import ArenaRow, is_mappable, map_row, map_tensor
 from hfq.placement.device_map import execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
-from hfq.streaming.streamer import Block, DenseParameter, Streamer
+from hfq.streaming.streamer import Streamer
 
 __all__ = ["Loading"]
 
@@ -90,7 +90,7 @@ class Loading:
         """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
-        blocks = self._blocks()
+        blocks = find_blocks(self.model, self.match, self._moving_linears(), self._hidden)
         if blocks:
             self.streamer = Streamer(blocks, self.reader, self.main)
         if self._user_map is not None:
@@ -132,12 +132,15 @@ class Loading:
         for name, packed in self.match.packed.items():
             linear, parent = packed.linear, self.model.get_submodule(name.rpartition(".")[0])
             scheme = packed.format.activation_scheme if self.config.activations == "checkpoint" else None
-            swapped = PackedLinear(
-                name, linear.in_features, linear.out_features, packed.format, packed.infos, kernel, scheme
-            )
+            swapped = PackedLinear(name, linear.in_features, linear.out_features, packed.format, packed.infos, kernel, scheme)
             setattr(parent, name.rpartition(".")[2], swapped.train(linear.training))
             linears[name] = swapped
         return linears
+
+    def _moving_linears(self) -> dict[str, PackedLinear]:
+        """The packed modules that do not rest where they compute."""
+        homes = {name: self.homes[f"{name}.{next(iter(linear.infos))}"] for name, linear in self.linears.items()}
+        return {name: self.linears[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
 
     def _hide_packed(self) -> None:
         self._hidden = {f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos}
@@ -167,7 +170,7 @@ class Loading:
         module, _, local = name.rpartition(".")
         parameter = self.model.get_submodule(module)._parameters.get(local)
         if parameter is not None:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True
 
     def _check_supported(self) -> None:
         accelerators = {home for home in self.homes.values() if home not in ("cpu", "disk")}
@@ -217,52 +220,6 @@ class Loading:
                 )  # fmt: skip
             else:
                 linear.hold_row(ArenaRow.read(self.reader, linear.infos))
-
-    def _blocks(self) -> list[Block]:
-        """The modules to stream: decoder layers (`_no_split_modules`) and leaves, each with its offloaded parts."""
-        ties = self.model.all_tied_weights_keys
-        dense: dict[str, list[DenseParameter]] = {}
-        for name in self._hidden:
-            module, _, local = name.rpartition(".")
-            owner = self.model.get_submodule(module)
-            info = self.match.dense.get(name) or self.match.dense.get(ties.get(name, name)) or self._tied_source(name)
-            if isinstance(owner, PackedLinear) or info is None:
-                continue
-            slot = DenseParameter(owner, local, info, owner._parameters[local].dtype)  # type: ignore[union-attr]
-            dense.setdefault(module, []).append(slot)
-        packed = {
-            name: linear
-            for name, linear in self.linears.items()
-            if (home := self.homes[f"{name}.{next(iter(linear.infos))}"]) == "disk" or (home == "cpu" != self.main)
-        }
-        whole = set(self.model._no_split_modules or ())
-        return list(_collect_blocks("", self.model, whole, packed, dense))
-
-    def _tied_source(self, name: str):
-        """Where a tie's source is stored under its target's name instead."""
-        pairs = self.model.all_tied_weights_keys.items()
-        return next((self.match.dense[t] for t, source in pairs if source == name and t in self.match.dense), None)
-
-
-def _collect_blocks(
-    name: str,
-    module: nn.Module,
-    whole: set[str],
-    packed: Mapping[str, PackedLinear],
-    dense: Mapping[str, list[DenseParameter]],
-) -> Iterable[Block]:
-    children = list(module.named_children())
-    if type(module).__name__ in whole or not children:
-        inside = re.compile(re.escape(name) + r"(\..*)?")
-        linears = tuple(linear for key, linear in packed.items() if inside.fullmatch(key))
-        slots = tuple(slot for key, slots in dense.items() if inside.fullmatch(key) for slot in slots)
-        if linears or slots:
-            yield Block(name, module, linears, slots)
-        return
-    if name in dense:
-        yield Block(name, module, (), tuple(dense[name]))
-    for local, child in children:
-        yield from _collect_blocks(f"{name}.{local}" if name else local, child, whole, packed, dense)
 
 
 def _sizes(linear: PackedLinear) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Matches a model's skeleton with a checkpoint's tensors, by headers alone: everything has one place, or one error says what."""
+"""Matches a model's skeleton with a checkpoint's tensors, by headers alone: all have one place, or one error says what."""
 
 from __future__ import annotations
 
@@ -185,8 +185,10 @@ def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str,
 def _is_inside(name: str, submodules: Mapping[str, nn.Module]) -> bool:
     """Whether `name` lies below a module that computes with its own tensors, as fused experts do, or a list of layers."""
     owner = submodules[_owner(name, submodules)]
-    return isinstance(owner, nn.ModuleList) or bool(next(owner.parameters(recurse=False), None) is not None) or any(
-        isinstance(child, nn.Linear) for child in owner.children()
+    return (
+        isinstance(owner, nn.ModuleList)
+        or bool(next(owner.parameters(recurse=False), None) is not None)
+        or any(isinstance(child, nn.Linear) for child in owner.children())
     )
 
 

@@ -72,7 +72,7 @@ class HfqConfig(QuantizationConfigMixin):
                 "HfqConfig(modules_to_not_convert=…) wants a list of module names.", expected="['lm_head', …]",
                 found=repr(modules)[:80], fix="pass a list",
             )  # fmt: skip
-        self.quant_method = METHOD  # type: ignore[assignment]  # transformers takes any string that is registered
+        self.quant_method = METHOD  # transformers takes any string that is registered
         self.kernel, self.activations, self.backing = kernel, activations, backing
         self.modules_to_not_convert = list(modules) if modules is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None

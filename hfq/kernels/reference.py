@@ -18,7 +18,15 @@ __all__ = ["PANEL_NBYTES", "linear", "linear_grad"]
 PANEL_NBYTES = 1 << 20
 """The bytes of a float32 panel, unless `row_multiple` rows need more."""
 
-_buffers = threading.local()
+
+class _Buffers(threading.local):
+    """The buffers of one thread, by dtype and device."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+_buffers = _Buffers()
 
 
 def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
@@ -81,7 +89,7 @@ def _panels(
 
 def _buffer(dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
     """The first `numel` elements of this thread's buffer; made outside inference mode, so that every mode may write it."""
-    kept = _buffers.__dict__
+    kept = _buffers.kept
     if (dtype, device) not in kept or kept[dtype, device].numel() < numel:
         with torch.inference_mode(False):
             kept[dtype, device] = torch.empty(numel, dtype=dtype, device=device)

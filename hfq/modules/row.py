@@ -31,7 +31,7 @@ class ArenaRow:
         """Reads a module's tensors into an arena in host memory: `buffer`, or a new one."""
         segments, nbytes = arena_layout(infos)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
-        memory = memoryview(buffer.numpy())
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
         for name, segment in segments.items():
             reader.read_into(infos[name].range, memory[segment.offset : segment.offset + segment.nbytes])
         return cls(buffer, segments)

@@ -1,0 +1,69 @@
+"""Which modules of a transformers model are brought to their device as one: decoder layers and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfq.integrations.matching import Match
+from hfq.modules.linear import PackedLinear
+from hfq.spec import TensorInfo
+from hfq.streaming.streamer import Block, DenseParameter
+
+__all__ = ["find_blocks"]
+
+
+def find_blocks(
+    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedLinear], hidden: Iterable[str]
+) -> list[Block]:
+    """The blocks of a model, each with its parts that do not rest where they compute.
+
+    Args:
+        model: The loaded model; the classes in its `_no_split_modules` are blocks.
+        match: Where its tensors are stored.
+        packed: The packed modules that move, by name.
+        hidden: The tensors that transformers did not load, by name; the dense ones among them move.
+    """
+    dense: dict[str, list[DenseParameter]] = {}
+    for name in sorted(hidden):
+        module, _, local = name.rpartition(".")
+        owner, info = model.get_submodule(module), _stored(name, model, match)
+        parameter = owner._parameters.get(local)
+        if info is not None and parameter is not None and not isinstance(owner, PackedLinear):
+            dense.setdefault(module, []).append(DenseParameter(owner, local, info, parameter.dtype))
+    return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
+
+
+def _stored(name: str, model: PreTrainedModel, match: Match) -> TensorInfo | None:
+    """Where a parameter is stored: under its own name, or under a name that it is tied to."""
+    if name in match.dense:
+        return match.dense[name]
+    ties = model.all_tied_weights_keys
+    group = {ties.get(name, name)} | {target for target, source in ties.items() if source == ties.get(name, name)}
+    return next((match.dense[other] for other in sorted(group) if other in match.dense), None)
+
+
+def _collect(
+    name: str,
+    module: nn.Module,
+    whole: set[str],
+    packed: Mapping[str, PackedLinear],
+    dense: Mapping[str, list[DenseParameter]],
+) -> Iterable[Block]:
+    children = list(module.named_children())
+    if type(module).__name__ in whole or not children:
+        linears = tuple(linear for key, linear in packed.items() if _is_within(key, name))
+        slots = tuple(slot for key, slots in dense.items() if _is_within(key, name) for slot in slots)
+        if linears or slots:
+            yield Block(name, module, linears, slots)
+        return
+    if name in dense:
+        yield Block(name, module, (), tuple(dense[name]))
+    for local, child in children:
+        yield from _collect(f"{name}.{local}" if name else local, child, whole, packed, dense)
+
+
+def _is_within(module: str, block: str) -> bool:
+    return module == block or module.startswith(f"{block}.")

@@ -1,0 +1,43 @@
+"""Every test of the contract runs once for each row of the table."""
+
+import pytest
+import tiny_models
+import torch
+from contract.cases import CASES
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        indexed = "indexed_tensors" in metafunc.fixturenames
+        cases = [case for case in CASES if not indexed or "g_idx" in case.format.quantize(torch.randn(128, 128))]
+        metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="module")
+
+
+@pytest.fixture(scope="module")
+def tensors(case):
+    return tiny_models.packed_tensors(case.format)
+
+
+@pytest.fixture(scope="module")
+def indexed_tensors(tensors):
+    """The tensors, for the formats that have an index among them."""
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case, tensors, tmp_path_factory):
+    return tiny_models.write_model(tmp_path_factory.mktemp(case.id), tensors, case.config)
+
+
+@pytest.fixture(scope="module")
+def load():
+    def load(path, device_map=None, **options):
+        config = HfqConfig(activations="none", **options)
+        return AutoModelForCausalLM.from_pretrained(
+            path, quantization_config=config, dtype=torch.float32, device_map=device_map
+        )
+
+    return load

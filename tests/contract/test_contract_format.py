@@ -1,0 +1,92 @@
+"""What every format promises as pure functions on one module's tensors."""
+
+import pytest
+import tiny_models
+import torch
+
+from hfq.checkpoint import Checkpoint
+from hfq.formats import detect_formats, tensors_by_module
+from hfq.kernels import reference
+
+OUT, IN = 128, 256
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(OUT, IN, generator=torch.Generator().manual_seed(1)) * 0.1
+
+
+@pytest.fixture
+def module(case, checkpoint):
+    """(format as detected on disk and resolved, tensors) of one module of the written checkpoint."""
+    modules = tensors_by_module(Checkpoint.open(checkpoint).tensors)
+    detected = detect_formats(modules, case.config)[MODULE]
+    local = {name.rpartition(".")[2]: t for name, t in tiny_models.stored_tensors(checkpoint).items() if MODULE in name}
+    return detected.resolve(MODULE, local), local
+
+
+def test_quantize_makes_just_what_the_specs_say(case, checkpoint, module):
+    detected, tensors = module
+    specs = {spec.name: spec for spec in detected.tensor_specs(IN, OUT)}
+    required = {name for name, spec in specs.items() if not spec.optional}
+    assert required <= tensors.keys() <= specs.keys()
+    for name, tensor in tensors.items():
+        assert tuple(tensor.shape) == specs[name].shape
+        assert tensor.dtype in tiny_models.dtypes_of(specs[name].dtypes)
+
+
+def test_detection_reads_the_format_that_was_written(case, module):
+    detected, tensors = module
+    assert type(detected) is type(case.format)
+    assert detected.describe() == case.format.describe()
+    assert detected.shape(tensors) == (OUT, IN)
+
+
+def test_packing_saves_bytes(module):
+    _, tensors = module
+    assert sum(tensor.nbytes for tensor in tensors.values()) < 0.6 * OUT * IN * 2
+
+
+def test_the_rounding_error_is_that_of_the_bits(case, weight):
+    tensors = case.format.quantize(weight)
+    error = (case.format.dequantize(tensors) - weight).norm() / weight.norm()
+    bits = getattr(case.format, "num_bits", 8)
+    # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half of that for each further bit up to FP8's 3-4 bit mantissa
+    assert 0.001 < error < {2: 0.65, 3: 0.3, 4: 0.15, 8: 0.07}[bits]
+
+
+def test_dequantizing_again_changes_nothing(case, weight):
+    once = case.format.dequantize(case.format.quantize(weight))
+    assert torch.equal(once, case.format.dequantize(case.format.quantize(weight)))
+    assert torch.equal(once.bfloat16(), case.format.dequantize(case.format.quantize(weight), torch.bfloat16))
+
+
+def test_panels_are_slices_of_the_whole(case, module):
+    detected, tensors = module
+    whole = detected.dequantize(tensors)
+    panel = torch.full((40, IN), float("nan"))
+    detected.dequantize_into(panel, tensors, 64)
+    assert torch.equal(panel, whole[64:104])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_is_a_product_with_the_dequantized_weight(module, dtype):
+    detected, tensors = module
+    activations = torch.randn(3, 5, IN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = activations @ detected.dequantize(tensors, dtype).t()
+    found = reference.linear(activations, tensors, detected)
+    assert found.dtype == dtype
+    assert found.shape == (3, 5, OUT)
+    # the weight is the same bit for bit; a product over panels may sum in another order than one over the whole
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    assert (found - expected).float().norm() <= tolerance * expected.float().norm()
+
+
+def test_a_damaged_scale_is_refused_by_name(case, module):
+    detected, tensors = module
+    name = next(spec.name for spec in detected.tensor_specs(IN, OUT) if spec.role == "scale")
+    damaged = tensors[name].clone()
+    damaged.view(-1)[0] = float("inf")
+    with pytest.raises(Exception, match=rf"(?s)not finite; nothing was loaded.*{MODULE}.{name}.*Fix:"):
+        detected.resolve(MODULE, {**tensors, name: damaged})

@@ -1,0 +1,148 @@
+"""What every format promises through `from_pretrained`: any placement, the same logits, the same bytes; damage is refused."""
+
+import pytest
+import tiny_models
+import torch
+
+from hfq import FormatError
+from hfq.checkpoint import Checkpoint
+from hfq.formats import detect_formats, tensors_by_module
+
+TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
+PLACEMENTS = {
+    "none": None,
+    "cpu": {"": "cpu"},
+    "half": {"": "cpu", "model.layers.1": "disk", "lm_head": "disk"},
+    "disk": {"": "disk"},
+    "auto": "auto",
+}
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def resident(load, checkpoint):
+    return logits(load(checkpoint))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_gives_the_same_logits(load, checkpoint, resident, placement):
+    model = load(checkpoint, PLACEMENTS[placement])
+    assert torch.equal(logits(model), resident)
+    assert torch.equal(logits(model), resident)
+
+
+@pytest.mark.parametrize("backing", ["mapped", "arena"])
+def test_both_backings_give_the_same_logits(load, checkpoint, resident, backing):
+    assert torch.equal(logits(load(checkpoint, backing=backing)), resident)
+
+
+def test_the_logits_are_those_of_the_dequantized_weights(case, load, checkpoint, resident, tensors, tmp_path):
+    modules = tensors_by_module(Checkpoint.open(checkpoint).tensors)
+    formats = detect_formats(modules, case.config)
+    dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in formats}
+    for module, found in formats.items():
+        local = {name: tensors[f"{module}.{name}"] for name in modules[module]}
+        dense[f"{module}.weight"] = found.resolve(module, local).dequantize(local)
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(
+        tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32
+    )
+    # the same weights bit for bit; the products of panels may sum in another order
+    assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
+
+
+@pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
+def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_path):
+    model = load(checkpoint, PLACEMENTS[placement])
+    model.to(torch.bfloat16) if placement == "cpu" else None
+    model.save_pretrained(tmp_path)
+    source, saved = tiny_models.digests(checkpoint), tiny_models.digests(tmp_path)
+    assert source.keys() == saved.keys()
+    packed = [name for name in source if "_proj." in name]
+    assert len(packed) >= 28
+    assert {name: saved[name] for name in packed} == {name: source[name] for name in packed}
+    assert torch.equal(logits(load(tmp_path)), resident)
+
+
+def damaged(tensors, tmp_path, case, name, change) -> str:
+    broken = dict(tensors)
+    change(broken, name)
+    return tiny_models.write_model(tmp_path, broken, case.config)
+
+
+def required(case) -> list[str]:
+    return [spec.name for spec in case.format.tensor_specs(128, 128) if not spec.optional]
+
+
+def test_a_missing_tensor_is_refused_by_name(case, tensors, load, tmp_path):
+    for local in required(case):
+        name = f"{tiny_models.FIRST}.{local}"
+        path = damaged(tensors, tmp_path / local, case, name, lambda t, n: t.pop(n))
+        with pytest.raises(FormatError) as caught:
+            load(path)
+        assert tiny_models.FIRST in str(caught.value), local
+        assert "nothing was loaded" in str(caught.value)
+
+
+def test_a_renamed_tensor_is_refused_by_both_names(case, tensors, load, tmp_path):
+    name = f"{tiny_models.FIRST}.{required(case)[1]}"
+    path = damaged(tensors, tmp_path, case, name, lambda t, n: t.__setitem__(f"{n}x", t.pop(n)))
+    with pytest.raises(FormatError) as caught:
+        load(path)
+    assert f"{name}: missing" in str(caught.value)
+    assert f"{name}x: unexpected" in str(caught.value)
+
+
+def test_an_extra_tensor_is_refused_by_name(case, tensors, load, tmp_path):
+    name = f"{tiny_models.FIRST}.surplus"
+    path = damaged(tensors, tmp_path, case, name, lambda t, n: t.__setitem__(n, torch.zeros(4)))
+    with pytest.raises(FormatError, match=rf"{name}: unexpected"):
+        load(path)
+
+
+def test_a_wrong_dtype_is_refused_by_name(case, tensors, load, tmp_path):
+    for local in required(case):
+        name = f"{tiny_models.FIRST}.{local}"
+        cast = {torch.int32: torch.float32}.get(tensors[name].dtype, torch.int8)
+        path = damaged(tensors, tmp_path / local, case, name, lambda t, n, cast=cast: t.__setitem__(n, t[n].to(cast)))
+        with pytest.raises(FormatError) as caught:
+            load(path)
+        assert name in str(caught.value), local
+
+
+def test_a_wrong_shape_is_refused_by_name(case, tensors, load, tmp_path):
+    for local in required(case):
+        name = f"{tiny_models.FIRST}.{local}"
+        longer = lambda t, n: t.__setitem__(n, torch.cat([t[n].reshape(-1, *t[n].shape[1:])] * 3))  # noqa: E731
+        path = damaged(tensors, tmp_path / local, case, name, longer)
+        with pytest.raises(FormatError) as caught:
+            load(path)
+        assert tiny_models.FIRST in str(caught.value), local
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "disk"}], ids=["resident", "disk"])
+def test_a_scale_that_is_not_finite_is_refused_while_loading(case, tensors, load, tmp_path, device_map):
+    local = next(spec.name for spec in case.format.tensor_specs(128, 128) if spec.role == "scale")
+
+    def poison(t, n):
+        t[n] = t[n].clone()
+        t[n].view(-1)[-1] = float("nan")
+
+    path = damaged(tensors, tmp_path, case, f"{tiny_models.FIRST}.{local}", poison)
+    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*{tiny_models.FIRST}.{local}"):
+        load(path, device_map)
+
+
+def test_an_index_out_of_range_is_refused_while_loading(case, indexed_tensors, load, tmp_path):
+    name = f"{tiny_models.FIRST}.g_idx"
+    for value in (-1, 10_000):
+        path = damaged(
+            indexed_tensors, tmp_path / str(value), case, name, lambda t, n, value=value: t.__setitem__(n, torch.full_like(t[n], value))
+        )
+        with pytest.raises(FormatError, match=rf"(?s)out of range; nothing was loaded.*{name}"):
+            load(path, {"": "disk"})

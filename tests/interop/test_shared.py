@@ -1,0 +1,71 @@
+"""Checkpoints that other projects' own tools wrote, kept beside the repository where there are any: read, placed, saved."""
+
+import json
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import FormatError, HfqConfig
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.skipif(not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints beside the repository")
+
+PLACEMENTS = {
+    "cpu": {"": "cpu"},
+    "half": {"": "cpu", "model.layers.1": "disk", "model.norm": "disk"},
+    "disk": {"": "disk"},
+}
+
+
+def checkpoints() -> list[str]:
+    return sorted(path.name for path in tiny_models.SHARED.iterdir()) if tiny_models.SHARED.is_dir() else []
+
+
+def is_readable(name: str) -> bool:
+    """Whether hfq claims to read it today: GPTQ and FP8 linear layers, not experts."""
+    packed = ("gptq", "fp8", "autoround")
+    return any(part in name for part in packed) and not any(part in name for part in ("mixtral", "qwen3moe", "ao-", "awq"))
+
+
+READ = [name for name in checkpoints() if is_readable(name)]
+REFUSED = [name for name in checkpoints() if not is_readable(name)]
+
+
+def load(name, **options):
+    config = HfqConfig(activations=options.pop("activations", "none"))
+    path = tiny_models.SHARED / name
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": torch.float32, **options})
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placement(name):
+    reference = safetensors_torch.load_file(tiny_models.SHARED / name / "reference_weightonly.safetensors")
+    expected, tokens = reference["logits_fp32_weightonly"], reference["input_ids"]
+    found = {key: logits(load(name, device_map=device_map), tokens) for key, device_map in PLACEMENTS.items()}
+    # float32 sums in another order than the reference's: 1e-5 relative L2
+    assert (found["cpu"] - expected).norm() <= 1e-5 * expected.norm()
+    assert all(torch.equal(found["cpu"], other) for other in found.values())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", READ)
+def test_saving_gives_back_every_byte_and_the_config(name, placement, tmp_path):
+    model = load(name, device_map=PLACEMENTS[placement], dtype="auto")
+    model.save_pretrained(tmp_path)
+    assert tiny_models.digests(tmp_path) == tiny_models.digests(tiny_models.SHARED / name)
+    source = json.loads((tiny_models.SHARED / name / "config.json").read_text())
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["quantization_config"] == source["quantization_config"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_yet_is_refused_before_anything_is_loaded(name):
+    with pytest.raises(FormatError, match=r"(?s)nothing was loaded.*Fix:"):
+        load(name)
