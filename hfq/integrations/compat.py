@@ -7,12 +7,16 @@ Tested with transformers 5.17.0 and 5.23.0.
    it does not know with a warning. hfq takes the checkpoint's config as its `source` instead. `hfq.take_over` needs no patch.
 2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before any quantizer is
    asked, so that a wrong path, a damaged shard or an impossible size surfaces as an error of another library, or as the end
-   of the process. hfq validates a local folder first, and refuses by name the arguments it does not support.
+   of the process. hfq validates a local folder first, and refuses by name the arguments it does not support. Loads wait for
+   each other: upstream swaps class attributes while it builds a model (`init.no_tie_weights`), which two threads at once
+   leave swapped for good, so that later models are not tied.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +28,7 @@ from hfq.integrations.transformers import METHOD, HfqConfig
 
 __all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils"]
 
+_one_load = threading.RLock()
 _opened: ContextVar[Checkpoint | None] = ContextVar("hfq_opened_checkpoint", default=None)
 
 
@@ -79,6 +84,15 @@ def _take_source(config: Any) -> dict | None:
     return None
 
 
+def _new_lock() -> None:
+    """A child of a fork must not wait for a load that only its parent runs."""
+    global _one_load
+    _one_load = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
 def _guard(owner: type) -> None:
     original = owner.from_pretrained.__func__  # type: ignore[attr-defined]
 
@@ -87,13 +101,13 @@ def _guard(owner: type) -> None:
         if _as_hfq(kwargs.get("quantization_config")) is None:
             return original(cls, pretrained_model_name_or_path, *args, **kwargs)
         check_arguments(kwargs)
-        outer = _opened.get()
-        checkpoint = outer or open_local(pretrained_model_name_or_path, kwargs)
+        checkpoint = _opened.get() or open_local(pretrained_model_name_or_path, kwargs)
         if checkpoint is not None:
             check_sizes(checkpoint)
         token = _opened.set(checkpoint)
         try:
-            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+            with _one_load:
+                return original(cls, pretrained_model_name_or_path, *args, **kwargs)
         except OSError as error:
             if isinstance(error, HfqError) or checkpoint is not None:
                 raise

@@ -58,8 +58,9 @@ class Streamer:
         with torch.inference_mode(False):
             self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         for block in blocks:
-            block.module.register_forward_pre_hook(lambda *_, block=block: self._onload(block))
-            block.module.register_forward_hook(lambda *_, block=block: self._offload(block), always_call=True)
+            for part in (block, *_owners(block)):
+                part.module.register_forward_pre_hook(lambda *_, part=part: self._onload(part))
+                part.module.register_forward_hook(lambda *_, part=part: self._offload(part), always_call=True)
             for linear in block.packed:
                 linear.fetch = lambda linear=linear: self._fetch(linear)
 
@@ -73,8 +74,10 @@ class Streamer:
             offset += nbytes
         for slot in block.dense:
             resting = slot.module._parameters[slot.local]
+            if resting is None or not resting.is_meta:
+                continue
             value = read_tensor(self._reader, slot.info).to(self._device, slot.dtype)
-            held.append((slot, resting))  # type: ignore[arg-type]
+            held.append((slot, resting))
             slot.module._parameters[slot.local] = nn.Parameter(value, requires_grad=False)
 
     def _offload(self, block: Block) -> None:
@@ -96,3 +99,16 @@ class Streamer:
                 return row.tensors()
             return ArenaRow(row.buffer.to(self._device), row.segments).tensors()
         return {local: tensor.to(self._device) for local, tensor in tensors.items()}
+
+
+def _owners(block: Block) -> list[Block]:
+    """The modules within a block that own its dense parameters, as blocks of their own.
+
+    They matter where a block's forward runs without its hooks, as when transformers recomputes it for gradient checkpointing
+    (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
+    """
+    owners: dict[nn.Module, list[DenseParameter]] = {}
+    for slot in block.dense:
+        if slot.module is not block.module:
+            owners.setdefault(slot.module, []).append(slot)
+    return [Block(f"{block.name}, part {index}", owner, (), tuple(slots)) for index, (owner, slots) in enumerate(owners.items())]

@@ -1,0 +1,106 @@
+"""HfqConfig: every option is kept, every wrong one is named; what is saved is the source dialect's own config."""
+
+import json
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+
+from hfq import HfqConfig, SetupError
+from hfq.modules.linear import PackedLinear
+
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+FP8 = tiny_models.DATA / "tiny-llama-fp8"
+TOKENS = torch.tensor([[1, 40, 77, 300]])
+
+
+def load(path=GPTQ, cls=AutoModelForCausalLM, **options):
+    return cls.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kernal": "auto"}, "did you mean 'kernel'"),
+        ({"kernel": "referense"}, "did you mean 'reference'"),
+        ({"activations": "nope"}, "activations='nope'"),
+        ({"backing": "file"}, "backing='file'"),
+        ({"modules_to_not_convert": "lm_head"}, "a list of module names"),
+    ],
+)
+def test_a_wrong_option_is_named(options, named):
+    with pytest.raises(SetupError, match=named):
+        HfqConfig(**options)
+
+
+def test_options_survive_the_take_over():
+    model = load(kernel="reference", activations="none", backing="arena")
+    kept = model.hf_quantizer.quantization_config
+    assert (kept.kernel, kept.activations, kept.backing) == ("reference", "none", "arena")
+    linear = next(module for module in model.modules() if isinstance(module, PackedLinear))
+    assert list(dict(linear.named_parameters())) == ["packed_row"]
+
+
+def test_a_dict_that_names_hfq_is_taken_like_an_HfqConfig():
+    options = {"quant_method": "hfq", "backing": "arena"}
+    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=options, dtype=torch.float32)
+    assert model.hf_quantizer.quantization_config.backing == "arena"
+
+
+def test_a_loaded_models_config_loads_it_again():
+    model = load()
+    again = AutoModelForCausalLM.from_pretrained(GPTQ, config=model.config, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_the_config_speaks_the_source_dialect(tmp_path):
+    model = load()
+    source = json.loads((GPTQ / "config.json").read_text())["quantization_config"]
+    assert model.config.to_dict()["quantization_config"] == source
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).quantization_config == source
+
+
+def test_checkpoint_activations_are_quantized_and_others_are_not():
+    with torch.no_grad():
+        plain, none, quantized = (load(FP8, activations=a)(TOKENS).logits for a in ("auto", "none", "checkpoint"))
+    assert torch.equal(plain, none)
+    difference = (quantized - none).norm() / none.norm()
+    assert 1e-4 < difference < 0.2  # FP8 e4m3 rounds an activation by up to 1/16
+
+
+def test_a_module_that_is_stored_packed_cannot_be_left_unconverted():
+    with pytest.raises(SetupError, match=r"(?s)'down_proj', which is stored packed; nothing was loaded"):
+        load(modules_to_not_convert=["down_proj"])
+    with pytest.raises(SetupError, match=r"(?s)'lm_haed'.*did you mean 'lm_head'"):
+        load(modules_to_not_convert=["lm_haed"])
+    load(modules_to_not_convert=["lm_head"])
+
+
+@pytest.mark.parametrize("argument", ["key_mapping", "gguf_file", "tp_plan", "ignore_mismatched_sizes"])
+def test_an_argument_that_would_be_ignored_is_refused(argument):
+    with pytest.raises(SetupError, match=rf"from_pretrained\({argument}=…\).*nothing was loaded"):
+        AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(), **{argument: "x"})
+
+
+def test_other_classes_load_too():
+    body = load(cls=AutoModel)
+    with torch.no_grad():
+        hidden = load(cls=LlamaForCausalLM)(TOKENS, output_hidden_states=True).hidden_states[-1]
+        assert torch.equal(body(TOKENS).last_hidden_state, hidden)
+    classifier = load(cls=AutoModelForSequenceClassification)
+    assert classifier.score.weight.device.type == "cpu"
+    assert isinstance(classifier.model.layers[0].mlp.up_proj, PackedLinear)
+
+
+def test_an_old_writers_side_file_stands_in_for_the_config(tmp_path):
+    import shutil
+
+    shutil.copytree(GPTQ, tmp_path / "old")
+    config = json.loads((GPTQ / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "old")(TOKENS).logits, load()(TOKENS).logits)

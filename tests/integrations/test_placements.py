@@ -1,0 +1,213 @@
+"""The main job on the tiny trained Llama: placements, generation, gradients, threads, forks, what a load reads."""
+
+import copy
+import os
+import threading
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfq import HfqConfig, PlacementError, take_over
+from hfq.modules.linear import PackedLinear
+
+PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
+HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    return PATHS[request.param]
+
+
+def load(path, device_map=None, dtype=torch.float32, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(**options), dtype=dtype, device_map=device_map
+    )
+
+
+def prompt(path):
+    return AutoTokenizer.from_pretrained(path)("Return the list of names", return_tensors="pt")
+
+
+def forward(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def test_generation_is_the_same_in_every_placement(path):
+    inputs = prompt(path)
+    texts = [
+        load(path, device_map).generate(**inputs, max_new_tokens=12, do_sample=False).tolist()
+        for device_map in (None, HALF, {"": "disk"}, "cpu")
+    ]
+    assert all(text == texts[0] for text in texts)
+    assert len(texts[0][0]) == inputs["input_ids"].shape[1] + 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_activation_dtype_is_bit_equal_across_placements(path, dtype):
+    inputs = prompt(path)
+    expected = forward(load(path, dtype=dtype), inputs)
+    assert expected.dtype == dtype
+    assert torch.isfinite(expected).all()
+    for device_map in (HALF, {"": "disk"}):
+        assert torch.equal(forward(load(path, device_map, dtype=dtype), inputs), expected)
+
+
+def test_no_weight_is_ever_a_float_parameter(path):
+    model = load(path)
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(linears) == 28
+    assert not any(isinstance(module, torch.nn.Linear) for module in model.model.modules())
+    assert not any(parameter.requires_grad for linear in linears for parameter in linear.parameters())
+    stored = sum(info.nbytes for linear in linears for info in linear.infos.values())
+    assert sum(p.nbytes for linear in linears for p in linear.parameters()) == stored
+
+
+def test_loading_to_disk_reads_no_codes_and_writes_nothing(path, tmp_path):
+    model = load(path, {"": "disk"})
+    reader = model.hf_quantizer.loading.reader
+    codes = {"qweight", "weight"}
+    small = sum(
+        info.nbytes
+        for module in model.modules()
+        if isinstance(module, PackedLinear)
+        for local, info in module.infos.items()
+        if local not in codes
+    )
+    assert reader.counters.bytes_read == small
+    assert reader.counters.maps == 0
+    assert all(parameter.is_meta for parameter in model.parameters())
+    offload = tmp_path / "offload"
+    AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(), device_map={"": "disk"}, offload_folder=str(offload)
+    )
+    assert not offload.exists() or not any(offload.iterdir())
+
+
+def test_a_forward_from_disk_reads_each_byte_once(path):
+    model = load(path, {"": "disk"})
+    loading = model.hf_quantizer.loading
+    before = loading.reader.counters.bytes_read
+    forward(model, prompt(path))
+    tied = next(i.nbytes for name, i in loading.checkpoint.tensors.items() if name == "model.embed_tokens.weight")
+    stored = sum(info.nbytes for info in loading.checkpoint.tensors.values())
+    assert loading.reader.counters.bytes_read - before == stored + tied  # embeddings and the tied head read it once each
+
+
+def test_the_plan_counts_every_byte_of_the_checkpoint(path):
+    plan = load(path, {"": "disk"}).hf_quantizer.loading.plan
+    stored = sum(info.nbytes for info in load(path).hf_quantizer.loading.checkpoint.tensors.values())
+    assert plan.nbytes_by_home() == {"disk": stored}
+    assert plan.resident_nbytes() == 0
+    half = load(path, HALF).hf_quantizer.loading.plan
+    assert set(half.nbytes_by_home()) == {"cpu", "disk"}
+    assert half.moved_nbytes() == half.nbytes_by_home()["disk"]
+
+
+def test_gradients_reach_the_activations_and_are_the_same_from_disk(path):
+    grads = []
+    for device_map in (None, HALF, {"": "disk"}):
+        model = load(path, device_map)
+        embeddings = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model(inputs_embeds=embeddings).logits.square().sum().backward()
+        grads.append(embeddings.grad)
+    assert grads[0].abs().sum() > 0
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_gradients_are_the_same_under_checkpointing_from_disk(path):
+    grads = []
+    for device_map, checkpointing in ((None, False), (HALF, True)):
+        model = load(path, device_map).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        embeddings = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model(inputs_embeds=embeddings, use_cache=False).logits.square().sum().backward()
+        grads.append(embeddings.grad)
+    assert torch.equal(*grads)
+
+
+def test_two_threads_load_and_run_two_models_at_once():
+    found, errors = {}, []
+
+    def work(name):
+        try:
+            found[name] = forward(load(PATHS[name], HALF), prompt(PATHS[name]))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in PATHS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    for name in PATHS:
+        assert torch.equal(found[name], forward(load(PATHS[name]), prompt(PATHS[name])))
+
+
+def test_a_model_serves_after_a_fork(path):
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    model, inputs = load(path, HALF), prompt(path)
+    expected = forward(model, inputs)
+    child = os.fork()
+    if child == 0:
+        try:
+            again = torch.equal(forward(model, inputs), expected) and torch.equal(forward(load(path, HALF), inputs), expected)
+            os._exit(0 if again else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_casting_the_model_leaves_packed_bytes_alone(path):
+    model = load(path)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "_proj." in name}
+    torch.nn.Module.half(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in before.items())
+    assert model.model.embed_tokens.weight.dtype == torch.float16
+
+
+def test_a_copied_model_gives_the_same_logits(path):
+    model, inputs = load(path), prompt(path)
+    assert torch.equal(forward(copy.deepcopy(model), inputs), forward(model, inputs))
+
+
+def test_take_over_needs_no_patch(path):
+    model = AutoModelForCausalLM.from_pretrained(path, config=take_over(path, HfqConfig(kernel="reference")), dtype=torch.float32)
+    assert torch.equal(forward(model, prompt(path)), forward(load(path), prompt(path)))
+    assert model.hf_quantizer.quantization_config.kernel == "reference"
+
+
+def test_a_device_map_is_read_by_whole_names(path):
+    model = load(path, {"": "cpu", "model.layers.1": "disk"})
+    homes = model.hf_quantizer.loading.homes
+    assert {name.split(".")[2] for name, home in homes.items() if home == "disk"} == {"1"}
+
+
+def test_the_users_device_map_is_left_as_it_was_and_reported(path):
+    device_map = dict(HALF)
+    model = load(path, device_map)
+    assert device_map == HALF
+    assert model.hf_device_map == HALF
+
+
+def test_a_home_may_split_a_block(path):
+    device_map = {"": "cpu", "model.layers.0.mlp.up_proj": "disk", "model.norm": "disk", "model.layers.1.self_attn": "disk"}
+    assert torch.equal(forward(load(path, device_map), prompt(path)), forward(load(path), prompt(path)))
+
+
+def test_tied_embeddings_follow_their_source(path):
+    for device_map in ({"": "cpu", "model.embed_tokens": "disk"}, {"": "cpu", "lm_head": "disk"}):
+        assert torch.equal(forward(load(path, device_map), prompt(path)), forward(load(path), prompt(path)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_named(path):
+    with pytest.raises(PlacementError, match=r"(?s)cuda:0.*nothing was loaded|GPU that this machine does not have"):
+        load(path, {"": "cuda:0"})
