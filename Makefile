@@ -1,0 +1,26 @@
+# The verbs a newcomer needs. PYTHON is the interpreter that makes the environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check clean
+
+$(VENV)/.installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## create the environment, install, and run the main job on a small real model
+	$(BIN)/hfq demo
+
+test: $(VENV)/.installed  ## install what is needed and run the fast suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed  ## style, layers, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

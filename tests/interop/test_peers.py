@@ -1,0 +1,107 @@
+"""Other projects' own readers: they load what hfq saved as what they loaded before, and hfq's import changes nothing for them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig
+
+pytestmark = pytest.mark.peers
+
+PLACEMENTS = {"cpu": {"": "cpu"}, "half": {"": "cpu", "model.layers.1": "disk"}, "disk": {"": "disk"}}
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+STOCK = """
+import hashlib, sys
+import torch
+if "hfq" in sys.argv[2]: import hfq
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, device_map="cpu")
+assert not [m for m in model.modules() if type(m).__module__.startswith("hfq")]
+with torch.no_grad(): logits = model(torch.arange(1, 25)[None]).logits
+print("digest", hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+"""
+
+
+def shared(*parts: str) -> list:
+    if not tiny_models.SHARED.is_dir():
+        return []
+    names = sorted(path.name for path in tiny_models.SHARED.iterdir())
+    return [tiny_models.SHARED / name for name in names if any(part in name for part in parts) and "mixtral" not in name]
+
+
+CT = shared("ct-fp8")
+GPTQS = [GPTQ, *shared("gptq-w", "gptq-dynamic")]
+
+
+def identity(path) -> str:
+    return path.name
+
+
+def stock_digest(path, flag="") -> str:
+    """The digest of the logits that a stock load gives, in a process of its own."""
+    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}
+    command = [sys.executable, "-c", STOCK, str(path), flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return next(line for line in done.stdout.splitlines() if line.startswith("digest"))
+
+
+def load(path, **options):
+    config = HfqConfig(activations=options.pop("activations", "none"))
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": "auto", **options})
+
+
+@pytest.mark.parametrize("path", [GPTQS[0], *CT[:1]], ids=identity)
+def test_a_stock_load_is_the_same_with_and_without_hfq(path):
+    assert stock_digest(path) == stock_digest(path, "hfq")
+
+
+# transformers' own GPTQ reader knows no `dynamic` overrides; gptqmodel itself does, below
+STOCK_READABLE = [path for path in [*GPTQS, *CT] if "dynamic" not in path.name]
+
+
+@pytest.mark.parametrize("path", STOCK_READABLE, ids=identity)
+def test_a_stock_reader_loads_what_hfq_saved(path, tmp_path):
+    expected = stock_digest(path)
+    for placement, device_map in PLACEMENTS.items():
+        load(path, device_map=device_map).save_pretrained(tmp_path / placement)
+    digests = [tiny_models.digests(tmp_path / placement) for placement in PLACEMENTS]
+    assert digests[0] == digests[1] == digests[2]
+    assert stock_digest(tmp_path / "disk") == expected
+
+
+@pytest.mark.parametrize("path", CT, ids=identity)
+def test_activations_are_quantized_as_compressed_tensors_does(path):
+    tokens = torch.arange(1, 25)[None]
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = stock(tokens).logits
+        found = load(path, dtype=torch.float32, activations="checkpoint")(tokens).logits
+    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("path", GPTQS, ids=identity)
+def test_gptqmodel_reads_the_weights_that_hfq_saved_from_disk(path, tmp_path):
+    """gptqmodel dequantizes in the dtype of the scales (F16): one rounding away from hfq's float32."""
+    from gptqmodel import BACKEND, GPTQModel
+
+    from hfq.modules.linear import PackedLinear
+
+    load(path, device_map={"": "disk"}).save_pretrained(tmp_path)
+    peer = GPTQModel.load(str(tmp_path), backend=BACKEND.TORCH, device="cpu").model
+    checked = 0
+    for name, module in load(path).named_modules():
+        if isinstance(module, PackedLinear):
+            other = peer.get_submodule(name)
+            weight = other.dequantize_weight().t()
+            found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
+            worst = (found.float() - weight.float()).abs().max()
+            assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
+            checked += 1
+    assert checked >= 14
