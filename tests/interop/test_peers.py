@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny_models
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig
 
@@ -94,6 +94,7 @@ def test_gptqmodel_reads_the_weights_that_hfq_saved_from_disk(path, tmp_path):
     from hfq.modules.linear import PackedLinear
 
     load(path, device_map={"": "disk"}).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path)
     peer = GPTQModel.load(str(tmp_path), backend=BACKEND.TORCH, device="cpu").model
     checked = 0
     for name, module in load(path).named_modules():
