@@ -74,7 +74,9 @@ class Fp8(Format):
         if weight is None or weight.dtype not in _CODES or len(weight.shape) != 2:
             return None
         hints = read_hints(module, config)
-        scale_name = next((name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1])
+        scale_name = next(
+            (name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1]
+        )
         scale = tensors.get(scale_name)
         input_scale_name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)
         detected = cls(

@@ -55,6 +55,7 @@ class Loading:
         self.config = config.with_source(source)
         self.model, self.dtype = model, dtype
         self._user_map: dict[str, Any] | None = None
+        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.match: Match = match_model(model, self.checkpoint, source or {})
         _check_not_converted(config.modules_to_not_convert, self.match, model)
         self.linears = self._swap()
@@ -90,6 +91,7 @@ class Loading:
         """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        self._cast_dense()
         blocks = find_blocks(self.model, self.match, self._moving_linears(), self._hidden)
         if blocks:
             self.streamer = Streamer(blocks, self.reader, self.main)
@@ -141,6 +143,14 @@ class Loading:
         """The packed modules that do not rest where they compute."""
         homes = {name: self.homes[f"{name}.{next(iter(linear.infos))}"] for name, linear in self.linears.items()}
         return {name: self.linears[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
+
+    def _cast_dense(self) -> None:
+        """transformers 5.17 leaves a dense tensor whose name it changed in its stored dtype (core_model_loading.py:1697)."""
+        for name, dtype in self._dtypes.items():
+            if name in self.match.dense and name not in self._hidden:
+                tensor = self.model.get_parameter_or_buffer(name)
+                if tensor.dtype != dtype:
+                    tensor.data = tensor.data.to(dtype)
 
     def _hide_packed(self) -> None:
         self._hidden = {f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos}

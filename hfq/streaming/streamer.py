@@ -111,4 +111,6 @@ def _owners(block: Block) -> list[Block]:
     for slot in block.dense:
         if slot.module is not block.module:
             owners.setdefault(slot.module, []).append(slot)
-    return [Block(f"{block.name}, part {index}", owner, (), tuple(slots)) for index, (owner, slots) in enumerate(owners.items())]
+    return [
+        Block(f"{block.name}, part {index}", owner, (), tuple(slots)) for index, (owner, slots) in enumerate(owners.items())
+    ]

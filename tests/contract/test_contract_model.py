@@ -49,9 +49,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(case, load, checkpoint,
         dense[f"{module}.weight"] = found.resolve(module, local).dequantize(local)
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(
-        tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32
-    )
+    plain = AutoModelForCausalLM.from_pretrained(tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32)
     # the same weights bit for bit; the products of panels may sum in another order
     assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
 
@@ -142,7 +140,11 @@ def test_an_index_out_of_range_is_refused_while_loading(case, indexed_tensors, l
     name = f"{tiny_models.FIRST}.g_idx"
     for value in (-1, 10_000):
         path = damaged(
-            indexed_tensors, tmp_path / str(value), case, name, lambda t, n, value=value: t.__setitem__(n, torch.full_like(t[n], value))
+            indexed_tensors,
+            tmp_path / str(value),
+            case,
+            name,
+            lambda t, n, value=value: t.__setitem__(n, torch.full_like(t[n], value)),
         )
         with pytest.raises(FormatError, match=rf"(?s)out of range; nothing was loaded.*{name}"):
             load(path, {"": "disk"})

@@ -44,7 +44,7 @@ def cut(tensors: dict[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if name in packed:
             result[name] = tensor[:, : packed[name]]
-        elif name == "weight" or tensor.dim() == 2 and tensor.shape[1] == 1:
+        elif name == "weight" or (tensor.dim() == 2 and tensor.shape[1] == 1):
             result[name] = tensor[:ROWS]
         else:
             result[name] = tensor[:1] if name == "weight_scale_inv" else tensor

@@ -1,0 +1,41 @@
+"""What the whole package promises about itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "hfq").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small_and_documented(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 300
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno <= 55, node.name
+        if isinstance(node, ast.Assert):
+            pytest.fail(f"line {node.lineno}: raise, do not assert")
+
+
+def test_every_error_says_how_to_fix_it():
+    errors = {"CheckpointError", "FormatError", "PlacementError", "SetupError", "HfqError"}
+    found = 0
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
+                assert any(keyword.arg == "fix" for keyword in node.keywords), f"{path}:{node.lineno}"
+                found += 1
+    assert found > 30
+
+
+def test_test_data_stays_within_five_megabytes():
+    assert sum(file.stat().st_size for file in (ROOT / "tests" / "data").rglob("*") if file.is_file()) < 5_000_000
+
+
+def test_there_is_no_utils_or_helpers():
+    assert not [path for path in SOURCES if path.stem in ("utils", "helpers", "common")]
