@@ -57,7 +57,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    rows = (ids + [tokenizer.eos_token_id] for ids in tokenizer(documents)["input_ids"])
+    rows = ([*ids, tokenizer.eos_token_id] for ids in tokenizer(documents)["input_ids"])
     return torch.tensor([token for row in rows for token in row])
 
 

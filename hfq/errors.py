@@ -48,7 +48,7 @@ class HfqError(Exception):
         lines += [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
         if len(self.problems) > _MOST_PROBLEMS:
             lines.append(f"  - … and {len(self.problems) - _MOST_PROBLEMS} more")
-        return "\n".join([*lines, f"Fix: {self.fix}"])
+        return "\n".join(map(_printable, [*lines, f"Fix: {self.fix}"]))
 
     def __reduce__(self):
         return _rebuild, (type(self), self.__dict__)
@@ -70,6 +70,11 @@ class SetupError(HfqError):
     """An option, a package version or the environment stands in the way."""
 
 
+def _printable(line: str) -> str:
+    """The line with control characters escaped: a checkpoint's own text must not steer a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+
+
 def _rebuild(cls: type[HfqError], state: dict) -> HfqError:
     error = cls.__new__(cls)
     error.__dict__.update(state)
@@ -79,5 +84,5 @@ def _rebuild(cls: type[HfqError], state: dict) -> HfqError:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The hint `; did you mean 'x'?` for a mistyped `name`, or nothing where no name is close."""
-    close = difflib.get_close_matches(name, list(names), n=1)
+    close = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -13,16 +13,19 @@ What is checked, each with an error of its own (format: https://github.com/huggi
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import struct
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from hfq.errors import CheckpointError
 from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["Header", "HeaderLimits", "read_header"]
+__all__ = ["Header", "HeaderLimits", "open_regular", "parse_header", "read_header"]
 
 _MAX_ELEMENTS = 2**63 - 1
 
@@ -68,21 +71,46 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
     """
     file = os.fspath(file)
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             status = os.fstat(stream.fileno())
             raw = _read_raw(stream, file, status.st_size, limits)
     except OSError as error:
         raise CheckpointError(
             "A checkpoint file cannot be read.", file=file, found=error.strerror or error, fix="check the path"
         ) from error
+    return parse_header(raw, file, (status.st_ino, status.st_size, status.st_mtime_ns), limits)
+
+
+def parse_header(
+    raw: bytes,
+    file: str,
+    identity: tuple[int, int, int],
+    limits: HeaderLimits = HeaderLimits(),
+) -> Header:
+    """Validates the JSON of a header that belongs to a file of this identity, (inode, size, mtime in ns).
+
+    Raises:
+        CheckpointError: As `read_header`.
+    """
     entries = _parse(raw, file)
     metadata = _metadata(entries.pop("__metadata__", {}), file)
     if len(entries) > limits.tensors:
         raise _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", len(entries))
     data_start = 8 + len(raw)
     tensors = {name: _tensor(name, entry, file, data_start, limits) for name, entry in entries.items()}
-    _check_coverage(tensors, file, data_start, status.st_size)
-    return Header(file, tensors, metadata, data_start, (status.st_ino, status.st_size, status.st_mtime_ns))
+    _check_coverage(tensors, file, data_start, identity[1])
+    return Header(file, tensors, metadata, data_start, identity)
+
+
+def open_regular(file: str | os.PathLike) -> BinaryIO:
+    """Opens a file for reading; a device or a pipe, which might never end, is refused.
+
+    Raises:
+        OSError: The file cannot be opened, or is no regular file.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return open(file, "rb")
 
 
 def _damaged(file: str, what: str, expected: object = None, found: object = None, tensor: str | None = None):
@@ -122,20 +150,28 @@ def _parse(raw: bytes, file: str) -> dict:
         return entries
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse, parse_int=_integer)
     except _Duplicate as error:
         raise _damaged(file, "a key stands twice in its header", found=repr(str(error))) from None
     except (ValueError, RecursionError) as error:
         raise _damaged(file, "its header is not valid JSON", found=error) from None
 
 
-def _no_constant(text: str):
+def _refuse(text: str):
     raise ValueError(f"{text} is not JSON")
+
+
+def _integer(text: str) -> int:
+    return _refuse(text) if text == "-0" else int(text)
 
 
 def _metadata(value: object, file: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise _damaged(file, "__metadata__ must map strings to strings", found=repr(value)[:80])
+    try:
+        "".join([*value, *value.values()]).encode()
+    except UnicodeEncodeError:
+        raise _damaged(file, "__metadata__ holds half of a character", found=ascii(value)[:80]) from None
     return value
 
 
@@ -154,8 +190,8 @@ def _tensor(name: str, entry: object, file: str, data_start: int, limits: Header
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(file, "a tensor has unacceptable data_offsets", "[begin, end]", repr(offsets)[:80], name)
     numel, nbytes = math.prod(shape), offsets[1] - offsets[0]
-    if numel > _MAX_ELEMENTS or numel * DTYPE_BITS[dtype] != nbytes * 8:
-        expected = f"{numel * DTYPE_BITS[dtype] / 8:g} bytes for {dtype} {shape}"
+    if math.prod(filter(None, shape)) > _MAX_ELEMENTS or numel * DTYPE_BITS[dtype] != nbytes * 8:
+        expected = f"{-(-numel * DTYPE_BITS[dtype] // 8)} bytes for {dtype} {shape}"
         raise _damaged(file, "a tensor's bytes do not match its dtype and shape", expected, f"{nbytes} bytes", name)
     return TensorInfo(name, dtype, tuple(shape), ByteRange(file, data_start + offsets[0], nbytes))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from hfq.checkpoint.header import Header, HeaderLimits, read_header
+from hfq.checkpoint.header import Header, HeaderLimits, open_regular, read_header
 from hfq.errors import CheckpointError
 from hfq.spec import TensorInfo
 
@@ -47,7 +47,7 @@ class Checkpoint:
             CheckpointError: The folder, a shard or a header is missing or damaged, or a shard lies outside the folder.
         """
         root = Path(root)
-        if not root.exists():
+        if not os.path.lexists(root):
             raise CheckpointError(
                 "There is no checkpoint at this path.", file=root, expected="a folder with config.json and *.safetensors",
                 found="nothing", fix="check the path; a model of the hub is named `organisation/model`",
@@ -59,10 +59,11 @@ class Checkpoint:
             )  # fmt: skip
         infix = f".{variant}" if variant else ""
         single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
-        if single.exists() or single.is_symlink():
+        if os.path.lexists(single):
             return cls.from_files([single], root=root, limits=limits)
-        if not index.exists():
+        if not os.path.lexists(index):
             raise _no_weights(root)
+        _check_contained(root, index)
         weight_map = _read_weight_map(index)
         files = [root / name for name in sorted(set(weight_map.values()))]
         checkpoint = cls.from_files(files, root=root, limits=limits)
@@ -99,8 +100,9 @@ class Checkpoint:
                     expected="each tensor in one shard", fix="remove the stale shard, or download the checkpoint again",
                 )  # fmt: skip
             tensors |= header.tensors
-        config = root / "config.json"
-        return cls(str(root), _read_json(config) if config.exists() else {}, headers, tensors)
+        checkpoint = cls(str(root), {}, headers, tensors)
+        checkpoint.config.update(checkpoint.side_file("config.json") or {})
+        return checkpoint
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +112,7 @@ class Checkpoint:
     def side_file(self, name: str) -> dict | None:
         """The JSON object of a side file of the folder (`quantize_config.json`, …), or None where it is absent."""
         path = Path(self.root) / name
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
         _check_contained(Path(self.root), path)
         return _read_json(path)
@@ -133,9 +135,11 @@ def _no_weights(root: Path) -> CheckpointError:
 
 def _read_json(path: Path) -> dict:
     try:
-        if path.stat().st_size > _JSON_LIMIT:
-            raise ValueError(f"{path.stat().st_size} bytes is more than the limit of {_JSON_LIMIT}")
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        with open_regular(path) as stream:
+            raw = stream.read(_JSON_LIMIT + 1)
+        if len(raw) > _JSON_LIMIT:
+            raise ValueError(f"more bytes than the limit of {_JSON_LIMIT}")
+        value = json.loads(raw.decode("utf-8"))
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
         return value
@@ -189,8 +193,8 @@ def _outside(file: Path, found: str) -> CheckpointError:
 def _check_contained(root: Path, file: Path) -> None:
     """A shard must resolve to a place inside the folder, or, in the hub cache, inside the repository's blobs."""
     resolved = Path(os.path.realpath(file))
-    allowed: Iterable[Path] = [Path(os.path.realpath(root))]
-    if root.parent.name == "snapshots":
-        allowed = [*allowed, Path(os.path.realpath(root.parents[1])) / "blobs"]
+    real_root = Path(os.path.realpath(root))
+    snapshots = [folder for folder in real_root.parents if folder.name == "snapshots"]
+    allowed = [real_root, *(folder.parent / "blobs" for folder in snapshots)]
     if not any(resolved.is_relative_to(folder) for folder in allowed):
         raise _outside(file, str(resolved))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hfq.checkpoint.header import Header
 from hfq.checkpoint.index import Checkpoint
-from hfq.errors import CheckpointError
+from hfq.errors import CheckpointError, SetupError
 from hfq.spec import ByteRange
 
 __all__ = ["Counters", "Reader"]
@@ -47,6 +47,12 @@ class Reader:
 
     def __deepcopy__(self, memo: dict) -> Reader:
         return self
+
+    def __reduce__(self):
+        raise SetupError(
+            "A model loaded by hfq cannot be pickled.", expected="save_pretrained", found="pickle or torch.save of the model",
+            fix="save it with save_pretrained, or load it again in the other process",
+        )  # fmt: skip
 
     def read_into(self, source: ByteRange, target: memoryview) -> None:
         """Fills `target` (writable, of exactly `source.nbytes` bytes) with the bytes of `source`.

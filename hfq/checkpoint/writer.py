@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from hfq.checkpoint.header import parse_header
 from hfq.errors import CheckpointError
-from hfq.spec import DTYPE_BITS
 
 __all__ = ["StoredTensor", "write_safetensors"]
 
@@ -39,19 +39,12 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape, data) in tensors.items():
+        if not memoryview(data).c_contiguous:
+            raise _unwritable(path, "the bytes do not lie in a row", "C order", "strided memory", name)
         nbytes = memoryview(data).nbytes
-        expected = DTYPE_BITS[dtype] // 8
-        for size in shape:
-            expected *= size
-        if nbytes != expected:
-            raise CheckpointError(
-                "A tensor's bytes do not match its dtype and shape; nothing was written.", file=path, tensor=name,
-                expected=f"{expected} bytes for {dtype} {list(shape)}", found=f"{nbytes} bytes", fix="pass the tensor's own bytes",
-            )  # fmt: skip
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw = _checked_header(path, header, end, len(tensors))
     try:
         _replace(path, [struct.pack("<Q", len(raw)), raw, *(data for _, _, data in tensors.values())])
     except OSError as error:
@@ -60,6 +53,28 @@ def write_safetensors(
             expected=f"{8 + len(raw) + end} bytes of free space in a writable folder", fix="free space or choose another folder",
         ) from error  # fmt: skip
     return 8 + len(raw) + end
+
+
+def _checked_header(path: Path, header: dict, nbytes: int, count: int) -> bytes:
+    """The header's JSON, which hfq itself would accept."""
+    try:
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        found = parse_header(raw, os.fspath(path), (0, 8 + len(raw) + nbytes, 0))
+        if len(found.tensors) != count:
+            raise TypeError("a tensor is named __metadata__")
+    except CheckpointError as error:
+        raise _unwritable(path, error.what, error.expected, error.found, error.tensor) from error
+    except (TypeError, ValueError) as error:
+        raise _unwritable(path, "they are no JSON", "safetensors' types", error) from error
+    return raw
+
+
+def _unwritable(path: Path, why: str, expected: object, found: object, tensor: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"The tensors cannot be stored so; nothing was written: {why}", file=path, tensor=tensor, expected=expected, found=found,
+        fix="pass each tensor's own dtype, shape and bytes, in a row, under a plain name",
+    )  # fmt: skip
 
 
 def _replace(path: Path, parts: list[bytes | memoryview]) -> None:

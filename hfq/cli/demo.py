@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from hfq.errors import CheckpointError, SetupError
+
 __all__ = ["demo", "measure"]
 
 PLACEMENTS = ("resident", "half on disk", "all on disk")
@@ -24,10 +26,9 @@ def demo(
 ) -> None:
     """Inspect, load, run and compare a GPTQ and an FP8 checkpoint resident, half on disk and all on disk."""
     from hfq.cli.inspect import inspect_checkpoint
-    from hfq.errors import CheckpointError
 
     paths = {name: folder / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
-    for path in paths.values():
+    for path in (*paths.values(), folder / "tiny-llama"):
         if not path.is_dir():
             raise CheckpointError(
                 "The demo's checkpoints are not here.", file=path, expected="a folder made by examples/", found="nothing",
@@ -109,7 +110,12 @@ def _in_a_process(path: Path, text: Path, placement: str) -> dict:
     code += "print(json.dumps(measure(pathlib.Path(a), pathlib.Path(b), c)))"
     command = [sys.executable, "-c", code, str(path), str(text), placement]
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SetupError(
+            f"The demo failed on {path} ({placement}).", expected="measurements", found=done.stderr.strip().rpartition("\n")[2],
+            fix="run `make test`; it says what is wrong with this installation",
+        )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -40,8 +40,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
     Raises:
         FormatError: The config contradicts the tensors.
     """
-    from hfq.errors import FormatError
-    from hfq.formats import detect_formats, tensors_by_module
+    from hfq.formats import NotPackedError, detect_formats, tensors_by_module
     from hfq.formats.source import source_config
 
     modules = tensors_by_module(checkpoint.tensors)
@@ -49,9 +48,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
     odd: list[str] = []
     try:
         formats = detect_formats(modules, source)
-    except FormatError as error:
-        if error.file is not None:
-            raise
+    except NotPackedError as error:
         formats, odd = {}, [error.what, f"found: {error.found}"]
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
     weights = sum(entry["weights"] for entry in packed)
@@ -77,7 +74,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
 
 
 def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> dict:
-    codes = next(info for info in tensors.values() if info.name.endswith((".qweight", ".weight")))
+    codes = tensors["qweight" if "qweight" in tensors else "weight"]
     bits = getattr(found, "num_bits", 8)
     weights = codes.nbytes * 8 // bits
     nbytes = sum(info.nbytes for info in tensors.values())
@@ -109,8 +106,8 @@ def _print(report: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"[bold]{report['path']}[/bold]  quant_method={report['quant_method']}")
+    console = Console(markup=False, highlight=False)
+    console.print(f"{report['path']}  quant_method={report['quant_method']}")
     files = report["files"]
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
     bits = report["bits_per_packed_weight"]
@@ -127,4 +124,4 @@ def _print(report: dict) -> None:
     console.print(layers)
     console.print(f"alignment of tensors in their files: {report['alignment']}")
     for note in report["odd"]:
-        console.print(f"[yellow]note[/yellow] {note}")
+        console.print(f"note: {note}")

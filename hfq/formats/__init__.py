@@ -9,9 +9,15 @@ from hfq.formats import fp8, gptq
 from hfq.formats.base import FORMATS, ActivationScheme, Format
 from hfq.spec import TensorInfo
 
-__all__ = ["FORMATS", "ActivationScheme", "Format", "detect_formats", "fp8", "gptq", "tensors_by_module"]
+__all__ = [
+    "FORMATS",  "ActivationScheme", "Format", "NotPackedError", "detect_formats", "fp8", "gptq", "tensors_by_module",
+]  # fmt: skip
 
 _DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
+
+
+class NotPackedError(FormatError):
+    """No module of the checkpoint is packed in a dialect that hfq reads."""
 
 
 def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -31,7 +37,8 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
         config: The checkpoint's `quantization_config`; may be empty.
 
     Raises:
-        FormatError: No module is packed in a dialect that hfq reads, or a config contradicts the tensors.
+        NotPackedError: No module is packed in a dialect that hfq reads.
+        FormatError: A config contradicts the tensors.
     """
     found: dict[str, Format] = {}
     for module, tensors in modules.items():
@@ -45,20 +52,21 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
     return found
 
 
-def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> FormatError:
+def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> NotPackedError:
+    file = next((info.range.file for tensors in modules.values() for info in tensors.values()), None)
     names = sorted({local for tensors in modules.values() for local in tensors})
     dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
     method = config.get("quant_method")
     unknown = [name for name in dtypes if name not in _DENSE_DTYPES] or len(names) > 3
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
-        return FormatError(
-            "The checkpoint is not quantized; nothing was loaded.", expected=f"tensors packed as {' or '.join(FORMATS)}",
+        return NotPackedError(
+            "The checkpoint is not quantized; nothing was loaded.", file=file, expected=f"tensors packed as {' or '.join(FORMATS)}",
             found=f"{found}; no quantization_config",
             fix="load it without HfqConfig, or quantize it first",
         )  # fmt: skip
-    return FormatError(
-        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.",
+    return NotPackedError(
+        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.", file=file,
         expected=f"tensors packed as {' or '.join(FORMATS)}", found=found,
         fix="load it with the library that wrote it, or re-export it in one of these dialects",
     )  # fmt: skip

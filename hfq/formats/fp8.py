@@ -25,7 +25,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Format
 from hfq.formats.fp8_config import Hints, read_hints
-from hfq.formats.values import check_finite
+from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
 
 __all__ = ["Fp8"]
@@ -54,6 +54,7 @@ class Fp8(Format):
         input_scale_name: The static activation scale's name on disk, None where there is none.
         input_scale_shape: Its shape.
         scheme: How the checkpoint wants activations quantized.
+        is_declared: Whether the config says which way the scale is meant.
     """
 
     name = "fp8"
@@ -67,6 +68,7 @@ class Fp8(Format):
     input_scale_name: str | None = None
     input_scale_shape: tuple[int, ...] = ()
     scheme: ActivationScheme | None = None
+    is_declared: bool = False
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Fp8 | None:
@@ -83,9 +85,10 @@ class Fp8(Format):
             codes_dtype=weight.dtype,
             scale_name=scale_name,
             reciprocal=hints.reciprocal and scale_name == "weight_scale_inv",
-            input_scale_name=input_scale_name,
+            input_scale_name=input_scale_name or ("input_scale" if hints.is_static else None),
             input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
             scheme=_scheme(hints, input_scale_name),
+            is_declared=hints.is_declared,
         )
         return detected if scale is None else detected._with_scale(module, weight, scale, hints)
 
@@ -95,7 +98,8 @@ class Fp8(Format):
             TensorSpec(self.scale_name, _SCALES, self._scale_shape(in_features, out_features), "scale"),
         ]
         if self.input_scale_name:
-            specs.append(TensorSpec(self.input_scale_name, FLOATS, self.input_scale_shape, "scale", optional=True))
+            shape = self.input_scale_shape if self.input_scale_shape in ((), (1,)) else (1,)
+            specs.append(TensorSpec(self.input_scale_name, FLOATS, shape, "scale"))
         return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     @property
@@ -114,10 +118,16 @@ class Fp8(Format):
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Fp8:
         check_finite(module, self.scale_name, _as_multiplier(tensors[self.scale_name], reciprocal=False))
+        check_finite(module, self.scale_name, _as_multiplier(tensors[self.scale_name], self.reciprocal))
         if self.input_scale_name:
             check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
+            check_positive(module, self.input_scale_name, tensors[self.input_scale_name])
         undeclared = self.scale_name == "weight_scale_inv" and self.strategy == "channel" and not self.reciprocal
-        if undeclared and float(tensors[self.scale_name].float().median()) > 1:
+        if (
+            undeclared
+            and not self.is_declared
+            and float(_as_multiplier(tensors[self.scale_name], reciprocal=False).median()) > 1
+        ):
             logger.warning("%s: its row scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
             return dataclasses.replace(self, reciprocal=True)
         return self
@@ -160,18 +170,27 @@ class Fp8(Format):
         """Settles the strategy by the scale's shape; for a grid, with the config's word on what it covers."""
         out_features, in_features = weight.shape
         grid = scale.shape if len(scale.shape) == 2 else ()
-        if len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1:
+        is_grid_of_4 = len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1
+        if is_grid_of_4:
             grid = (scale.shape[0], scale.shape[2])
-        if scale.numel == 1 and not (hints.block and len(grid) == 2):
+        is_blocked = hints.block is not None and _grid(out_features, in_features, hints.block) != (1, 1)
+        if scale.numel == 1 and not is_blocked and not (hints.block and len(grid) == 2):
             return dataclasses.replace(self, strategy="tensor", scale_shape=scale.shape)
         if scale.shape in ((out_features,), (out_features, 1)) and not hints.group_size:
             return dataclasses.replace(self, strategy="channel", scale_shape=scale.shape)
-        if grid and grid[0] == out_features and not hints.block and grid[1] and in_features % grid[1] == 0:
-            group_size = hints.group_size or in_features // grid[1]
+        is_grouped = hints.group_size is not None or (not hints.block and scale.dtype in ("U8", "F8_E8M0"))
+        if grid and grid[0] == out_features and is_grouped and grid[1] and not is_grid_of_4:
+            group_size = hints.group_size or -(-in_features // grid[1])
+            if in_features != group_size * grid[1] and -(-in_features // group_size) == grid[1]:
+                raise FormatError(
+                    f"The groups of {module} do not divide its input; nothing was loaded.", file=scale.range.file,
+                    tensor=scale.name, expected=f"groups of {group_size} in {in_features} channels", found=str(scale),
+                    fix="correct group_size in config.json, or re-export with one that divides the input",
+                )  # fmt: skip
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or (128, 128)
-        shape = scale.shape if len(scale.shape) == 4 else None
-        if grid and len(scale.shape) == 4 and grid != _grid(out_features, in_features, block):
+        shape = scale.shape if is_grid_of_4 else None
+        if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(
                 f"The scale grid of {module} does not match its weight; nothing was loaded.", file=scale.range.file,
                 tensor=f"{module}.{scale.name.rpartition('.')[2]}", found=str(scale),

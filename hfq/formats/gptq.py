@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +25,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Format, bounded_int
 from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.patterns import matches
 from hfq.formats.values import check_finite, check_index
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -49,6 +49,7 @@ class Gptq(Format):
         symmetric: Whether the config calls the zero points constant.
         zero_reading: How a stored zero point becomes the real one.
         g_idx_length: The length of `g_idx` in the file, None where it is absent.
+        needs_g_idx: Whether the config says `desc_act`, so that without `g_idx` the groups are unknown.
         act_order: Whether the groups are scattered over the input (`desc_act`); settled by `resolve`.
     """
 
@@ -58,6 +59,7 @@ class Gptq(Format):
     symmetric: bool = True
     zero_reading: ZeroReading = "stored"
     g_idx_length: int | None = None
+    needs_g_idx: bool = False
     act_order: bool = False
 
     @classmethod
@@ -84,17 +86,30 @@ class Gptq(Format):
             symmetric=bool(options.get("sym", True)),
             zero_reading=_zero_reading(module, config, num_bits),
             g_idx_length=g_idx.numel if g_idx is not None else None,
+            needs_g_idx=bool(options.get("desc_act", False)),
         )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        if in_features * self.num_bits % 32:
+            raise FormatError(
+                "GPTQ cannot hold a layer of this input size.", expected=f"whole 32-bit words of {self.num_bits}-bit codes",
+                found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",
+            )  # fmt: skip
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
+        is_trivial = self.g_idx_length in (None, 0, 1) and not self.needs_g_idx
+        if is_trivial and groups > 1 and in_features % self.group_size:
+            raise FormatError(
+                "The groups of a GPTQ layer without g_idx do not divide its input.", found=f"{in_features} input channels",
+                expected=f"a multiple of group_size={self.group_size}", fix="correct group_size in config.json",
+            )  # fmt: skip
         words_in, words_out = -(-in_features * self.num_bits // 32), -(-out_features * self.num_bits // 32)
-        g_idx = self.g_idx_length if self.g_idx_length in (0, 1) else in_features
+        needs_g_idx = self.needs_g_idx and groups > 1
+        g_idx = self.g_idx_length if self.g_idx_length in (0, 1) and not needs_g_idx else in_features
         return (
             TensorSpec("qweight", ("I32",), (words_in, out_features), "codes"),
             TensorSpec("qzeros", ("I32",), (groups, words_out), "zero_point"),
             TensorSpec("scales", FLOATS, (groups, out_features), "scale"),
-            TensorSpec("g_idx", ("I32",), (g_idx,), "index", optional=True, bound=groups),
+            TensorSpec("g_idx", ("I32",), (g_idx,), "index", optional=not needs_g_idx, bound=groups),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
 
@@ -120,6 +135,12 @@ class Gptq(Format):
             return resolved
         groups = tensors["scales"].shape[0]
         check_index(module, "g_idx", g_idx, groups)
+        if g_idx.unique().numel() != groups:
+            raise FormatError(
+                "g_idx leaves groups without channels; nothing was loaded.", tensor=f"{module}.g_idx",
+                expected=f"all of {groups} groups", found=f"{g_idx.unique().numel()} of them",
+                fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
+            )  # fmt: skip
         span = g_idx.numel() if self.group_size == -1 else self.group_size
         trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
         return dataclasses.replace(resolved, act_order=not torch.equal(g_idx, trivial))
@@ -162,8 +183,14 @@ class Gptq(Format):
             scales = (high - low) / top
             zeros = torch.zeros_like(scales)
         scales = torch.where(scales == 0, 1, scales).to(torch.float16)
+        if not torch.isfinite(scales).all():
+            raise FormatError(
+                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {weight.abs().max():g}",
+                expected=f"at most about {torch.finfo(torch.float16).max * top / 2:g}", fix="leave this layer dense",
+            )  # fmt: skip
         if not self.symmetric:
-            zeros = (-low / scales.float()).round().clamp(0, top)
+            least = 1 if self.zero_reading == "field_plus_one" else 0  # AutoGPTQ's reading knows no zero point of 0
+            zeros = (-low / scales.float()).round().clamp(least, top)
         codes = (grouped / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
         tensors = {
             "qweight": pack_stream(codes.reshape(in_features, out_features), self.num_bits),
@@ -234,11 +261,7 @@ def _options(module: str, config: Mapping) -> dict:
         raise _bad_config("dynamic", rules, "{pattern: {option: value}}")
     for rule, overrides in rules.items():
         negative = rule.startswith("-:")
-        try:
-            matches = re.match(rule.removeprefix("-:").removeprefix("+:"), module)
-        except re.error as error:
-            raise _bad_config("dynamic", rule, f"a regular expression ({error})") from None
-        if matches:
+        if matches(rule.removeprefix("-:").removeprefix("+:"), module, "dynamic"):
             if not negative and not isinstance(overrides, Mapping):
                 raise _bad_config("dynamic", overrides, "{option: value}")
             return options if negative else options | dict(overrides)
@@ -257,7 +280,7 @@ def _group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping
 
 def _zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:
     label = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if label not in _CHECKPOINT_FORMATS:
+    if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
         raise FormatError(
             f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
             file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hfq.checkpoint import Checkpoint
+from hfq.errors import FormatError
 
-__all__ = ["source_config"]
+__all__ = ["as_source", "source_config"]
+
+
+def as_source(stored: object) -> dict:
+    """A `quantization_config` as a dict.
+
+    Raises:
+        FormatError: It is no object.
+    """
+    if not isinstance(stored, Mapping):
+        raise FormatError(
+            "quantization_config is not an object; nothing was loaded.", file="config.json", expected="{quant_method: …}",
+            found=repr(stored)[:80], fix="correct quantization_config in config.json",
+        )  # fmt: skip
+    return dict(stored)
 
 
 def source_config(checkpoint: Checkpoint) -> dict | None:
     """The checkpoint's own quantization config: in config.json, or in the side file of an older writer."""
     texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
     for config in texts:
-        if isinstance(config.get("quantization_config"), Mapping):
-            return dict(config["quantization_config"])
+        stored = config.get("quantization_config")
+        if stored is not None:
+            return as_source(stored)
     gptq = checkpoint.side_file("quantize_config.json")
     if gptq is not None:
         return {"quant_method": "gptq", **gptq}

@@ -6,7 +6,7 @@ import torch
 
 from hfq.errors import FormatError
 
-__all__ = ["check_finite", "check_index"]
+__all__ = ["check_finite", "check_index", "check_positive"]
 
 
 def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
@@ -22,6 +22,19 @@ def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
             "A scale is not finite; nothing was loaded.", tensor=f"{module}.{name}", expected="finite values",
             found=f"{scale[tuple(position)].item()} at {position}, {int(bad.sum())} in all",
             fix="the checkpoint is damaged: download it again, or ask its author",
+        )  # fmt: skip
+
+
+def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
+    """Refuses a scale that something is divided by and that is not above zero.
+
+    Raises:
+        FormatError: Names the tensor.
+    """
+    if not (scale.to(torch.float32) > 0).all():
+        raise FormatError(
+            "A scale is not positive; nothing was loaded.", tensor=f"{module}.{name}", expected="above 0",
+            found=scale.flatten()[:4].tolist(), fix="the checkpoint is damaged: download it again, or ask its author",
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def find_blocks(
         owner, info = model.get_submodule(module), _stored(name, model, match)
         parameter = owner._parameters.get(local)
         if info is not None and parameter is not None and not isinstance(owner, PackedLinear):
-            dense.setdefault(module, []).append(DenseParameter(owner, local, info, parameter.dtype))
+            dense.setdefault(module, []).append(DenseParameter(owner, local, info))
     return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
 
 

@@ -10,6 +10,8 @@ Tested with transformers 5.17.0 and 5.23.0.
    of the process. hfq validates a local folder first, and refuses by name the arguments it does not support. Loads wait for
    each other: upstream swaps class attributes while it builds a model (`init.no_tie_weights`), which two threads at once
    leave swapped for good, so that later models are not tied.
+3. `modeling_utils._get_resolved_checkpoint_files`. Where a model comes from the hub its files are known only here, before the
+   model is built: they are validated as those of a local folder.
 """
 
 from __future__ import annotations
@@ -17,17 +19,20 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from hfq.checkpoint import Checkpoint
-from hfq.errors import CheckpointError, HfqError
+from hfq.errors import CheckpointError, HfqError, SetupError
+from hfq.formats.source import as_source
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
 
 __all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils"]
 
+_active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
 _opened: ContextVar[Checkpoint | None] = ContextVar("hfq_opened_checkpoint", default=None)
 
@@ -44,13 +49,17 @@ def patch_modeling_utils(module: Any) -> None:
     """Patch 1, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
+        module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         _guard(module.PreTrainedModel)
 
 
 def patch_auto_factory(module: Any) -> None:
-    """Patch 2 for the auto classes."""
-    if not hasattr(module._BaseAutoModelClass.from_pretrained.__func__, "__wrapped__"):
-        _guard(module._BaseAutoModelClass)
+    """Patch 2 for the auto classes: those to come copy the base's method, those that are there have copied it."""
+    owners = [module._BaseAutoModelClass]
+    for owner in owners:
+        owners += owner.__subclasses__()
+        if "from_pretrained" in owner.__dict__ and not hasattr(owner.__dict__["from_pretrained"].__func__, "_hfq_guards"):
+            _guard(owner)
 
 
 def _taking_over(original):
@@ -63,6 +72,20 @@ def _taking_over(original):
         return original(config, quantization_config, *args, **kwargs)
 
     return get_hf_quantizer
+
+
+def _validating(original):
+    @functools.wraps(original)
+    def get_resolved_checkpoint_files(*args: Any, **kwargs: Any):
+        resolved = original(*args, **kwargs)
+        files = resolved[0]
+        if _active.get() and files and all(file.endswith(".safetensors") for file in files):
+            checkpoint = opened_checkpoint(files)
+            check_sizes(checkpoint)
+            _opened.set(checkpoint)
+        return resolved
+
+    return get_resolved_checkpoint_files
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:
@@ -80,7 +103,7 @@ def _take_source(config: Any) -> dict | None:
             hfq = _as_hfq(stored)
             if hfq is not None:
                 return hfq.source
-            return dict(stored) if isinstance(stored, dict) else stored.to_dict()
+            return stored.to_dict() if hasattr(stored, "to_dict") else as_source(stored)
     return None
 
 
@@ -98,28 +121,51 @@ def _guard(owner: type) -> None:
 
     @functools.wraps(original)
     def from_pretrained(cls, pretrained_model_name_or_path=None, *args: Any, **kwargs: Any):
-        if _as_hfq(kwargs.get("quantization_config")) is None:
-            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-        check_arguments(kwargs)
-        checkpoint = _opened.get() or open_local(pretrained_model_name_or_path, kwargs)
-        if checkpoint is not None:
-            check_sizes(checkpoint)
-        token = _opened.set(checkpoint)
-        try:
-            with _one_load:
-                return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-        except OSError as error:
-            if isinstance(error, HfqError) or checkpoint is not None:
-                raise
-            raise CheckpointError(
-                "The model could not be found.", file=pretrained_model_name_or_path, found=str(error).splitlines()[0],
-                expected="a local folder, or a model of the hub that is online or cached",
-                fix=f"check the name; on a machine that is online: hf download {pretrained_model_name_or_path}",
-            ) from error  # fmt: skip
-        finally:
-            _opened.reset(token)
+        load = functools.partial(original, cls, pretrained_model_name_or_path, *args, **kwargs)
+        asked = kwargs.get("quantization_config")
+        if asked is None:
+            asked = getattr(kwargs.get("config"), "quantization_config", None)
+        if _active.get() or _as_hfq(asked) is None:
+            return load()
+        return _guarded(load, pretrained_model_name_or_path, kwargs)
 
+    from_pretrained._hfq_guards = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
+
+
+def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
+    check_arguments(kwargs)
+    checkpoint = open_local(path, kwargs)
+    if checkpoint is not None:
+        check_sizes(checkpoint)
+    token, active = _opened.set(checkpoint), _active.set(True)
+    try:
+        with _one_load:
+            return load()
+    except HfqError:
+        raise
+    except OSError as error:
+        if checkpoint is not None:
+            raise _failed(path, error) from error
+        raise CheckpointError(
+            "The model could not be found.", file=path, found=str(error).partition("\n")[0],
+            expected="a local folder, or a model of the hub that is online or cached",
+            fix=f"check the name; on a machine that is online: hf download {path}",
+        ) from error  # fmt: skip
+    except Exception as error:
+        raise _failed(path, error) from error
+    finally:
+        _opened.reset(token)
+        _active.reset(active)
+
+
+def _failed(path: Any, error: Exception) -> SetupError:
+    return SetupError(
+        "transformers could not load this checkpoint; no model was returned.", file=path, found=f"{type(error).__name__}: {error}",
+        expected="a config and arguments that transformers accepts",
+        fix="read the cause above: most often a wrong value in config.json, or an argument of a wrong type",
+    )  # fmt: skip
 
 
 run_pending()

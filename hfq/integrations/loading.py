@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
@@ -27,7 +28,7 @@ from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.table import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import ArenaRow, is_mappable, map_row, map_tensor
-from hfq.placement.device_map import execution_device, execution_map, resolve_homes
+from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.streaming.streamer import Streamer
 
@@ -55,7 +56,7 @@ class Loading:
         self.config = config.with_source(source)
         self.model, self.dtype = model, dtype
         self._user_map: dict[str, Any] | None = None
-        self._dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self._dtypes = _planned_dtypes(model, dtype)
         self.match: Match = match_model(model, self.checkpoint, source or {})
         _check_not_converted(config.modules_to_not_convert, self.match, model)
         self.linears = self._swap()
@@ -75,10 +76,11 @@ class Loading:
         for target, source in self.model.all_tied_weights_keys.items():
             homes[target] = homes.get(source, homes[target])
         self.homes, self.main = homes, execution_device(homes.values())
+        check_present(set(homes.values()))
         self._check_supported()
         self._hidden |= {name for name in names if self._is_offloaded(name)}
         for name in self._hidden:
-            self._mark(name)
+            self._prepare(name)
         if device_map is not None:
             executes = execution_map(device_map, homes, self.main)
             device_map.clear()
@@ -92,6 +94,7 @@ class Loading:
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
+        self._check_ties()
         blocks = find_blocks(self.model, self.match, self._moving_linears(), self._hidden)
         if blocks:
             self.streamer = Streamer(blocks, self.reader, self.main)
@@ -144,6 +147,17 @@ class Loading:
         homes = {name: self.homes[f"{name}.{next(iter(linear.infos))}"] for name, linear in self.linears.items()}
         return {name: self.linears[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
 
+    def _check_ties(self) -> None:
+        """Two loads at once can leave transformers' tying switched off (see compat.py); a head would then be random."""
+        tensor = self.model.get_parameter_or_buffer
+        for target, source in self.model.all_tied_weights_keys.items():
+            is_tied = target not in self.match.dense and target not in self._hidden
+            if is_tied and tensor(target) is not tensor(source):
+                raise SetupError(
+                    f"transformers did not tie {target} to {source}; no model was returned.", expected="one parameter",
+                    found="two", fix="do not load another model in a second thread at the same time; restart the process",
+                )  # fmt: skip
+
     def _cast_dense(self) -> None:
         """transformers 5.17 leaves a dense tensor whose name it changed in its stored dtype (core_model_loading.py:1697)."""
         for name, dtype in self._dtypes.items():
@@ -176,13 +190,24 @@ class Loading:
         module, _, local = name.rpartition(".")
         return local in self.model.get_submodule(module)._buffers
 
-    def _mark(self, name: str) -> None:
+    def _prepare(self, name: str) -> None:
+        """Gives a hidden dense parameter the dtype it will be read in; it is frozen, and initialised by nobody."""
         module, _, local = name.rpartition(".")
-        parameter = self.model.get_submodule(module)._parameters.get(local)
-        if parameter is not None:
-            parameter._is_hf_initialized = True
+        owner = self.model.get_submodule(module)
+        parameter = owner._parameters.get(local)
+        if parameter is not None and not isinstance(owner, PackedLinear):
+            parameter = nn.Parameter(parameter.data.to(self._dtypes.get(name, parameter.dtype)), requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            owner._parameters[local] = parameter
 
     def _check_supported(self) -> None:
+        for name, linear in self.linears.items():
+            homes = {self.homes[f"{name}.{local}"] for local in linear.infos}
+            if len(homes) > 1:
+                raise PlacementError(
+                    "device_map splits a packed layer; nothing was loaded.", tensor=name, expected="one home for all its tensors",
+                    found=", ".join(sorted(homes)), fix="name modules in device_map, not tensors",
+                )  # fmt: skip
         accelerators = {home for home in self.homes.values() if home not in ("cpu", "disk")}
         offloaded = {home for home in self.homes.values() if home in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
@@ -213,7 +238,9 @@ class Loading:
             home = self.homes[f"{name}.{next(iter(linear.infos))}"]
             codes = {spec.name for spec in linear.weight_format.tensor_specs(*_sizes(linear)) if spec.role == "codes"}
             small = {local: info for local, info in linear.infos.items() if local not in codes}
-            linear.weight_format = linear.weight_format.resolve(name, ArenaRow.read(self.reader, small).tensors())
+            tensors = ArenaRow.read(self.reader, small).tensors()
+            linear.weight_format = linear.weight_format.resolve(name, tensors)
+            _check_bias(name, tensors.get("bias"), self.match.packed[name].linear.bias is not None)
             if home == "disk":
                 continue
             if home != "cpu":
@@ -230,6 +257,28 @@ class Loading:
                 )  # fmt: skip
             else:
                 linear.hold_row(ArenaRow.read(self.reader, linear.infos))
+
+
+def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by name."""
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        alternation, by_group, _ = build_glob_alternation(list(plan))
+        for name in dtypes:
+            found = alternation.search(name)
+            if found and dtypes[name].is_floating_point:
+                dtypes[name] = plan[by_group[found.lastgroup]]
+    return dtypes
+
+
+def _check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
+    """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
+    if bias is not None and not is_expected and bool(bias.any()):
+        raise FormatError(
+            "A bias is stored beside a layer that has none; nothing was loaded.", tensor=f"{name}.bias", expected="no bias, or zeros",
+            found=f"amplitudes up to {float(bias.abs().max()):g}", fix="check the model's config against the checkpoint",
+        )  # fmt: skip
 
 
 def _sizes(linear: PackedLinear) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,10 @@ class Match:
     kept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def hint(self, name: str, names: Iterable[str]) -> str:
+        """The nearest name, for as many problems as are shown; looking for it takes time."""
+        return nearest(name, names) if len(self.problems) < 20 else ""
+
 
 class _Names:
     """Stored names → names in the model, by transformers' own renamings."""
@@ -56,6 +60,8 @@ class _Names:
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+        self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:
         """The name in the model, and whether transformers would merge or split the tensor on the way."""
@@ -63,6 +69,14 @@ class _Names:
         if name not in self._tensors and stored in self._tensors:
             name, pattern = stored, None
         return name, pattern is not None
+
+    def is_ignored(self, stored: str) -> bool:
+        """Whether the model's class says that this tensor may stand in a checkpoint without a place."""
+        return self._ignored.search(stored) is not None
+
+    def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
+        """Whether a name without a place lies inside a part that the model has, and not beside its parts."""
+        return _owner(name, submodules) not in ("", self._prefix)
 
 
 def match_model(model: PreTrainedModel, checkpoint: Checkpoint, source: Mapping) -> Match:
@@ -86,7 +100,7 @@ def match_model(model: PreTrainedModel, checkpoint: Checkpoint, source: Mapping)
         else:
             _match_dense(match, names, parameters, submodules, tensors)
     _check_ties(match, model)
-    _find_missing(match, model, parameters)
+    _find_missing(match, model, parameters, checkpoint.config.get("architectures"))
     if match.problems:
         unused = ", ".join(match.unused[:8])
         raise FormatError(
@@ -103,7 +117,7 @@ def _match_packed(
     weight, merged = names.in_model(f"{module}.weight")
     name = weight.rpartition(".")[0]
     linear = submodules.get(name)
-    if merged or (linear is None and _is_inside(name, submodules)):
+    if merged or (linear is None and names.is_within(name, submodules)):
         match.problems.append(
             f"{module}: packed {found.describe()}, but {_owner(name, submodules)} has no linear layer of its own for it "
             "(mixture-of-experts and fused layers are not supported yet)"
@@ -115,18 +129,22 @@ def _match_packed(
     if not isinstance(linear, nn.Linear):
         match.problems.append(f"{module}: packed {found.describe()}, but it is a {type(linear).__name__} in the model")
         return
-    specs = {spec.name: spec for spec in found.tensor_specs(linear.in_features, linear.out_features)}
+    try:
+        specs = {spec.name: spec for spec in found.tensor_specs(linear.in_features, linear.out_features)}
+    except FormatError as error:
+        match.problems.append(f"{module}: {error.what} Expected {error.expected}, found {error.found}")
+        return
     for spec in specs.values():
         info = tensors.get(spec.name)
         if info is None and (not spec.optional or (spec.role == "bias" and linear.bias is not None)):
-            match.problems.append(f"{module}.{spec.name}: missing, expected {spec}{nearest(spec.name, tensors)}")
+            match.problems.append(f"{module}.{spec.name}: missing, expected {spec}{match.hint(spec.name, tensors)}")
         elif info is not None and (info.dtype not in spec.dtypes or info.shape != spec.shape):
             match.problems.append(f"{info.name}: expected {spec}, found {info}")
     for local, info in tensors.items():
         if _CACHE_SCALES.search(info.name):
             match.kept.append(info.name)
         elif local not in specs:
-            match.problems.append(f"{info.name}: unexpected beside a {found.describe()} layer{nearest(local, specs)}")
+            match.problems.append(f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}")
     match.packed[name] = PackedMatch(name, linear, found, {local: tensors[local] for local in specs if local in tensors})
 
 
@@ -141,8 +159,8 @@ def _match_dense(
             continue
         if place is None:
             match.unused.append(info.name)
-            if _owns_tensors(name.rpartition(".")[0], submodules):
-                match.problems.append(f"{info.name}: unexpected{nearest(name, parameters)}")
+            if names.is_within(name, submodules) and not names.is_ignored(info.name):
+                match.problems.append(f"{info.name}: unexpected{match.hint(name, parameters)}")
             continue
         match.dense[name] = info
         is_float = place.is_floating_point()
@@ -163,13 +181,14 @@ def _check_ties(match: Match, model: PreTrainedModel) -> None:
                 )
 
 
-def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> None:
+def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures) -> None:
     """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is new."""
     ties = model.all_tied_weights_keys
     tied = {name for pair in ties.items() if pair[0] in match.dense or pair[1] in match.dense for name in pair}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     prefix = f"{model.base_model_prefix}."
-    has_head = any(name.startswith(prefix) for name in parameters)
+    is_other_class = type(model).__name__ not in (architectures or ())
+    is_new_head = is_other_class and any(name.startswith(prefix) for name in parameters)
     stored_parts = {name.partition(".")[0] for name in (*match.dense, *match.packed)}
     for name, place in parameters.items():
         if name in match.dense or name in tied or name.rpartition(".")[0] in match.packed:
@@ -177,27 +196,12 @@ def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str,
         if any(pattern.search(name) for pattern in ignored):
             continue
         part = name.partition(".")[0]
-        if has_head and not name.startswith(prefix) and part not in stored_parts and part != "lm_head":
+        if is_new_head and not name.startswith(prefix) and part not in stored_parts and part != "lm_head":
             continue
         match.problems.append(f"{name}: missing, expected float {list(place.shape)}")
-
-
-def _is_inside(name: str, submodules: Mapping[str, nn.Module]) -> bool:
-    """Whether `name` lies below a module that computes with its own tensors, as fused experts do, or a list of layers."""
-    owner = submodules[_owner(name, submodules)]
-    return (
-        isinstance(owner, nn.ModuleList)
-        or bool(next(owner.parameters(recurse=False), None) is not None)
-        or any(isinstance(child, nn.Linear) for child in owner.children())
-    )
 
 
 def _owner(name: str, submodules: Mapping[str, nn.Module]) -> str:
     while name not in submodules:
         name = name.rpartition(".")[0]
     return name
-
-
-def _owns_tensors(module: str, submodules: Mapping[str, nn.Module]) -> bool:
-    owner = submodules.get(module)
-    return owner is not None and next(owner.parameters(recurse=False), None) is not None

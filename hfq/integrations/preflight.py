@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
@@ -22,11 +25,14 @@ _UNSUPPORTED = {
     "distributed_config": "use device_map; hfq does not support distributed_config yet",
     "ignore_mismatched_sizes": "correct the config; hfq never loads a tensor into a place of another size",
 }
+_NEEDED = ("hidden_size", "vocab_size", "d_model", "n_embd")
 _SIZES = (
-    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_embd",
-    "n_inner", "d_model", "d_ff", "moe_intermediate_size", "num_experts", "num_local_experts", "ffn_dim",
+    *_NEEDED, "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_inner", "d_ff", "ffn_dim",
+    "moe_intermediate_size", "num_experts", "num_local_experts",
 )  # fmt: skip
+_MAY_BE_ZERO = ("moe_intermediate_size", "num_experts", "num_local_experts")
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers")
+_MOST_ELEMENTS = 1 << 50
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
@@ -37,12 +43,17 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
         PlacementError: A device_map that names no device.
     """
     for name, fix in _UNSUPPORTED.items():
-        if kwargs.get(name):
+        if kwargs.get(name) not in (None, False):
             raise SetupError(
                 f"from_pretrained({name}=…) cannot be used with HfqConfig; nothing was loaded.", found=name,
                 expected=f"no {name}", fix=fix,
             )  # fmt: skip
     device_map = kwargs.get("device_map")
+    if device_map is not None and (isinstance(device_map, bool) or not isinstance(device_map, (str, int, dict, torch.device))):
+        raise PlacementError(
+            "device_map is of a type that means nothing; nothing was loaded.", found=repr(device_map)[:80],
+            expected='"auto", a device, or a dict', fix='pass {"": "cpu"} or another dict',
+        )  # fmt: skip
     if isinstance(device_map, str) and device_map not in AUTOMATIC:
         check_device(device_map)
         if device_map == "disk":
@@ -63,11 +74,16 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
             "from_pretrained was given no checkpoint.", expected="a folder or a model of the hub", found="None",
             fix="pass the folder of the checkpoint",
         )  # fmt: skip
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(
+            "from_pretrained was given no path.", expected="a folder or a model of the hub", found=repr(path)[:80],
+            fix="pass the folder of the checkpoint",
+        )  # fmt: skip
     text = os.fspath(path)
     folder = Path(text, kwargs.get("subfolder") or "")
-    if not Path(text).exists() and not _looks_local(text):
+    if not os.path.lexists(text) and not _looks_local(text):
         return None
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if os.path.lexists(folder / "adapter_config.json") and not os.path.lexists(folder / "config.json"):
         return None
     checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
     if not checkpoint.config and kwargs.get("config") is None:
@@ -89,14 +105,30 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     for config in (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, dict))):
         for keys, bound in ((_SIZES, bits), (_DEPTHS, count)):
             for key in keys:
-                value = config.get(key)
-                if isinstance(value, bool) or (isinstance(value, int) and not 0 <= value <= bound):
-                    raise FormatError(
-                        f"config.json says {key}={value!r}, which this checkpoint cannot hold; nothing was loaded.",
-                        file=Path(checkpoint.root) / "config.json", expected=f"at most {bound}", found=repr(value),
-                        fix=f"correct {key} in config.json",
-                    )  # fmt: skip
+                if key in config and not _is_possible(key, config[key], bound):
+                    raise _impossible(checkpoint, key, config[key], f"a positive size of at most {bound}")
+        queries = ("num_attention_heads", "head_dim", "hidden_size")
+        sizes = [config.get(key) for key in queries]
+        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _MOST_ELEMENTS:  # type: ignore[arg-type]
+            raise _impossible(checkpoint, " × ".join(queries), math.prod(sizes), "what fits a machine")  # type: ignore[arg-type]
+
+
+def _is_possible(key: str, value: object, bound: int) -> bool:
+    """Whether a size can be that of this checkpoint; some may be absent as None, or differ by layer in a list."""
+    if value is None:
+        return key not in _NEEDED
+    if isinstance(value, list) and key not in _NEEDED:
+        return all(_is_possible(key, item, bound) for item in value)
+    least = 0 if key in (*_MAY_BE_ZERO, *_DEPTHS) else 1
+    return type(value) is int and least <= value <= bound
+
+
+def _impossible(checkpoint: Checkpoint, key: str, value: object, expected: str) -> FormatError:
+    return FormatError(
+        f"config.json says {key}={value!r}, which this checkpoint cannot hold; nothing was loaded.",
+        file=Path(checkpoint.root) / "config.json", expected=expected, found=repr(value), fix=f"correct {key} in config.json",
+    )  # fmt: skip
 
 
 def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or len(text) > 200

@@ -61,16 +61,22 @@ class HfqConfig(QuantizationConfigMixin):
             )  # fmt: skip
         choose_kernel(kernel)
         for name, value in (("activations", activations), ("backing", backing)):
-            if value not in _CHOICES[name]:
+            if not isinstance(value, str) or value not in _CHOICES[name]:
                 raise SetupError(
                     f"HfqConfig({name}={value!r}) is not a choice{nearest(str(value), _CHOICES[name])}.",
                     expected=" or ".join(map(repr, _CHOICES[name])), found=repr(value), fix="correct the option",
                 )  # fmt: skip
         modules = modules_to_not_convert
-        if modules is not None and (isinstance(modules, str) or not all(isinstance(name, str) for name in modules)):
+        is_list = isinstance(modules, (list, tuple, set)) and all(isinstance(name, str) and name for name in modules)
+        if modules is not None and not is_list:
             raise SetupError(
                 "HfqConfig(modules_to_not_convert=…) wants a list of module names.", expected="['lm_head', …]",
                 found=repr(modules)[:80], fix="pass a list",
+            )  # fmt: skip
+        if source is not None and not isinstance(source, Mapping):
+            raise SetupError(
+                "HfqConfig(source=…) wants the checkpoint's quantization_config.", expected="a dict", found=repr(source)[:80],
+                fix="leave source out; it is filled in while loading",
             )  # fmt: skip
         self.quant_method = METHOD  # transformers takes any string that is registered
         self.kernel, self.activations, self.backing = kernel, activations, backing
@@ -153,6 +159,9 @@ def take_over(path: str | os.PathLike, config: HfqConfig | None = None, **kwargs
     """
     from transformers import AutoConfig
 
+    from hfq.integrations.preflight import open_local
+
+    open_local(path, kwargs)
     taken = AutoConfig.from_pretrained(path, **kwargs)
     source = getattr(taken, "quantization_config", None)
     taken.quantization_config = (config or HfqConfig()).with_source(source).options()

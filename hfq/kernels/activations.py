@@ -23,6 +23,8 @@ def quantize_activations(
         scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448 of what shares a scale).
         tensors: The module's tensors by local name.
     """
+    if not activations.numel():
+        return activations
     values = activations.to(torch.float32)
     if scheme.strategy == "group" and scheme.group_size:
         in_features = values.shape[-1]

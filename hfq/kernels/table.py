@@ -33,10 +33,10 @@ def choose_kernel(preference: str) -> Kernel:
     """
     if preference == "auto":
         return KERNELS["reference"]
-    if preference not in KERNELS:
+    if not isinstance(preference, str) or preference not in KERNELS:
         names = ["auto", *KERNELS]
         raise SetupError(
-            f"There is no kernel {preference!r}{nearest(preference, names)}.", expected=" or ".join(map(repr, names)),
+            f"There is no kernel {preference!r}{nearest(str(preference), names)}.", expected=" or ".join(map(repr, names)),
             found=repr(preference), fix='pass kernel="auto"',
         )  # fmt: skip
     return KERNELS[preference]

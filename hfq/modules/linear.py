@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -52,7 +53,7 @@ class PackedLinear(nn.Module):
         self.name, self.in_features, self.out_features = name, in_features, out_features
         self.weight_format, self.infos, self.kernel, self.scheme = weight_format, dict(infos), kernel, scheme
         self._segments: Mapping[str, Segment] | None = None
-        self._onloaded: Mapping[str, torch.Tensor] | None = None
+        self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
@@ -70,8 +71,8 @@ class PackedLinear(nn.Module):
         self.register_parameter(_ARENA, _frozen(row.buffer))
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lends the module tensors to compute with until `offload`."""
-        self._onloaded = tensors
+        """Lends the module tensors to compute with until `offload`, in this thread alone."""
+        self._onloaded = threading.get_ident(), tensors
 
     def offload(self) -> None:
         """Takes back what `onload` lent."""
@@ -83,8 +84,9 @@ class PackedLinear(nn.Module):
         Raises:
             PlacementError: The module rests elsewhere and was not onloaded.
         """
-        if self._onloaded is not None:
-            return self._onloaded
+        lent = self._onloaded
+        if lent is not None and lent[0] == threading.get_ident():
+            return lent[1]
         tensors = self.resting_tensors()
         if any(tensor.is_meta for tensor in tensors.values()):
             if self.fetch is not None:
@@ -102,9 +104,10 @@ class PackedLinear(nn.Module):
         return ArenaRow(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        if activations.shape[-1] != self.in_features:
+        if activations.shape[-1] != self.in_features or not activations.is_floating_point():
+            kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
             raise SetupError(
-                f"{self.name} was given activations of the wrong size.", expected=f"[..., {self.in_features}]",
+                f"{self.name} was given activations of the wrong {kind}.", expected=f"[..., {self.in_features}]",
                 found=str(list(activations.shape)), fix="check the model's config against the checkpoint",
             )  # fmt: skip
         return _Multiply.apply(activations, self)
@@ -122,6 +125,10 @@ class PackedLinear(nn.Module):
             self._parameters[local] = _frozen(moved)
         return self
 
+    def requires_grad_(self, requires_grad: bool = True):
+        """Packed tensors stay frozen, whatever is asked of the model."""
+        return self
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         for local, tensor in self.resting_tensors().items():
             destination[prefix + local] = tensor
@@ -132,7 +139,9 @@ class PackedLinear(nn.Module):
             found = state_dict.get(prefix + local)
             if found is None:
                 missing.append(prefix + local)
-            elif found.shape != tensor.shape or found.dtype != tensor.dtype or tensor.is_meta:
+            elif tensor.is_meta:
+                errors.append(f"{prefix + local}: rests on disk, where nothing is written")
+            elif found.shape != tensor.shape or found.dtype != tensor.dtype:
                 errors.append(f"{prefix + local}: expected {tensor.dtype} {list(tensor.shape)}, found {found.dtype} "
                               f"{list(found.shape)}; packed tensors are never cast")  # fmt: skip
             else:

@@ -10,7 +10,7 @@ import torch
 
 from hfq.errors import PlacementError, nearest
 
-__all__ = ["AUTOMATIC", "check_device", "execution_device", "execution_map", "resolve_homes"]
+__all__ = ["AUTOMATIC", "check_device", "check_present", "execution_device", "execution_map", "resolve_homes"]
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 """The device maps that transformers infers."""
@@ -35,7 +35,7 @@ def resolve_homes(device_map: Mapping[str, Any] | None, names: Iterable[str], mo
     names, known = list(names), {"", *modules}
     known.update(names)
     homes = {key: check_device(value, key) for key, value in device_map.items()}
-    unknown = [key for key in homes if key not in known]
+    unknown = [str(key) for key in homes if key not in known]
     if unknown:
         raise PlacementError(
             "device_map has a key that matches nothing in the model; nothing was loaded.", expected="names of modules",
@@ -61,8 +61,9 @@ def check_device(value: Any, key: str = "") -> str:
         return "disk"
     choices = ["cpu", "disk", "cuda", *AUTOMATIC]
     try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError):
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        device = torch.device(_accelerator(), value) if is_number else torch.device(value)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         device = None
     if device is None or device.type == "meta" or isinstance(value, bool):
         hint = nearest(value, choices) if isinstance(value, str) else ""
@@ -76,9 +77,33 @@ def check_device(value: Any, key: str = "") -> str:
             "device_map names a GPU that this machine does not have; nothing was loaded.", found=repr(value),
             expected=f"one of {torch.cuda.device_count()} CUDA devices", fix='use "cpu" or "disk", or check the driver',
         )  # fmt: skip
-    if device.type not in ("cpu", "mps") and device.index is None:
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "mps" and device.index is None:
         device = torch.device(device.type, 0)
     return str(device)
+
+
+def check_present(homes: Iterable[str]) -> None:
+    """Refuses homes on an accelerator that torch does not find.
+
+    Raises:
+        PlacementError: Names the first such home.
+    """
+    found = torch.accelerator.current_accelerator()
+    for home in homes:
+        kind = home.partition(":")[0]
+        if kind not in ("cpu", "disk") and (found is None or found.type != kind):
+            raise PlacementError(
+                "device_map names an accelerator that this machine does not have; nothing was loaded.", found=repr(home),
+                expected='"cpu", "disk", or an accelerator that torch finds', fix='use "cpu" or "disk", or check the driver',
+            )  # fmt: skip
+
+
+def _accelerator() -> str:
+    """What a bare number means: the accelerator torch finds, or CUDA where there is none."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None else "cuda"
 
 
 def execution_device(homes: Iterable[str]) -> str:
@@ -116,6 +141,7 @@ def _home(name: str, homes: Mapping[str, str]) -> str | None:
 def _matched_as_regex(name: str, device_map: Mapping[str, str]) -> str | None:
     keys = sorted(device_map, key=lambda key: (key.count("."), len(key)), reverse=True)
     for key in keys:
-        if re.match(key, name):
-            return device_map[key]
+        match = re.match(key, name)
+        if match:
+            return device_map.get(match.group())  # transformers looks up what was matched, which may be no key
     return device_map.get("", "cpu")

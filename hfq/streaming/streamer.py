@@ -6,14 +6,17 @@ This is the plain one: synchronous, one block at a time, packed rows into one bu
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
+from hfq.errors import SetupError
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import ArenaRow, arena_layout, read_tensor
 from hfq.spec import TensorInfo
@@ -23,12 +26,11 @@ __all__ = ["Block", "DenseParameter", "Streamer"]
 
 @dataclass(frozen=True)
 class DenseParameter:
-    """A parameter that is not packed and rests in the checkpoint: read and cast to `dtype` for each forward."""
+    """A parameter that is not packed and rests in the checkpoint: read, and cast to its own dtype, for each forward."""
 
     module: nn.Module
     local: str
     info: TensorInfo
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Block:
 
 
 class Streamer:
-    """Hooks every block, so that its offloaded parts are on `device` during its forward and nowhere after it.
+    """Wraps the forward of every block, so that its offloaded parts are on `device` during it and nowhere after it.
+
+    The wrapper is put around `module.forward`, as accelerate's hooks are, because torch's own hooks are skipped when a forward
+    is interrupted from the keyboard.
 
     Args:
         blocks: The blocks, none within another.
@@ -53,42 +58,57 @@ class Streamer:
     def __init__(self, blocks: Sequence[Block], reader: Reader, device: str) -> None:
         self.blocks, self._reader, self._device = tuple(blocks), reader, torch.device(device)
         self._lock = threading.RLock()
-        self._held: dict[str, list[tuple[DenseParameter, nn.Parameter]]] = {}
         sizes = [sum(arena_layout(linear.infos)[1] for linear in block.packed) for block in blocks]
         with torch.inference_mode(False):
             self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         for block in blocks:
             for part in (block, *_owners(block)):
-                part.module.register_forward_pre_hook(lambda *_, part=part: self._onload(part))
-                part.module.register_forward_hook(lambda *_, part=part: self._offload(part), always_call=True)
+                self._wrap(part)
             for linear in block.packed:
                 linear.fetch = lambda linear=linear: self._fetch(linear)
 
-    def _onload(self, block: Block) -> None:
-        self._lock.acquire()
-        held = self._held[block.name] = []
+    def __deepcopy__(self, memo: dict) -> Streamer:
+        raise SetupError(
+            "A model with offloaded parts cannot be copied.", expected="a model that rests where it computes",
+            found=f"{len(self.blocks)} streamed blocks", fix="load it a second time instead",
+        )  # fmt: skip
+
+    def _wrap(self, block: Block) -> None:
+        forward = block.module.forward
+
+        @functools.wraps(forward)
+        def streamed(*args, **kwargs):
+            with self._onloaded(block):
+                return forward(*args, **kwargs)
+
+        block.module.forward = streamed
+
+    @contextlib.contextmanager
+    def _onloaded(self, block: Block) -> Iterator[None]:
+        """Lends a block its parts; waits for another thread's block, since all share one buffer."""
+        resting: list[tuple[DenseParameter, nn.Parameter]] = []
+        with self._lock:
+            try:
+                self._onload(block, resting)
+                yield
+            finally:
+                for slot, parameter in resting:
+                    slot.module._parameters[slot.local] = parameter
+                for linear in block.packed:
+                    linear.offload()
+
+    def _onload(self, block: Block, resting: list[tuple[DenseParameter, nn.Parameter]]) -> None:
         offset = 0
         for linear in block.packed:
             nbytes = arena_layout(linear.infos)[1]
             linear.onload(self._fetch(linear, self._buffer[offset : offset + nbytes]))
             offset += nbytes
         for slot in block.dense:
-            resting = slot.module._parameters[slot.local]
-            if resting is None or not resting.is_meta:
-                continue
-            value = read_tensor(self._reader, slot.info).to(self._device, slot.dtype)
-            held.append((slot, resting))
-            slot.module._parameters[slot.local] = nn.Parameter(value, requires_grad=False)
-
-    def _offload(self, block: Block) -> None:
-        held = self._held.pop(block.name, None)
-        if held is None:
-            return
-        for slot, resting in held:
-            slot.module._parameters[slot.local] = resting
-        for linear in block.packed:
-            linear.offload()
-        self._lock.release()
+            parameter = slot.module._parameters[slot.local]
+            if parameter is not None and parameter.is_meta:
+                value = read_tensor(self._reader, slot.info).to(self._device, parameter.dtype)
+                resting.append((slot, parameter))
+                slot.module._parameters[slot.local] = nn.Parameter(value, requires_grad=False)
 
     def _fetch(self, linear: PackedLinear, buffer: torch.Tensor | None = None) -> Mapping[str, torch.Tensor]:
         """A module's tensors on the device: from the checkpoint for one that rests on disk, else from where it rests."""
@@ -104,7 +124,7 @@ class Streamer:
 def _owners(block: Block) -> list[Block]:
     """The modules within a block that own its dense parameters, as blocks of their own.
 
-    They matter where a block's forward runs without its hooks, as when transformers recomputes it for gradient checkpointing
+    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for gradient checkpointing
     (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
     """
     owners: dict[nn.Module, list[DenseParameter]] = {}

@@ -28,6 +28,8 @@ def test_the_weights_are_the_peers_bit_for_bit(path):
     ((module, found),) = detect_formats(modules, config).items()
     tensors = {local: read_tensor(reader, info) for local, info in modules[module].items()}
     specs = {spec.name: spec for spec in found.tensor_specs(256, 64)}
-    assert {name: info.shape for name, info in modules[module].items()} == {name: specs[name].shape for name in modules[module]}
+    assert {name: info.shape for name, info in modules[module].items()} == {
+        name: specs[name].shape for name in modules[module]
+    }
     weight = found.resolve(module, tensors).dequantize(tensors, expected.dtype)
     assert torch.equal(weight[::8], expected)

@@ -1,0 +1,19 @@
+"""Copies of the tiny checkpoints, for a test to spoil."""
+
+import pytest
+from attacks.builders import copy_model
+
+
+@pytest.fixture(params=["gptq", "fp8"])
+def model(request, tmp_path):
+    return copy_model(request.param, tmp_path)
+
+
+@pytest.fixture
+def gptq(tmp_path):
+    return copy_model("gptq", tmp_path)
+
+
+@pytest.fixture
+def fp8(tmp_path):
+    return copy_model("fp8", tmp_path)

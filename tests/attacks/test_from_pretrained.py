@@ -1,0 +1,189 @@
+"""Promises 12 to 14: through `from_pretrained`, each mistake of a user ends in one error of hfq that names its place."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from attacks.builders import cache_model, copy_model, edit_config, load, shard_model
+from checkpoint.builders import refused, run_python
+
+from hfq import FormatError, PlacementError
+
+WHOLE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+
+
+def test_unspoilt_copies_load(model):
+    """Without this, every test below could pass for a reason of its own."""
+    assert load(model, device_map={"": "cpu"}).hf_device_map == {"": "cpu"}
+    shard_model(model)
+    assert load(model).config.num_hidden_layers == 4
+
+
+# 12. A path that leads to no checkpoint, or to a part of one, is refused by name.
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("name", ["none", "none/at/all"])
+def test_a_path_that_is_not_there_is_named(tmp_path, name, kind):
+    with refused("no checkpoint at this path", file=tmp_path / name):
+        load(kind(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["./none", "../none/model", "none/at/all"])
+def test_a_relative_path_that_is_not_there_is_named(name):
+    with refused("no checkpoint at this path", file=Path(name)):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_in_place_of_a_folder_is_named(model, name):
+    with refused("this is a file", f"Fix: pass its folder, {model}", file=model / name):
+        load(model / name)
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_a_path_that_is_too_long_is_refused(prefix):
+    with refused():
+        load(prefix + "a" * 300)
+
+
+def test_no_path_is_refused():
+    with refused("no checkpoint", "None"):
+        load(None)
+
+
+def test_a_missing_shard_is_named(model):
+    shards = shard_model(model)
+    shards[1].unlink()
+    with refused("cannot be read", "No such file", file=shards[1]):
+        load(model)
+
+
+def test_missing_weights_and_a_missing_or_broken_config_are_named(model):
+    (model / "config.json").rename(model / "kept")
+    with refused("no config.json", file=model):
+        load(model)
+    (model / "config.json").write_text("{")
+    with refused("JSON file of the checkpoint cannot be read", file=model / "config.json"):
+        load(model)
+    (model / "kept").rename(model / "config.json")
+    (model / "model.safetensors").unlink()
+    with refused("holds no safetensors checkpoint", file=model):
+        load(model)
+
+
+def test_a_dense_checkpoint_is_refused(tmp_path):
+    with refused("not quantized", "BF16", "Fix: load it without HfqConfig", kind=FormatError):
+        load(copy_model("", tmp_path))
+
+
+def test_a_dense_checkpoint_is_named(tmp_path):
+    with refused("not quantized", "model-", kind=FormatError):
+        load(copy_model("", tmp_path))
+
+
+# 13. A device map that means nothing, or leaves something out, is refused by its key or its value.
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        ("atuo", "found: 'atuo'"), ("atuo", "did you mean 'auto'?"), ("dsik", "did you mean 'disk'?"),
+        ("disk", '{"": "disk"}'), ("meta", "found: 'meta'"), ({"": "dsik"}, "found: 'dsik'"), ({"": "meta"}, "found: 'meta'"),
+        ({"": None}, "found: None"), ({"": True}, "found: True"), ({"": -1}, "found: -1"),
+        ({"": "cuda:99"}, "found: 'cuda:99'"), ({"": 99}, "found: 99"),
+        ({"": "cpu", "model.norm": "dsik"}, "for 'model.norm'; did you mean 'disk'?"),
+        ({"model.layers.1x": "cpu", "": "cpu"}, "- 'model.layers.1x'; did you mean 'model.layers.1'?"),
+        ({"model.layers.9": "cpu", "": "cpu"}, "- 'model.layers.9'"), ({"model.layer": "cpu", "": "cpu"}, "- 'model.layer'"),
+        ({**WHOLE, "model.layers": "cpu", "model.nrom": "cpu"}, "- 'model.nrom'; did you mean 'model.norm'?"),
+        ({}, "- model.layers.0."), ({"model.layers.1": "cpu"}, "- model.layers.0."),
+        ({key: value for key, value in WHOLE.items() if key != "model.norm"}, "- model.norm.weight"),
+        ({1: "cpu"}, "1"),
+        (["cpu"], "cpu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_device_map_that_means_nothing_is_refused(model, device_map, words):
+    with refused(words, "nothing was loaded", kind=PlacementError):
+        load(model, device_map=device_map)
+
+
+def test_a_refused_load_leaves_nothing_behind(model):
+    with refused(kind=PlacementError):
+        load(model, device_map={"": "dsik"})
+    intact = (model / "config.json").read_text()
+    with refused(kind=FormatError):
+        load(edit_config(model, hidden_size=2**40))
+    (model / "config.json").write_text(intact)
+    assert load(model, device_map={"": "disk"}).hf_device_map == {"": "disk"}
+
+
+# 14. No checkpoint ends the process, whatever its size claims to be, and wherever it was cut.
+
+
+def test_a_damaged_file_of_the_hub_cache_is_named(gptq, tmp_path):
+    os.truncate(gptq / "model.safetensors", 100_000)
+    with refused("truncated by", "models--o--n/snapshots/abc/model.safetensors"):
+        load("o/n", **cache_model(gptq, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "subfolder", ["", "sub"]
+)
+def test_a_model_of_the_hub_cache_loads(gptq, tmp_path, subfolder):
+    assert load("o/n", **cache_model(gptq, tmp_path, subfolder)).config.num_hidden_layers == 4
+
+
+def test_sizes_of_a_model_of_the_hub_cache_are_checked_before_it_is_built(gptq, tmp_path):
+    with refused("config.json says num_hidden_layers=500", kind=FormatError):
+        load("o/n", **cache_model(edit_config(gptq, num_hidden_layers=500), tmp_path))
+
+
+HUGE = {"hidden_size": 2**40, "vocab_size": 2**40, "intermediate_size": 2**40, "head_dim": 2**40, "num_hidden_layers": 10**9}
+DANGEROUS = {
+    **{key: ("FormatError", f"{key}={value}") for key, value in HUGE.items()},
+    "truncated file": ("CheckpointError", "truncated by 1 bytes"),
+    "truncated shard": ("CheckpointError", "model-00002-of-00002.safetensors"),
+    "not cached": ("CheckpointError", "nobody/no-such-model"),
+}
+LOAD_EACH = """
+import json, resource, sys, hfq
+from transformers import AutoModelForCausalLM
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+for path in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig())
+        print(json.dumps(["nothing", ""]), flush=True)
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module", params=["gptq", "fp8"])
+def endings(request, tmp_path_factory):
+    """How a process of its own, offline and with an empty cache, ended and what it said of each dangerous checkpoint."""
+    folders = {danger: copy_model(request.param, tmp_path_factory.mktemp("dangerous")) for danger in DANGEROUS}
+    for key, value in HUGE.items():
+        edit_config(folders[key], **{key: value})
+    whole = folders["truncated file"] / "model.safetensors"
+    os.truncate(whole, os.path.getsize(whole) - 1)
+    shard = shard_model(folders["truncated shard"])[1]
+    os.truncate(shard, os.path.getsize(shard) // 2)
+    paths = {**folders, "not cached": "nobody/no-such-model"}.values()
+    result = run_python(LOAD_EACH, *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache")))
+    return result.returncode, dict(zip(DANGEROUS, map(json.loads, result.stdout.splitlines()), strict=False)), result.stderr
+
+
+def test_no_dangerous_checkpoint_ends_the_process(endings):
+    returncode, said, stderr = endings
+    assert (returncode, list(said)) == (0, list(DANGEROUS)), stderr[-2000:]
+
+
+@pytest.mark.parametrize("danger", DANGEROUS)
+def test_a_dangerous_checkpoint_is_refused_by_name(endings, danger):
+    kind, words = DANGEROUS[danger]
+    found, text = endings[1][danger]
+    assert found == kind, text
+    assert words in text
+    assert text.count("\nFix: ") == 1

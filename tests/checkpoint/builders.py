@@ -1,0 +1,66 @@
+"""Safetensors files written byte by byte, right or wrong, and the one form that every refusal must have."""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hfq import CheckpointError, HfqError
+
+ROOT = Path(__file__).parents[2]
+
+
+def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
+    """One tensor of a header."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def write_raw(path, header, data=b"", length=None):
+    """A file of just this header (a dict, or its bytes) and this data; `length` lies about the header's length."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def write_shards(folder, shards, weight_map=None):
+    """A folder of shards ({file: {tensor: value}}) with the index that describes them, or with `weight_map`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, values in shards.items():
+        save_file({name: torch.tensor(value) for name, value in values.items()}, folder / file)
+    true_map = {name: file for file, values in shards.items() for name in values}
+    index = {"weight_map": true_map if weight_map is None else weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def stored_bytes(info):
+    """The bytes of a stored tensor, read without hfq."""
+    return Path(info.range.file).read_bytes()[info.range.offset : info.range.offset + info.range.nbytes]
+
+
+@contextlib.contextmanager
+def refused(*words, kind=CheckpointError, file=None, tensor=None):
+    """Demands one error of just this kind, in hfq's fixed form, that says these words and names this file and tensor."""
+    with pytest.raises(HfqError) as caught:
+        yield caught
+    text = str(caught.value)
+    assert isinstance(caught.value, kind), text
+    assert text.count("\nFix: ") == 1, text
+    assert [word for word in words if str(word) not in text] == [], text
+    assert file is None or f"\n  file: {file}\n" in text, text
+    assert tensor is None or caught.value.tensor == tensor, text
+
+
+def run_python(code, *arguments, **environment):
+    """Runs a script of its own process, where a signal or a blocked call cannot take the tests along."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""The format of each module by the tensors beside it, and what is said of a checkpoint that holds none."""
+
+import pytest
+
+from hfq.errors import FormatError
+from hfq.formats import FORMATS, Format, detect_formats, tensors_by_module
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+
+GPTQ_LAYER = {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64)), "g_idx": ("I32", (256,))}
+FP8_LAYER = {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", (64, 1))}
+NORM = {"weight": ("F16", (256,))}
+DENSE = {"weight": ("BF16", (64, 256)), "bias": ("F16", (64,))}
+AWQ_LAYER = {"qweight": ("I32", (256, 8)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64))}
+BNB_LAYER = {"weight": ("U8", (8192, 1))}
+BNB_STATE = {"absmax": ("F32", (256,)), "quant_map": ("F32", (16,)), "quant_state.bitsandbytes__nf4": ("U8", (85,))}
+
+
+@pytest.fixture
+def modules(describe):
+    """modules(name=layer, …) → as `tensors_by_module` groups them; `__` in a name stands for a dot."""
+
+    def modules(**layers):
+        stored = {}
+        for name, layer in layers.items():
+            stored |= {info.name: info for info in describe(name.replace("__", "."), **layer).values()}
+        return tensors_by_module(stored)
+
+    return modules
+
+
+def refusal(modules, config) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        detect_formats(modules, config)
+    return caught.value
+
+
+def test_tensors_are_grouped_by_the_module_they_stand_beside(modules):
+    grouped = modules(model__layers__0__q=GPTQ_LAYER, model__norm=NORM)
+    assert {module: sorted(tensors) for module, tensors in grouped.items()} == {
+        "model.layers.0.q": ["g_idx", "qweight", "qzeros", "scales"], "model.norm": ["weight"],
+    }  # fmt: skip
+    assert grouped["model.norm"]["weight"].name == "model.norm.weight"
+
+
+def test_a_tensor_without_a_module_stands_beside_the_model_itself(describe):
+    info = describe("", logit_scale=("F32", ()))["logit_scale"]
+    assert list(tensors_by_module({"logit_scale": info})) == [""]
+
+
+def test_each_module_has_its_own_format_and_dense_ones_have_none(modules):
+    found = detect_formats(modules(a__q=GPTQ_LAYER, a__k=FP8_LAYER, a__norm=NORM, lm_head=DENSE), {})
+    assert {module: type(weight_format) for module, weight_format in found.items()} == {"a.q": Gptq, "a.k": Fp8}
+
+
+def test_a_config_of_another_method_does_not_overrule_the_tensors(modules):
+    found = detect_formats(modules(a__k=FP8_LAYER, a__norm=NORM), {"quant_method": "awq"})
+    assert {module: type(weight_format) for module, weight_format in found.items()} == {"a.k": Fp8}
+
+
+def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
+    error = refusal(modules(lm_head=DENSE, norm=NORM), {})
+    assert error.what == "The checkpoint is not quantized; nothing was loaded."
+    assert error.expected == f"tensors packed as {' or '.join(FORMATS)}"
+    assert error.found == "3 tensors of BF16, F16, named bias, weight; no quantization_config"
+    assert "without HfqConfig" in error.fix
+
+
+def test_a_dense_checkpoint_with_a_config_is_told_of_the_contradiction(modules):
+    error = refusal(modules(lm_head=DENSE, norm=NORM), {"quant_method": "gptq", "bits": 4})
+    assert error.what.startswith("The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads")
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "bitsandbytes"}, {}])
+def test_the_tensors_of_bitsandbytes_are_named(modules, config):
+    error = refusal(modules(a__q=BNB_LAYER, a__q__weight=BNB_STATE, a__norm=NORM), config)
+    assert error.what.startswith(f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module")
+    assert error.found.startswith("5 tensors of F16, F32, U8, named absmax, bitsandbytes__nf4, quant_map, weight")
+    assert "the library that wrote it" in error.fix
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "awq", "bits": 4}, {}])
+def test_the_tensors_of_awq_are_named(modules, config):
+    error = refusal(modules(a__q=AWQ_LAYER, a__norm=NORM), config)
+    assert error.what.startswith(f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module")
+    assert error.found == "4 tensors of F16, I32, named qweight, qzeros, scales, weight"
+
+
+def test_a_contradiction_in_one_module_ends_the_detection(modules):
+    with pytest.raises(FormatError, match=r"contradicts the tensors of b\.q"):
+        detect_formats(modules(a__q=GPTQ_LAYER, b__q=GPTQ_LAYER), {"bits": 4, "dynamic": {"b": {"bits": 8}}})
+
+
+def test_a_format_registers_itself_under_a_name_of_its_own():
+    assert (FORMATS["fp8"], FORMATS["gptq"]) == (Fp8, Gptq)
+    with pytest.raises(TypeError, match="two formats are named 'gptq'"):
+        type("Other", (Format,), {"name": "gptq"})
+    assert FORMATS["gptq"] is Gptq

@@ -1,0 +1,161 @@
+"""Device maps by whole dotted names: which key takes a tensor, which values are devices, and what is refused."""
+
+import re
+
+import pytest
+import torch
+
+from hfq.errors import PlacementError
+from hfq.placement.device_map import check_device, execution_device, resolve_homes
+
+LAYERS = [f"model.layers.{i}" for i in range(12)]
+NAMES = [
+    "model.embed.weight",
+    *(f"{layer}.mlp.{part}" for layer in LAYERS for part in ("qweight", "scales")),
+    "lm_head.weight",
+]
+MODULES = ["", "model", "model.embed", "model.layers", *LAYERS, *(f"{layer}.mlp" for layer in LAYERS), "lm_head"]
+
+
+def homes(device_map, names=NAMES, modules=MODULES):
+    return resolve_homes(device_map, names, modules)
+
+
+def taken(device_map, home: str) -> list[str]:
+    return [name for name, found in homes(device_map).items() if found == home]
+
+
+def test_no_device_map_puts_everything_on_the_cpu():
+    assert homes(None) == dict.fromkeys(NAMES, "cpu")
+
+
+def test_the_empty_key_is_the_default_of_all():
+    assert homes({"": "disk"}) == dict.fromkeys(NAMES, "disk")
+
+
+def test_a_key_takes_whole_names_only():
+    assert taken({"": "cpu", "model.layers.1": "disk"}, "disk") == ["model.layers.1.mlp.qweight", "model.layers.1.mlp.scales"]
+
+
+def test_a_dot_in_a_key_is_a_dot():
+    names, modules = ["a.b.w", "a_b.w", "axb.w"], ["", "a", "a.b", "a_b", "axb"]
+    assert homes({"": "cpu", "a.b": "disk"}, names, modules) == {"a.b.w": "disk", "a_b.w": "cpu", "axb.w": "cpu"}
+
+
+def test_the_longest_key_wins_in_any_order():
+    device_map = {"model.layers.3.mlp": "disk", "": "disk", "model.layers": "disk", "model.layers.3": "cpu", "model": "cpu"}
+    expected = {"lm_head.weight": "disk", "model.embed.weight": "cpu"}
+    expected |= {name: "disk" for name in NAMES if name.startswith("model.layers.")}
+    assert homes(device_map) == expected
+    assert homes(dict(reversed(device_map.items()))) == expected
+
+
+def test_a_key_may_name_one_tensor():
+    assert taken({"": "cpu", "model.layers.2.mlp.scales": "disk"}, "disk") == ["model.layers.2.mlp.scales"]
+
+
+def test_every_tensor_keeps_its_place_in_the_order_of_names():
+    assert list(homes({"": "cpu"})) == NAMES
+
+
+def test_a_tensor_at_the_top_of_the_model_is_covered_by_its_name_or_the_default():
+    assert homes({"scale": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
+    assert homes({"": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
+
+
+def test_generators_of_names_are_read_once():
+    assert resolve_homes({"": "cpu"}, iter(NAMES), iter(MODULES)) == dict.fromkeys(NAMES, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("model.layer.1", "; did you mean 'model.layers.1"),
+        ("lm_haed", "; did you mean 'lm_head'?"),
+        ("model.layers.", "did you mean"),
+        ("model.layers.12", "did you mean"),
+        ("zzz", ""),
+    ],
+)
+def test_a_key_that_matches_nothing_is_refused_with_a_hint(key, hint):
+    with pytest.raises(PlacementError, match="matches nothing in the model") as caught:
+        homes({"": "cpu", key: "cpu"})
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(repr(key) + (hint if hint.startswith(";") else ""))
+    assert hint in caught.value.problems[0]
+
+
+def test_all_unknown_keys_are_listed():
+    with pytest.raises(PlacementError) as caught:
+        homes({"": "cpu", "x1": "cpu", "lm_head": "cpu", "x2": "disk"})
+    assert [re.match(r"'(\w+)'", problem)[1] for problem in caught.value.problems] == ["x1", "x2"]
+
+
+@pytest.mark.parametrize("device_map", [{}, {"lm_head": "cpu"}, {"model.layers": "cpu", "lm_head": "disk"}])
+def test_a_part_that_is_left_out_is_refused_by_name(device_map):
+    with pytest.raises(PlacementError, match="leaves a part of the model out") as caught:
+        homes(device_map)
+    assert "model.embed.weight" in caught.value.problems
+    assert ("lm_head.weight" in caught.value.problems) is (not device_map)
+
+
+@pytest.mark.parametrize("value", ["cpu", torch.device("cpu")])
+def test_the_cpu_has_one_name(value):
+    assert check_device(value) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("xpu:1", "xpu:1"), (torch.device("xpu", 2), "xpu:2"), ("xpu", "xpu:0"), ("mps", "mps"), ("disk", "disk")],
+)
+def test_other_devices_are_named_with_their_number(value, text):
+    assert check_device(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("dsik", "did you mean 'disk'?"), ("cdua", "did you mean 'cuda'?"), ("cuda:x", "did you mean 'cuda'?"),
+        ("meta", ""), (torch.device("meta"), ""), (None, ""), (True, ""), (1.5, ""), ("", ""), (["cpu"], ""),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_no_device_is_refused_with_a_hint(value, hint):
+    with pytest.raises(PlacementError, match="device_map names no device for 'lm_head'") as caught:
+        check_device(value, "lm_head")
+    assert hint in caught.value.what
+    assert caught.value.found == repr(value)
+
+
+@pytest.mark.parametrize("index", [0, 1, 7])
+def test_a_gpu_that_this_machine_does_not_have_is_refused(monkeypatch, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: index)
+    for value in (f"cuda:{index}", torch.device("cuda", index)):
+        with pytest.raises(PlacementError, match="a GPU that this machine does not have") as caught:
+            check_device(value)
+        assert caught.value.expected == f"one of {index} CUDA devices"
+
+
+def test_the_number_of_a_gpu_that_this_machine_does_not_have_is_refused_as_such():
+    with pytest.raises(PlacementError, match="a GPU that this machine does not have"):
+        check_device(torch.cuda.device_count())
+
+
+def test_a_gpu_that_this_machine_has_is_named_with_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [check_device(value) for value in ("cuda", "cuda:0", "cuda:1", torch.device("cuda"))] == [
+        "cuda:0", "cuda:0", "cuda:1", "cuda:0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("resting", "device"),
+    [
+        ([], "cpu"),
+        (["cpu", "disk"], "cpu"),
+        (["disk"], "cpu"),
+        (["cpu", "xpu:1", "xpu:0"], "xpu:1"),
+        (["disk", "mps"], "mps"),
+    ],
+)
+def test_offloaded_modules_compute_on_the_first_accelerator(resting, device):
+    assert execution_device(resting) == device

@@ -1,0 +1,60 @@
+"""The plan sums bytes by home, and says what moves."""
+
+import json
+
+import pytest
+
+from hfq.placement.plan import Plan, PlanEntry
+
+RESIDENT = PlanEntry("a.qweight", "cpu", "cpu", 1000, True)
+ON_DISK = PlanEntry("b.qweight", "disk", "cpu", 20_000, True)
+DENSE_ON_DISK = PlanEntry("b.norm", "disk", "cpu", 300, False)
+ON_GPU = PlanEntry("c.weight", "cuda:0", "cuda:0", 4_000_000, False)
+OFFLOADED = PlanEntry("d.weight", "cpu", "cuda:0", 50, False)
+ALL = Plan((RESIDENT, ON_DISK, DENSE_ON_DISK, ON_GPU, OFFLOADED))
+
+
+@pytest.mark.parametrize(
+    ("entry", "moved"), [(RESIDENT, False), (ON_DISK, True), (DENSE_ON_DISK, True), (ON_GPU, False), (OFFLOADED, True)]
+)
+def test_an_entry_moves_if_it_rests_where_it_does_not_compute(entry, moved):
+    assert entry.is_moved is moved
+
+
+def test_what_rests_on_disk_moves_wherever_it_computes():
+    assert PlanEntry("x", "disk", "disk", 1, True).is_moved
+
+
+def test_bytes_are_summed_by_home():
+    assert ALL.nbytes_by_home() == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
+    assert list(ALL.nbytes_by_home()) == ["cpu", "disk", "cuda:0"]
+
+
+def test_what_moves_and_what_stays_in_memory_are_summed():
+    assert ALL.moved_nbytes() == 20_000 + 300 + 50
+    assert ALL.resident_nbytes() == 1000 + 4_000_000 + 50
+
+
+def test_an_empty_plan_holds_nothing():
+    assert Plan(()).nbytes_by_home() == {}
+    assert (Plan(()).moved_nbytes(), Plan(()).resident_nbytes()) == (0, 0)
+
+
+def test_the_text_names_the_homes_and_what_moves():
+    assert str(ALL) == "cpu 1,050 B, disk 20,300 B, cuda:0 4,000,000 B; 20,350 B moved a forward"
+    assert str(Plan((RESIDENT,))) == "cpu 1,000 B; nothing moves"
+
+
+def test_the_dict_is_json_with_every_tensor():
+    data = json.loads(json.dumps(ALL.to_dict()))
+    assert data["homes"] == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
+    assert data["moved_nbytes"] == 20_350
+    assert [tensor["name"] for tensor in data["tensors"]] == [entry.name for entry in ALL.entries]
+    assert data["tensors"][1] == {"name": "b.qweight", "home": "disk", "device": "cpu", "nbytes": 20_000, "packed": True}
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        ALL.entries = ()
+    with pytest.raises(AttributeError):
+        RESIDENT.home = "disk"

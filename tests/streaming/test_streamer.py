@@ -1,0 +1,234 @@
+"""A block's parts are there during its forward and gone after it, whatever happens in between."""
+
+import threading
+
+import pytest
+import torch
+
+from hfq.errors import CheckpointError
+
+SIZE = 64
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_another_thread(work, timeout: float = 20):
+    """The result of `work`, or the exception it raised; fails where it hangs."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    assert outcome, "the thread hangs"
+    return outcome[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, SIZE), (2, 5, SIZE), (0, SIZE)])
+def test_a_stack_on_disk_computes_what_a_resident_one_does(build, shape, dtype):
+    offloaded, resident = build(dtype=dtype), build(offload=False, dtype=dtype)
+    activations = random(*shape).to(dtype)
+    expected = resident.model(activations)
+    assert torch.equal(offloaded.model(activations), expected)
+    assert torch.equal(offloaded.model(activations), expected)
+
+
+def test_parts_are_present_during_the_forward_and_on_meta_after_it(build):
+    stack = build()
+    seen = []
+
+    def probe(layer):
+        seen.append([layer.norm.weight.is_meta, layer.scale.is_meta, *(t.is_meta for t in layer.q.packed_tensors().values())])
+
+    stack.model[0].probe = probe
+    assert stack.is_offloaded()
+    stack.model(random(3, SIZE))
+    assert len(seen) == 1
+    assert not any(seen[0])
+    assert stack.is_offloaded()
+
+
+def test_the_same_parameters_are_back_after_the_forward(build):
+    stack = build()
+    before = dict(stack.model.named_parameters())
+    stack.model(random(3, SIZE))
+    after = dict(stack.model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_a_dense_parameter_is_cast_to_its_dtype(build):
+    stack, seen = build(dtype=torch.bfloat16), []
+    stack.model[1].probe = lambda layer: seen.extend([layer.norm.bias, layer.scale])
+    stack.model(random(3, SIZE).bfloat16())
+    resident = build(offload=False).model[1]
+    assert torch.equal(seen[0], resident.norm.bias.bfloat16())
+    assert torch.equal(seen[1], resident.scale.bfloat16())
+    assert not any(value.requires_grad for value in seen)
+
+
+def test_all_blocks_share_one_buffer(build):
+    stack, addresses = build(), []
+    for layer in stack.model:
+        layer.probe = lambda layer: addresses.append(layer.q.packed_tensors()["weight"].data_ptr())
+    stack.model(random(3, SIZE))
+    stack.model(random(3, SIZE))
+    assert len(addresses) == 4
+    assert len(set(addresses)) == 1
+
+
+def test_a_forward_reads_just_the_bytes_of_its_block(build):
+    stack = build()
+    assert stack.reader.counters.bytes_read == 0
+    for forward in range(1, 4):
+        stack.model(random(3, SIZE))
+        assert stack.reader.counters.bytes_read == forward * sum(stack.nbytes)
+    before = stack.reader.counters.bytes_read
+    stack.model[1](random(3, SIZE))
+    assert stack.reader.counters.bytes_read == before + stack.nbytes[1]
+
+
+def test_a_resident_stack_reads_nothing(build):
+    stack = build(offload=False)
+    stack.model(random(3, SIZE))
+    assert stack.reader.counters.bytes_read == 0
+
+
+def test_a_packed_layer_that_rests_in_memory_is_not_read(build):
+    stack, resident = build(), build(offload=False)
+    layer = stack.model[0]
+    layer.q.hold(resident.model[0].q.resting_tensors())
+    activations = random(3, SIZE)
+    assert torch.equal(stack.model(activations), resident.model(activations))
+    assert stack.reader.counters.bytes_read == sum(stack.nbytes) - sum(info.nbytes for info in layer.q.infos.values())
+    assert not layer.q.weight.is_meta
+
+
+def test_a_block_takes_keywords(build):
+    offloaded, resident, activations = build(), build(offload=False), random(3, SIZE)
+    expected = resident.model[0](activations=activations, gain=0.5)
+    assert torch.equal(offloaded.model[0](activations=activations, gain=0.5), expected)
+    assert not torch.equal(offloaded.model[0](activations), expected)
+
+
+def test_a_part_that_is_called_alone_is_read_alone(build):
+    stack, resident, activations = build(), build(offload=False), random(3, SIZE)
+    assert torch.equal(stack.model[0].norm(activations), resident.model[0].norm(activations))
+    assert torch.equal(stack.model[0].k(activations), resident.model[0].k(activations))
+    norm, k = 2 * SIZE * 4, sum(info.nbytes for info in stack.model[0].k.infos.values())
+    assert stack.reader.counters.bytes_read == norm + k
+    assert stack.is_offloaded()
+
+
+def test_inference_mode_and_plain_forwards_may_alternate(build):
+    stack, activations = build(), random(3, SIZE)
+    with torch.inference_mode():
+        first = stack.model(activations)
+    second = stack.model(activations.requires_grad_())
+    assert torch.equal(first, second)
+    second.sum().backward()
+    with torch.inference_mode():
+        assert torch.equal(stack.model(activations), first)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_gradient_through_offloaded_blocks_is_that_of_resident_ones(build, steps):
+    gradients = []
+    for stack in (build(), build(offload=False)):
+        activations = random(4, SIZE).requires_grad_()
+        for _ in range(steps):
+            stack.model(activations).square().sum().backward()
+        gradients.append(activations.grad)
+        assert all(parameter.grad is None for parameter in stack.model.parameters())
+    assert torch.equal(*gradients)
+
+
+def test_a_backward_reads_the_packed_layers_again_and_nothing_else(build):
+    stack = build()
+    loss = stack.model(random(4, SIZE).requires_grad_()).sum()
+    assert stack.reader.counters.bytes_read == sum(stack.nbytes)
+    loss.backward()
+    assert stack.reader.counters.bytes_read == sum(stack.nbytes) + sum(stack.packed_nbytes)
+    assert stack.is_offloaded()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_after_an_exception_in_the_forward_all_is_on_meta_and_the_lock_is_free(build, index):
+    stack, activations = build(), random(3, SIZE)
+    expected = stack.model(activations)
+
+    def probe(layer):
+        raise ValueError("from the model's own code")
+
+    stack.model[index].probe = probe
+    for _ in range(2):
+        with pytest.raises(ValueError, match="from the model's own code"):
+            stack.model(activations)
+        assert stack.is_offloaded()
+    stack.model[index].probe = lambda layer: None
+    assert torch.equal(in_another_thread(lambda: stack.model(activations)), expected)
+    assert torch.equal(stack.model(activations), expected)
+
+
+def test_after_an_interrupt_in_the_forward_all_is_on_meta(build):
+    stack = build()
+
+    def probe(layer):
+        raise KeyboardInterrupt
+
+    stack.model[1].probe = probe
+    with pytest.raises(KeyboardInterrupt):
+        stack.model(random(3, SIZE))
+    stack.model[1].probe = lambda layer: None
+    stack.model(random(3, SIZE))
+    assert stack.is_offloaded()
+    assert torch.is_tensor(in_another_thread(lambda: stack.model(random(3, SIZE)), timeout=2))
+
+
+def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build, recwarn):
+    stack = build()
+
+    def refuse(*_):
+        raise ValueError("from a hook")
+
+    handle = stack.model[0].register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="from a hook"):
+        stack.model(random(3, SIZE))
+    handle.remove()
+    assert not recwarn.list  # torch turns an exception in a hook of ours into a warning
+    assert torch.is_tensor(in_another_thread(lambda: stack.model(random(3, SIZE))))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, folder, is_first):
+    stack, activations, file = build(), random(3, SIZE), folder / "model.safetensors"
+    expected, content = stack.model(activations), file.read_bytes()
+    kept = 8 + int.from_bytes(content[:8], "little") if is_first else len(content) - 8
+    with file.open("r+b") as stream:
+        stream.truncate(kept)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
+            stack.model(activations)
+        assert caught.value.file == str(file)
+        assert stack.is_offloaded()
+    assert isinstance(in_another_thread(lambda: stack.model(activations)), CheckpointError)
+    with file.open("r+b") as stream:
+        stream.write(content)
+    assert torch.equal(in_another_thread(lambda: stack.model(activations)), expected)
+
+
+def test_a_file_truncated_before_the_backward_is_an_error_there(build, folder):
+    stack = build()
+    loss = stack.model(random(3, SIZE).requires_grad_()).sum()
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.truncate(4096)
+    with pytest.raises(CheckpointError, match="changed after it was validated"):
+        loss.backward()
