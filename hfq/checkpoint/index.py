@@ -136,9 +136,10 @@ def _no_weights(root: Path) -> CheckpointError:
 def _read_json(path: Path) -> dict:
     try:
         with open_regular(path) as stream:
-            raw = stream.read(_JSON_LIMIT + 1)
-        if len(raw) > _JSON_LIMIT:
-            raise ValueError(f"more bytes than the limit of {_JSON_LIMIT}")
+            size = os.fstat(stream.fileno()).st_size
+            if size > _JSON_LIMIT:
+                raise ValueError(f"{size} bytes is more than the limit of {_JSON_LIMIT}")
+            raw = stream.read(size)
         value = json.loads(raw.decode("utf-8"))
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")

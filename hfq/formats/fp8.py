@@ -178,7 +178,9 @@ class Fp8(Format):
             return dataclasses.replace(self, strategy="tensor", scale_shape=scale.shape)
         if scale.shape in ((out_features,), (out_features, 1)) and not hints.group_size:
             return dataclasses.replace(self, strategy="channel", scale_shape=scale.shape)
-        is_grouped = hints.group_size is not None or (not hints.block and scale.dtype in ("U8", "F8_E8M0"))
+        # a grid under the name of transformers is one of blocks
+        may_be_grouped = self.scale_name == "weight_scale" or scale.dtype in ("U8", "F8_E8M0")
+        is_grouped = hints.group_size is not None or (not hints.block and may_be_grouped)
         if grid and grid[0] == out_features and is_grouped and grid[1] and not is_grid_of_4:
             group_size = hints.group_size or -(-in_features // grid[1])
             if in_features != group_size * grid[1] and -(-in_features // group_size) == grid[1]:

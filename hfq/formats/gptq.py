@@ -18,14 +18,21 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Format, bounded_int
+from hfq.formats.gptq_config import (
+    BITS,
+    ZeroReading,
+    is_awq,
+    module_options,
+    read_group_size,
+    read_zero_reading,
+    stored_bits,
+)
 from hfq.formats.packing import pack_stream, unpack_stream
-from hfq.formats.patterns import matches
 from hfq.formats.values import check_finite, check_index
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -33,10 +40,7 @@ __all__ = ["Gptq"]
 
 logger = logging.getLogger(__name__)
 
-ZeroReading = Literal["stored", "field_plus_one", "masked_plus_one", "word_plus_one"]
-_BITS = (2, 3, 4, 8)
 _WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-_CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 2}
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,11 @@ class Gptq(Format):
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Gptq | None:
-        if "qweight" not in tensors or _is_awq(tensors, config):
+        if "qweight" not in tensors or is_awq(tensors, config):
             return None
-        options = _options(module, config)
-        hinted = bounded_int(options, "bits", lambda bits: bits in _BITS, "2, 3, 4 or 8", module)
-        stored = _stored_bits(tensors)
+        options = module_options(module, config)
+        hinted = bounded_int(options, "bits", lambda bits: bits in BITS, "2, 3, 4 or 8", module)
+        stored = stored_bits(tensors)
         if stored is not None and hinted is not None and stored != hinted:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
@@ -82,9 +86,9 @@ class Gptq(Format):
         g_idx = tensors.get("g_idx")
         return cls(
             num_bits=num_bits,
-            group_size=_group_size(module, tensors, options, num_bits),
+            group_size=read_group_size(module, tensors, options, num_bits),
             symmetric=bool(options.get("sym", True)),
-            zero_reading=_zero_reading(module, config, num_bits),
+            zero_reading=read_zero_reading(module, config, num_bits),
             g_idx_length=g_idx.numel if g_idx is not None else None,
             needs_g_idx=bool(options.get("desc_act", False)),
         )
@@ -235,68 +239,3 @@ class Gptq(Format):
             logger.warning("%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module)
             return "stored"
         return self.zero_reading
-
-
-def _is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
-    qweight, scales = tensors["qweight"], tensors.get("scales")
-    if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
-        return "awq" in str(config.get("quant_method", ""))
-    return qweight.shape[1] != scales.shape[1] and "g_idx" not in tensors
-
-
-def _stored_bits(tensors: Mapping[str, TensorInfo]) -> int | None:
-    """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
-    qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
-    if qzeros is None or scales is None or len(qzeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
-        return None
-    candidates = [bits for bits in _BITS if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
-    return candidates[0] if len(candidates) == 1 else None
-
-
-def _options(module: str, config: Mapping) -> dict:
-    """The config's options for one module: the first matching rule of `dynamic` overrides the rest."""
-    options = dict(config)
-    rules = config.get("dynamic") or {}
-    if not isinstance(rules, Mapping):
-        raise _bad_config("dynamic", rules, "{pattern: {option: value}}")
-    for rule, overrides in rules.items():
-        negative = rule.startswith("-:")
-        if matches(rule.removeprefix("-:").removeprefix("+:"), module, "dynamic"):
-            if not negative and not isinstance(overrides, Mapping):
-                raise _bad_config("dynamic", overrides, "{option: value}")
-            return options if negative else options | dict(overrides)
-    return options
-
-
-def _group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping, num_bits: int) -> int:
-    allowed = "-1 or a positive number of channels"
-    hinted = bounded_int(options, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, allowed, module)
-    if hinted is not None:
-        return hinted
-    groups = tensors["scales"].shape[0] if "scales" in tensors and tensors["scales"].shape else 1
-    in_features = tensors["qweight"].shape[0] * 32 // num_bits if tensors["qweight"].shape else 0
-    return -1 if groups <= 1 else -(-in_features // groups)
-
-
-def _zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:
-    label = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
-        raise FormatError(
-            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
-            file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),
-            fix="re-export the checkpoint with checkpoint_format='gptq'",
-        )  # fmt: skip
-    if label == "gptq_v2":
-        return "stored"
-    meta = config.get("meta")
-    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    if "gptqmodel" not in str(quantizer):
-        return "field_plus_one"
-    return "word_plus_one" if num_bits in _WORD_ONES else "masked_plus_one"
-
-
-def _bad_config(key: str, found: object, expected: str) -> FormatError:
-    return FormatError(
-        f"quantization_config has an unusable {key!r}; nothing was loaded.", file="config.json", expected=expected,
-        found=repr(found)[:80], fix=f"correct {key} in config.json",
-    )  # fmt: skip

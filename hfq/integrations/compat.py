@@ -12,6 +12,8 @@ Tested with transformers 5.17.0 and 5.23.0.
    leave swapped for good, so that later models are not tied.
 3. `modeling_utils._get_resolved_checkpoint_files`. Where a model comes from the hub its files are known only here, before the
    model is built: they are validated as those of a local folder.
+4. `PreTrainedModel.device`, of a streamed model alone. Upstream answers with the device of the first parameter, which is `meta`
+   for one that rests on disk, so that `inputs.to(model.device)` fails.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from typing import Any
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
-from hfq.formats.source import as_source
+from hfq.formats.source import as_source, source_config
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
 
-__all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils"]
+__all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils", "show_device"]
 
 _active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
@@ -60,6 +62,15 @@ def patch_auto_factory(module: Any) -> None:
         owners += owner.__subclasses__()
         if "from_pretrained" in owner.__dict__ and not hasattr(owner.__dict__["from_pretrained"].__func__, "_hfq_guards"):
             _guard(owner)
+
+
+def show_device(model: Any, device: Any) -> None:
+    """Patch 4, for one model that is streamed: `model.device` is where it computes, and not `meta`."""
+    for module in model.modules():
+        if hasattr(module, "base_model_prefix") and any(parameter.is_meta for parameter in module.parameters()):
+            cls = type(module)
+            own = {"device": property(lambda _: device), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            module.__class__ = type(cls.__name__, (cls,), own)
 
 
 def _taking_over(original):
@@ -139,6 +150,7 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
     checkpoint = open_local(path, kwargs)
     if checkpoint is not None:
         check_sizes(checkpoint)
+        source_config(checkpoint)
     token, active = _opened.set(checkpoint), _active.set(True)
     try:
         with _one_load:

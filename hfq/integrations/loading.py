@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
-from hfq.checkpoint import Checkpoint, Reader
-from hfq.errors import FormatError, PlacementError, SetupError, nearest
+from hfq.checkpoint import Reader
+from hfq.errors import PlacementError, SetupError
 from hfq.formats.source import source_config
 from hfq.integrations.blocks import find_blocks
-from hfq.integrations.compat import opened_checkpoint
+from hfq.integrations.checks import check_bias, check_not_converted, open_files, planned_dtypes, refuse_zero3
+from hfq.integrations.compat import show_device
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.table import choose_kernel
@@ -47,18 +47,18 @@ class Loading:
         dtype: The dtype of dense tensors.
     """
 
-    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
         self._started = time.perf_counter()
-        _refuse_zero3()
-        self.checkpoint = _open(files)
+        refuse_zero3()
+        self.checkpoint = open_files(files)
         self.reader = Reader(self.checkpoint)
         source = config.source if config.source is not None else source_config(self.checkpoint)
         self.config = config.with_source(source)
-        self.model, self.dtype = model, dtype
+        self.model = model
         self._user_map: dict[str, Any] | None = None
-        self._dtypes = _planned_dtypes(model, dtype)
+        self._dtypes = planned_dtypes(model, dtype)
         self.match: Match = match_model(model, self.checkpoint, source or {})
-        _check_not_converted(config.modules_to_not_convert, self.match, model)
+        check_not_converted(config.modules_to_not_convert, self.match, model)
         self.linears = self._swap()
         self.plan = Plan(())
         self.homes: dict[str, str] = {}
@@ -98,6 +98,7 @@ class Loading:
         blocks = find_blocks(self.model, self.match, self._moving_linears(), self._hidden)
         if blocks:
             self.streamer = Streamer(blocks, self.reader, self.main)
+            show_device(self.model, torch.device(self.main))
         if self._user_map is not None:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
@@ -240,7 +241,7 @@ class Loading:
             small = {local: info for local, info in linear.infos.items() if local not in codes}
             tensors = ArenaRow.read(self.reader, small).tensors()
             linear.weight_format = linear.weight_format.resolve(name, tensors)
-            _check_bias(name, tensors.get("bias"), self.match.packed[name].linear.bias is not None)
+            check_bias(name, tensors.get("bias"), self.match.packed[name].linear.bias is not None)
             if home == "disk":
                 continue
             if home != "cpu":
@@ -259,61 +260,5 @@ class Loading:
                 linear.hold_row(ArenaRow.read(self.reader, linear.infos))
 
 
-def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by name."""
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    plan = model._get_dtype_plan(dtype)
-    if plan:
-        alternation, by_group, _ = build_glob_alternation(list(plan))
-        for name in dtypes:
-            found = alternation.search(name)
-            if found and dtypes[name].is_floating_point:
-                dtypes[name] = plan[by_group[found.lastgroup]]
-    return dtypes
-
-
-def _check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
-    """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
-    if bias is not None and not is_expected and bool(bias.any()):
-        raise FormatError(
-            "A bias is stored beside a layer that has none; nothing was loaded.", tensor=f"{name}.bias", expected="no bias, or zeros",
-            found=f"amplitudes up to {float(bias.abs().max()):g}", fix="check the model's config against the checkpoint",
-        )  # fmt: skip
-
-
 def _sizes(linear: PackedLinear) -> tuple[int, int]:
     return linear.in_features, linear.out_features
-
-
-def _open(files: list[str] | None) -> Checkpoint:
-    foreign = [file for file in files or () if not file.endswith(".safetensors")]
-    if not files or foreign:
-        raise FormatError(
-            "The checkpoint is not safetensors; nothing was loaded.", file=foreign[0] if foreign else None,
-            expected="*.safetensors", found=", ".join(foreign) or "no files",
-            fix="convert the checkpoint to safetensors; hfq never opens a pickle",
-        )  # fmt: skip
-    return opened_checkpoint(files)
-
-
-def _refuse_zero3() -> None:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        raise SetupError(
-            "hfq does not load into DeepSpeed ZeRO-3 yet; nothing was loaded.", expected="no active ZeRO-3 config",
-            found="a live HfDeepSpeedConfig of stage 3", fix="load with device_map, or without DeepSpeed",
-        )  # fmt: skip
-
-
-def _check_not_converted(names: list[str] | None, match: Match, model: nn.Module) -> None:
-    known = [name for name, _ in model.named_modules()]
-    for name in names or ():
-        inside = [module for module in known if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")]
-        packed = [module for module in match.packed if any(module == i or module.startswith(f"{i}.") for i in inside)]
-        if not inside or packed:
-            what = "is stored packed" if packed else f"matches nothing in the model{nearest(name, known)}"
-            raise SetupError(
-                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.", found=", ".join(packed[:5]) or name,
-                expected="modules that the checkpoint stores as floats", fix="remove it from modules_to_not_convert",
-            )  # fmt: skip

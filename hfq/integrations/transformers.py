@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -109,6 +110,7 @@ class HfqQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
         self.loading: Loading | None = None
+        self._dtype: torch.dtype | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Called twice: with the user's device_map, and, for an automatic one, with the map that transformers inferred."""
@@ -121,10 +123,15 @@ class HfqQuantizer(HfQuantizer):
         """A copy of the user's map: hfq hands transformers the devices that compute, in place of the homes that rest."""
         return dict(device_map) if isinstance(device_map, dict) else device_map
 
-    def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, dtype=None, **kwargs):
+    def preprocess_model(self, model, dtype=None, **kwargs):
+        """Keeps the dtype, which the base class does not pass on."""
+        self._dtype = dtype
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+
+    def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         from hfq.integrations.loading import Loading
 
-        self.loading = Loading(model, self.quantization_config, checkpoint_files, dtype)
+        self.loading = Loading(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if not isinstance(device_map, str):
             self.loading.place(device_map)

@@ -76,13 +76,15 @@ def detect(describe_tensors, tensors, config=None) -> Fp8:
     return Fp8.detect("m", describe_tensors("m", tensors), config or {}).resolve("m", tensors)
 
 
+GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16}}
+GROUPS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUPS}}
 SHAPES = {
     "tensor []": ((40, 64), (), {}, lambda n, k: 0),
     "tensor [1]": ((40, 64), (1,), {}, lambda n, k: 0),
     "tensor [1, 1]": ((40, 64), (1, 1), {}, lambda n, k: 0),
     "channel [N]": ((40, 64), (40,), {}, lambda n, k: n),
     "channel [N, 1]": ((40, 64), (40, 1), {}, lambda n, k: n),
-    "group [N, K/16]": ((40, 64), (40, 4), {}, lambda n, k: n * 4 + k // 16),
+    "group [N, K/16]": ((40, 64), (40, 4), GROUPS, lambda n, k: n * 4 + k // 16),
     "block [2, 4] of 128": ((256, 416), (2, 4), {}, lambda n, k: n // 128 * 4 + k // 128),
     "block [5, 2] of 128": ((576, 200), (5, 2), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 2 + k // 128),
     "block [3, 3] of 16x24": ((40, 64), (3, 3), {"weight_block_size": [16, 24]}, lambda n, k: n // 16 * 3 + k // 24),
@@ -110,6 +112,15 @@ def test_scales_of_every_dtype_are_read_exactly(case, dtype, codes, describe_ten
     tensors = {"weight": random_codes(*shape, codes), "weight_scale": random_scale(scale_shape, dtype)}
     detected = detect(describe_tensors, tensors, config)
     assert_same_bits(detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], tensors["weight_scale"], position))
+
+
+@pytest.mark.parametrize("dtype", [E8M0, torch.uint8], ids=str)
+def test_groups_under_powers_of_two_need_no_word_of_the_config(dtype, describe_tensors):
+    tensors = {"weight": random_codes(40, 64), "weight_scale": random_scale((40, 2), dtype)}
+    detected = detect(describe_tensors, tensors)
+    assert (detected.strategy, detected.group_size) == ("group", 32)
+    expected = dequantize_by_hand(tensors["weight"], tensors["weight_scale"], lambda n, k: n * 2 + k // 32)
+    assert_same_bits(detected.dequantize(tensors), expected)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)

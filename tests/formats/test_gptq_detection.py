@@ -1,15 +1,10 @@
 """How a GPTQ layer is recognised, and what its config may and may not say about it."""
 
-import logging
-
 import pytest
-import torch
 
 from hfq.errors import FormatError
 from hfq.formats.gptq import Gptq
-from hfq.formats.packing import pack_stream
 
-LOGGER = "hfq.formats.gptq"
 MODULE = "model.layers.3.mlp.down_proj"
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
@@ -60,7 +55,7 @@ def test_a_group_size_of_the_config_explains_a_last_group_that_is_not_full(descr
         {},
         {"scales": ("F16", (64,))},
         {"scales": ("F16", ())},
-        {"scales": ("F16", (4, 0)), "qzeros": ("I32", (4, 0))},
+        {"scales": ("F16", (4, 0)), "qzeros": ("I32", (4, 0)), "g_idx": ("I32", (256,))},
         {"qzeros": ("I32", (8,)), "scales": ("F16", (4, 64))},
     ],
 )
@@ -199,52 +194,18 @@ def test_a_rule_that_does_not_match_may_hold_anything(layer):
     assert Gptq.detect(MODULE, layer(4), {"bits": 4, "dynamic": {"other": 8}}).num_bits == 4
 
 
-def values(stored: int, num_bits: int = 4):
-    return {
-        "qweight": torch.zeros(256 * num_bits // 32, 64, dtype=torch.int32),
-        "qzeros": pack_stream(torch.full((64, 4), stored), num_bits).t().contiguous(),
-        "scales": torch.ones(4, 64, dtype=torch.float16),
-    }
+def test_act_order_needs_its_g_idx(layer):
+    config = {"bits": 4, "group_size": 64, "desc_act": True}
+    spec = Gptq.detect(MODULE, layer(g_idx=("I32", (1,))), config).tensor_specs(256, 64)[3]
+    assert (spec.name, spec.shape, spec.optional) == ("g_idx", (256,), False)
+    assert not Gptq.detect(MODULE, layer(), config).tensor_specs(256, 64)[3].optional
+    assert Gptq.detect(MODULE, layer(4, 256), config | {"group_size": -1}).tensor_specs(256, 64)[3].optional
 
 
-@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("label", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("stored_as", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("writer", [{}, GPTQMODEL])
-def test_a_symmetric_layer_is_read_by_its_zero_points_whatever_its_label(layer, caplog, num_bits, label, stored_as, writer):
-    middle = 1 << (num_bits - 1)
-    tensors = values(middle - (stored_as == "gptq"), num_bits)
-    detected = Gptq.detect(MODULE, layer(num_bits), {"bits": num_bits, "sym": True, "checkpoint_format": label} | writer)
-    with caplog.at_level(logging.WARNING, logger=LOGGER):
-        resolved = detected.resolve(MODULE, tensors)
-    assert resolved.dequantize(tensors).unique().tolist() == [-middle]
-    assert [MODULE in record.getMessage() for record in caplog.records] == ([] if label == stored_as else [True])
-    assert ("v2" in resolved.describe()) is (stored_as == "gptq_v2")
-
-
-@pytest.mark.parametrize(("label", "stored"), [("gptq", 8), ("gptq_v2", 7)])
-def test_an_asymmetric_layer_is_read_by_its_label(layer, caplog, label, stored):
-    detected = Gptq.detect(MODULE, layer(), {"sym": False, "checkpoint_format": label})
-    resolved = detected.resolve(MODULE, values(stored))
-    assert not caplog.records
-    assert resolved.dequantize(values(stored)).unique().tolist() == [-stored - (label == "gptq")]
-
-
-@pytest.mark.parametrize("worst", [-1, 4, 2**31 - 1])
-def test_a_g_idx_beyond_the_groups_is_refused(worst):
-    g_idx = torch.arange(256, dtype=torch.int32) // 64
-    g_idx[17] = worst
-    with pytest.raises(FormatError, match="index is out of range") as caught:
-        Gptq(4, 64, g_idx_length=256).resolve(MODULE, values(7) | {"g_idx": g_idx})
-    assert caught.value.tensor == f"{MODULE}.g_idx"
-    assert caught.value.expected == "0 to 3"
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_scale_that_is_not_finite_is_refused(bad):
-    tensors = values(7)
-    tensors["scales"][2, 5] = bad
-    with pytest.raises(FormatError, match="not finite") as caught:
-        Gptq(4, 64).resolve(MODULE, tensors)
-    assert caught.value.tensor == f"{MODULE}.scales"
-    assert "[2, 5]" in caught.value.found
+@pytest.mark.parametrize("g_idx", [{}, {"g_idx": ("I32", (0,))}, {"g_idx": ("I32", (1,))}])
+def test_a_last_group_that_is_not_full_needs_a_whole_g_idx(layer, g_idx):
+    detected = Gptq.detect(MODULE, layer(**g_idx), {"bits": 4, "group_size": 96})
+    with pytest.raises(FormatError, match="do not divide its input"):
+        detected.tensor_specs(256, 64)
+    whole = Gptq.detect(MODULE, layer(g_idx=("I32", (256,))), {"bits": 4, "group_size": 96})
+    assert {spec.name: spec.shape for spec in whole.tensor_specs(256, 64)}["scales"] == (3, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.values import check_finite, check_index
+from hfq.formats.values import check_finite, check_index, check_positive
 
 EXTREMES = [0.0, -0.0, 1e-45, 3.4e38, -3.4e38]
 
@@ -51,3 +51,17 @@ def test_an_index_out_of_its_bound_is_named_with_its_extremes(index, found):
         check_index("m", "g_idx", torch.tensor(index, dtype=torch.int32), 4)
     assert caught.value.tensor == "m.g_idx"
     assert (caught.value.expected, caught.value.found) == ("0 to 3", found)
+
+
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(1e-30), torch.tensor([0.5, 448.0]), torch.tensor([[1.0]], dtype=torch.bfloat16)]
+)
+def test_scales_above_zero_pass(scale):
+    check_positive("m", "input_scale", scale)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, torch.nan])
+def test_a_scale_that_is_not_above_zero_is_named(bad):
+    with pytest.raises(FormatError, match="not positive") as caught:
+        check_positive("m", "input_scale", torch.tensor([1.0, bad]))
+    assert caught.value.tensor == "m.input_scale"

@@ -29,7 +29,7 @@ def test_a_mistyped_kernel_is_refused_with_a_hint(preference, hint):
     assert caught.value.expected.startswith("'auto' or 'reference'")
 
 
-@pytest.mark.parametrize("preference", ["", "AUTO!", "cuda graphs"])
+@pytest.mark.parametrize("preference", ["", "AUTO!", "cuda graphs", None, 3, ["reference"]])
 def test_an_unknown_kernel_is_refused_by_name(preference):
     with pytest.raises(SetupError) as caught:
         choose_kernel(preference)

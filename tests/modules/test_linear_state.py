@@ -162,6 +162,6 @@ def test_missing_and_unexpected_names_are_listed(make, layer, backing):
 
 def test_a_state_dict_cannot_be_loaded_into_a_module_on_meta(make, layer):
     linear = make("meta")
-    with pytest.raises(RuntimeError, match="Error"):
+    with pytest.raises(RuntimeError, match="rests on disk, where nothing is written"):
         linear.load_state_dict(layer[1])
     assert all(parameter.is_meta for parameter in linear.parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfq.errors import PlacementError
-from hfq.placement.device_map import check_device, execution_device, resolve_homes
+from hfq.placement.device_map import check_device, check_present, execution_device, resolve_homes
 
 LAYERS = [f"model.layers.{i}" for i in range(12)]
 NAMES = [
@@ -135,9 +135,33 @@ def test_a_gpu_that_this_machine_does_not_have_is_refused(monkeypatch, index):
         assert caught.value.expected == f"one of {index} CUDA devices"
 
 
-def test_the_number_of_a_gpu_that_this_machine_does_not_have_is_refused_as_such():
-    with pytest.raises(PlacementError, match="a GPU that this machine does not have"):
-        check_device(torch.cuda.device_count())
+@pytest.mark.parametrize(("accelerator", "device"), [("xpu", "xpu:3"), (None, "cuda:3")])
+def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds_or_of_cuda(monkeypatch, accelerator, device):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert check_device(3) == device
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    if accelerator is None:
+        with pytest.raises(PlacementError, match="a GPU that this machine does not have"):
+            check_device(3)
+
+
+@pytest.mark.parametrize("value", [-1, 10**30])
+def test_a_number_that_no_device_can_have_is_refused(value):
+    with pytest.raises(PlacementError, match="device_map names no device"):
+        check_device(value)
+
+
+@pytest.mark.parametrize(("accelerator", "fits"), [("xpu", True), ("cuda", False), (None, False)])
+def test_homes_on_an_accelerator_that_torch_does_not_find_are_refused(monkeypatch, accelerator, fits):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+    check_present(["cpu", "disk", "cpu"])
+    if fits:
+        check_present(["cpu", "xpu:0", "xpu:1"])
+        return
+    with pytest.raises(PlacementError, match="an accelerator that this machine does not have") as caught:
+        check_present(["cpu", "xpu:0", "xpu:1"])
+    assert caught.value.found == "'xpu:0'"
 
 
 def test_a_gpu_that_this_machine_has_is_named_with_its_number(monkeypatch):

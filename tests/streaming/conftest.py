@@ -86,7 +86,7 @@ def build(folder):
             for name in DENSE:
                 owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
                 info = checkpoint.tensors[f"{index}.{name}"]
-                slots.append(DenseParameter(owner, local, info, dtype))
+                slots.append(DenseParameter(owner, local, info))
                 value = torch.empty(SIZE, dtype=dtype, device="meta") if offload else read_tensor(reader, info).to(dtype)
                 owner._parameters[local] = nn.Parameter(value, requires_grad=False)
             if not offload:

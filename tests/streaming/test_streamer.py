@@ -1,11 +1,13 @@
 """A block's parts are there during its forward and gone after it, whatever happens in between."""
 
+import copy
+import inspect
 import threading
 
 import pytest
 import torch
 
-from hfq.errors import CheckpointError
+from hfq.errors import CheckpointError, SetupError
 
 SIZE = 64
 
@@ -178,19 +180,28 @@ def test_after_an_exception_in_the_forward_all_is_on_meta_and_the_lock_is_free(b
     assert torch.equal(stack.model(activations), expected)
 
 
-def test_after_an_interrupt_in_the_forward_all_is_on_meta(build):
-    stack = build()
+def test_an_interrupt_leaves_the_lock_free_for_another_thread(build):
+    stack, activations = build(), random(3, SIZE)
+    expected = stack.model(activations)
 
     def probe(layer):
+        layer.probe = lambda layer: None
         raise KeyboardInterrupt
 
-    stack.model[1].probe = probe
+    stack.model[0].probe = probe
     with pytest.raises(KeyboardInterrupt):
-        stack.model(random(3, SIZE))
-    stack.model[1].probe = lambda layer: None
-    stack.model(random(3, SIZE))
+        stack.model(activations)
     assert stack.is_offloaded()
-    assert torch.is_tensor(in_another_thread(lambda: stack.model(random(3, SIZE)), timeout=2))
+    assert torch.equal(in_another_thread(lambda: stack.model(activations)), expected)
+
+
+def test_a_streamer_cannot_be_copied_since_its_blocks_would_stay_behind(build):
+    with pytest.raises(SetupError, match="cannot be copied"):
+        copy.deepcopy(build().streamer)
+
+
+def test_a_block_keeps_the_signature_of_its_forward(build):
+    assert inspect.signature(build().model[0].forward) == inspect.signature(build(offload=False).model[0].forward)
 
 
 def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build, recwarn):

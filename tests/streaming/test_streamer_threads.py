@@ -3,7 +3,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from hfq.kernels import reference

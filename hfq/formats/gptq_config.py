@@ -1,0 +1,84 @@
+"""What the configs of the GPTQ writers say about one module: hints beside the tensors, each checked for sanity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from hfq.errors import FormatError
+from hfq.formats.base import bounded_int
+from hfq.formats.patterns import matches
+from hfq.spec import TensorInfo
+
+__all__ = ["BITS", "ZeroReading", "is_awq", "module_options", "read_group_size", "read_zero_reading", "stored_bits"]
+
+BITS = (2, 3, 4, 8)
+ZeroReading = Literal["stored", "field_plus_one", "masked_plus_one", "word_plus_one"]
+"""How a stored zero point becomes the real one: as it is, or with one added in one of three ways."""
+
+_CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
+
+
+def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
+    qweight, scales = tensors["qweight"], tensors.get("scales")
+    if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return "awq" in str(config.get("quant_method", ""))
+    return qweight.shape[1] != scales.shape[1] and "g_idx" not in tensors
+
+
+def stored_bits(tensors: Mapping[str, TensorInfo]) -> int | None:
+    """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
+    qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
+    if qzeros is None or scales is None or len(qzeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+        return None
+    candidates = [bits for bits in BITS if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def module_options(module: str, config: Mapping) -> dict:
+    """The config's options for one module: the first matching rule of `dynamic` overrides the rest."""
+    options = dict(config)
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise _bad_config("dynamic", rules, "{pattern: {option: value}}")
+    for rule, overrides in rules.items():
+        negative = rule.startswith("-:")
+        if matches(rule.removeprefix("-:").removeprefix("+:"), module, "dynamic"):
+            if not negative and not isinstance(overrides, Mapping):
+                raise _bad_config("dynamic", overrides, "{option: value}")
+            return options if negative else options | dict(overrides)
+    return options
+
+
+def read_group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping, num_bits: int) -> int:
+    allowed = "-1 or a positive number of channels"
+    hinted = bounded_int(options, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, allowed, module)
+    if hinted is not None:
+        return hinted
+    groups = tensors["scales"].shape[0] if "scales" in tensors and tensors["scales"].shape else 1
+    in_features = tensors["qweight"].shape[0] * 32 // num_bits if tensors["qweight"].shape else 0
+    return -1 if groups <= 1 else -(-in_features // groups)
+
+
+def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:
+    label = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
+        raise FormatError(
+            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
+            file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),
+            fix="re-export the checkpoint with checkpoint_format='gptq'",
+        )  # fmt: skip
+    if label == "gptq_v2":
+        return "stored"
+    meta = config.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    if "gptqmodel" not in str(quantizer):
+        return "field_plus_one"
+    return "word_plus_one" if num_bits != 3 else "masked_plus_one"
+
+
+def _bad_config(key: str, found: object, expected: str) -> FormatError:
+    return FormatError(
+        f"quantization_config has an unusable {key!r}; nothing was loaded.", file="config.json", expected=expected,
+        found=repr(found)[:80], fix=f"correct {key} in config.json",
+    )  # fmt: skip

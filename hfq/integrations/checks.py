@@ -1,0 +1,71 @@
+"""What a load checks and computes once, beside the matching itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from hfq.checkpoint import Checkpoint
+from hfq.errors import FormatError, SetupError, nearest
+from hfq.integrations.compat import opened_checkpoint
+from hfq.integrations.matching import Match
+
+__all__ = ["check_bias", "check_not_converted", "open_files", "planned_dtypes", "refuse_zero3"]
+
+
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by name."""
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    plan = model._get_dtype_plan(dtype or model.dtype)
+    if plan:
+        alternation, by_group, _ = build_glob_alternation(list(plan))
+        for name in dtypes:
+            found = alternation.search(name)
+            if found and dtypes[name].is_floating_point:
+                dtypes[name] = plan[by_group[found.lastgroup]]
+    return dtypes
+
+
+def check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
+    """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
+    if bias is not None and not is_expected and bool(bias.any()):
+        raise FormatError(
+            "A bias is stored beside a layer that has none; nothing was loaded.", tensor=f"{name}.bias", expected="no bias, or zeros",
+            found=f"amplitudes up to {float(bias.abs().max()):g}", fix="check the model's config against the checkpoint",
+        )  # fmt: skip
+
+
+def open_files(files: list[str] | None) -> Checkpoint:
+    foreign = [file for file in files or () if not file.endswith(".safetensors")]
+    if not files or foreign:
+        raise FormatError(
+            "The checkpoint is not safetensors; nothing was loaded.", file=foreign[0] if foreign else None,
+            expected="*.safetensors", found=", ".join(foreign) or "no files",
+            fix="convert the checkpoint to safetensors; hfq never opens a pickle",
+        )  # fmt: skip
+    return opened_checkpoint(files)
+
+
+def refuse_zero3() -> None:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        raise SetupError(
+            "hfq does not load into DeepSpeed ZeRO-3 yet; nothing was loaded.", expected="no active ZeRO-3 config",
+            found="a live HfDeepSpeedConfig of stage 3", fix="load with device_map, or without DeepSpeed",
+        )  # fmt: skip
+
+
+def check_not_converted(names: list[str] | None, match: Match, model: nn.Module) -> None:
+    known = [name for name, _ in model.named_modules()]
+    for name in names or ():
+        inside = [module for module in known if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")]
+        packed = [module for module in match.packed if any(module == i or module.startswith(f"{i}.") for i in inside)]
+        if not inside or packed:
+            what = "is stored packed" if packed else f"matches nothing in the model{nearest(name, known)}"
+            raise SetupError(
+                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.", found=", ".join(packed[:5]) or name,
+                expected="modules that the checkpoint stores as floats", fix="remove it from modules_to_not_convert",
+            )  # fmt: skip

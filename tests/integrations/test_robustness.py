@@ -1,0 +1,166 @@
+"""What hostile reviews found, each once: import orders, other threads, other models' habits, damage that looks right."""
+
+import copy
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+
+from hfq import FormatError, HfqConfig, HfqError, PlacementError, SetupError, take_over
+from hfq.formats.gptq import Gptq
+
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8]])
+CONFIG = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "sym": True}
+
+
+def load(path=GPTQ, device_map=None, cls=AutoModelForCausalLM, **options):
+    options = {"dtype": torch.float32, **options}
+    return cls.from_pretrained(path, quantization_config=HfqConfig(), device_map=device_map, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def written(tmp_path, change=lambda tensors: None, **config):
+    weight_format = Gptq(4, 32, True, "stored", g_idx_length=128)
+    tensors = tiny_models.packed_tensors(weight_format)
+    change(tensors)
+    return tiny_models.write_model(tmp_path, tensors, {**CONFIG, **config})
+
+
+@pytest.mark.parametrize("first", ["transformers", "hfq"])
+def test_the_guard_stands_whichever_is_imported_first(first):
+    orders = {
+        "transformers": "from transformers import AutoModelForCausalLM\nimport hfq",
+        "hfq": "import hfq\nfrom transformers import AutoModelForCausalLM",
+    }
+    code = (
+        orders[first]
+        + """
+for path, options in (("/nope/x", {}), ("/nope", {"key_mapping": {"a": "b"}})):
+    try:
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), **options)
+    except hfq.HfqError as error:
+        print(type(error).__name__)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["CheckpointError", "SetupError"], done.stderr
+
+
+def test_threads_that_load_without_the_patch_wait_for_each_other_too():
+    expected, found = logits(load()), []
+
+    def work():
+        for _ in range(3):
+            found.append(logits(AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), dtype=torch.float32)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 9
+    assert all(torch.equal(other, expected) for other in found)
+
+
+def test_take_over_is_guarded_as_well():
+    with pytest.raises(SetupError, match="key_mapping"):
+        AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), key_mapping={"a": "b"})
+    with pytest.raises(HfqError, match="no checkpoint at this path"):
+        take_over("/nope/x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop(f"{tiny_models.FIRST}.g_idx"),
+        lambda t: t.__setitem__(f"{tiny_models.FIRST}.g_idx", torch.zeros(1, dtype=torch.int32)),
+        lambda t: t.__setitem__(f"{tiny_models.FIRST}.g_idx", torch.zeros(128, dtype=torch.int32)),
+    ],
+    ids=["absent", "one", "zeros"],
+)
+def test_act_order_without_its_index_is_refused(tmp_path, change):
+    with pytest.raises(FormatError, match=rf"(?s){tiny_models.FIRST}.g_idx"):
+        load(written(tmp_path, change, desc_act=True))
+
+
+def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_path):
+    name = f"{tiny_models.FIRST}.bias"
+    with pytest.raises(FormatError, match=rf"(?s)bias is stored beside a layer that has none; nothing was loaded.*{name}"):
+        load(written(tmp_path / "bias", lambda t: t.__setitem__(name, torch.ones(128, dtype=torch.float16))))
+    zero = load(written(tmp_path / "zero", lambda t: t.__setitem__(name, torch.zeros(128, dtype=torch.float16))))
+    assert torch.equal(logits(zero), logits(load(written(tmp_path / "none"))))
+
+
+def test_what_transformers_keeps_in_float32_stays_so_in_every_placement():
+    class Kept(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = ["norm"]
+
+    resident, disk = (load(device_map=device_map, cls=Kept, dtype=torch.bfloat16) for device_map in (None, {"": "disk"}))
+    assert resident.model.norm.weight.dtype == disk.model.norm.weight.dtype == torch.float32
+    assert resident.model.embed_tokens.weight.dtype == disk.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_device_map_that_splits_a_packed_layer_is_refused():
+    with pytest.raises(PlacementError, match="splits a packed layer; nothing was loaded"):
+        load(device_map={"": "cpu", "model.layers.0.self_attn.q_proj.scales": "disk"})
+
+
+def test_a_head_is_new_only_for_another_class_than_the_checkpoints(tmp_path):
+    path = tmp_path / "classifier"
+    shutil.copytree(GPTQ, path)
+    load(path, cls=AutoModelForSequenceClassification)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(FormatError, match=r"score.weight: missing"):
+        load(path, cls=AutoModelForSequenceClassification)
+
+
+def test_a_cast_of_a_model_on_disk_is_followed():
+    resident, disk = (load(device_map=device_map).to(torch.bfloat16) for device_map in (None, {"": "disk"}))
+    assert logits(disk).dtype == torch.bfloat16
+    assert torch.equal(logits(disk), logits(resident))
+
+
+def test_a_model_on_disk_says_where_it_computes():
+    model = load(device_map={"": "disk"})
+    assert model.device == model.model.device == torch.device("cpu")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.generate(TOKENS.to(model.device), max_new_tokens=3).shape == (1, 9)
+
+
+def test_a_copy_or_a_pickle_that_cannot_work_is_refused():
+    with pytest.raises(SetupError, match="cannot be copied"):
+        copy.deepcopy(load(device_map={"": "disk"}))
+    with pytest.raises(SetupError, match="cannot be pickled"):
+        pickle.dumps(load(device_map={"": "disk"}).hf_quantizer.loading.reader)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_act": "banana"}, {"rope_parameters": {"rope_theta": "x"}}, {"dtype": "banana"}, {"pad_token_id": 10**9}],
+)
+def test_what_transformers_chokes_on_is_one_error_of_hfq(tmp_path, changes):
+    shutil.copytree(GPTQ, tmp_path / "model")
+    config = json.loads((GPTQ / "config.json").read_text()) | changes
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HfqError, match="Fix:"):
+        load(tmp_path / "model", dtype="auto")
+
+
+@pytest.mark.parametrize("pattern", [r"((\w+\.?)+)+!", "(a+)*b", "(" * 2000, "*("])
+def test_a_pattern_that_could_run_without_end_is_refused(tmp_path, pattern):
+    with pytest.raises(FormatError, match="pattern in dynamic"):
+        load(written(tmp_path, dynamic={pattern: {"bits": 4}}))
+    load(written(tmp_path / "good", dynamic={r"+:.*layers\.(1|2)\..*": {"bits": 4}, r"-:.*[a-z]+_gate$": {}}))
