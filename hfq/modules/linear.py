@@ -125,6 +125,10 @@ class PackedLinear(nn.Module):
             self._parameters[local] = _frozen(moved)
         return self
 
+    def requires_grad_(self, requires_grad: bool = True):
+        """Packed tensors stay frozen, whatever is asked of the layer."""
+        return self
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         for local, tensor in self.resting_tensors().items():
             destination[prefix + local] = tensor

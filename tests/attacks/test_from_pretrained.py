@@ -128,9 +128,7 @@ def test_a_damaged_file_of_the_hub_cache_is_named(gptq, tmp_path):
         load("o/n", **cache_model(gptq, tmp_path))
 
 
-@pytest.mark.parametrize(
-    "subfolder", ["", "sub"]
-)
+@pytest.mark.parametrize("subfolder", ["", "sub"])
 def test_a_model_of_the_hub_cache_loads(gptq, tmp_path, subfolder):
     assert load("o/n", **cache_model(gptq, tmp_path, subfolder)).config.num_hidden_layers == 4
 

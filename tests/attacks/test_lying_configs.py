@@ -4,7 +4,7 @@ import json
 
 import pytest
 from attacks.builders import edit_config, load
-from checkpoint.builders import refused
+from checkpoint.builders import known_fault, refused
 
 from hfq import FormatError
 
@@ -82,6 +82,17 @@ def test_a_size_that_is_none_is_refused_by_its_key(gptq, key, value):
 )
 def test_a_size_that_no_model_can_have_is_refused_by_hfq_itself(gptq, changes):
     with refused(next(iter(changes)), "config.json", kind=FormatError):
+        load(edit_config(gptq, **changes))
+
+
+@known_fault("check_sizes knows neither every name of a depth nor what is nested", raises=pytest.fail.Exception)
+@pytest.mark.parametrize(
+    "changes",
+    [{"n_layers": 10**9}, {"vision_config": {"depth": 10**9}}, {"thinker": {"text": {"num_hidden_layers": 10**9}}}],
+    ids=str,
+)
+def test_a_depth_is_checked_under_every_name_that_a_model_may_give_it(gptq, changes):
+    with refused("=1000000000", kind=FormatError, file=gptq / "config.json"):
         load(edit_config(gptq, **changes))
 
 

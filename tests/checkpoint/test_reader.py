@@ -1,13 +1,16 @@
 """`Reader`: the file's own bytes by `pread` and by map, from any thread and process, and never those of another file."""
 
+import contextlib
 import copy
+import errno
 import gc
 import os
 import threading
 
 import pytest
-from checkpoint.builders import refused, stored_bytes
+from checkpoint.builders import known_fault, refused, stored_bytes
 
+from hfq import HfqError
 from hfq.checkpoint import Reader, reader
 from hfq.spec import ByteRange
 
@@ -138,6 +141,24 @@ def test_a_file_replaced_after_the_first_read_is_still_the_one_that_was_validate
 def test_a_read_only_target_is_not_written(checkpoint):
     with pytest.raises(BufferError):
         Reader(checkpoint).read_into(checkpoint.tensors["tiny"].range, memoryview(bytes(2)))
+
+
+@known_fault("a target longer than its source takes what follows the source in the file", raises=AssertionError)
+def test_no_byte_beyond_the_source_is_read(checkpoint):
+    info, target = checkpoint.tensors["small"], bytearray(checkpoint.tensors["small"].nbytes + 8)
+    with contextlib.suppress(HfqError, ValueError):
+        Reader(checkpoint).read_into(info.range, memoryview(target))
+    assert bytes(target[-8:]) == bytes(8)
+
+
+@known_fault("an error of the disk is not hfq's own", raises=OSError)
+def test_a_disk_that_fails_is_named(checkpoint, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with refused("Input/output error", file=checkpoint.tensors["tiny"].range.file):
+        read_tiny(checkpoint)
 
 
 def test_a_file_is_opened_once_and_closed_with_the_reader(checkpoint):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import tiny_models
 
 HFQ = [sys.executable, "-m", "hfq"]
@@ -61,6 +62,7 @@ def test_a_wrong_path_is_an_error_without_a_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_is_exact_and_prints_its_table():
     done = run("demo", "--folder", str(tiny_models.DATA), "--json")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -112,14 +112,20 @@ def test_a_static_activation_scale_that_nothing_can_be_divided_by_is_refused(des
     assert caught.value.tensor == f"{MODULE}.input_scale"
 
 
-def test_a_reciprocal_of_zero_is_refused(describe_tensors):
+@pytest.mark.parametrize("bad", [0.0, torch.inf])
+def test_a_reciprocal_of_zero_or_infinity_is_refused(describe_tensors, bad):
     tensors = {"weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.ones(192)}
-    tensors["weight_scale_inv"][5] = 0
+    tensors["weight_scale_inv"][5] = bad
     config = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
     with pytest.raises(FormatError, match="not finite") as caught:
         Fp8.detect(MODULE, describe_tensors(MODULE, tensors), config).resolve(MODULE, tensors)
     assert caught.value.tensor == f"{MODULE}.weight_scale_inv"
-    Fp8.detect(MODULE, describe_tensors(MODULE, tensors), {"quant_method": "fp8"}).resolve(MODULE, tensors)
+
+
+def test_a_multiplier_of_zero_is_none_of_hfqs_business(describe_tensors):
+    tensors = {"weight": torch.ones(192, 256).to(torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(192)}
+    detected = Fp8.detect(MODULE, describe_tensors(MODULE, tensors), {"quant_method": "fp8"})
+    assert torch.equal(detected.resolve(MODULE, tensors).dequantize(tensors), torch.zeros(192, 256))
 
 
 @pytest.mark.parametrize(("stored", "expected"), [((), ()), ((1,), (1,)), ((3,), (1,)), ((192,), (1,)), ((1, 1), (1,))])
