@@ -74,10 +74,9 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
         with open_regular(file) as stream:
             status = os.fstat(stream.fileno())
             raw = _read_raw(stream, file, status.st_size, limits)
-    except OSError as error:
-        raise CheckpointError(
-            "A checkpoint file cannot be read.", file=file, found=error.strerror or error, fix="check the path"
-        ) from error
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise CheckpointError("A checkpoint file cannot be read.", file=file, found=found, fix="check the path") from error
     return parse_header(raw, file, (status.st_ino, status.st_size, status.st_mtime_ns), limits)
 
 

@@ -87,6 +87,13 @@ class Checkpoint:
         Raises:
             CheckpointError: As `open`.
         """
+        if not files:
+            raise CheckpointError(
+                "A checkpoint has at least one file.",
+                expected="*.safetensors",
+                found="none",
+                fix="pass the checkpoint's files",
+            )
         root = Path(root) if root is not None else Path(files[0]).parent
         headers: dict[str, Header] = {}
         tensors: dict[str, TensorInfo] = {}

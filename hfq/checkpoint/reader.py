@@ -60,11 +60,17 @@ class Reader:
         Raises:
             CheckpointError: The file was truncated or replaced since its header was validated.
         """
-        descriptor = self._descriptor(source.file)
+        descriptor, target = self._descriptor(source.file), target[: source.nbytes]
         done = 0
         while done < source.nbytes:
             window = target[done : done + _MOST_BYTES_A_CALL]
-            count = os.preadv(descriptor, [window], source.offset + done)
+            try:
+                count = os.preadv(descriptor, [window], source.offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    "A checkpoint file cannot be read any more.", file=source.file, found=error.strerror,
+                    expected=f"{source.nbytes} bytes from byte {source.offset}", fix="check the disk or the mount",
+                ) from error  # fmt: skip
             self.counters.calls += 1
             if count <= 0:
                 raise _changed(source.file, f"{source.offset + source.nbytes} bytes", f"{source.offset + done} bytes")

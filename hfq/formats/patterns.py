@@ -9,28 +9,41 @@ from hfq.errors import FormatError
 __all__ = ["matches"]
 
 _LONGEST = 1000
-_NESTED = re.compile(r"[*+}]\)*[*+{]|[*+}][^()]*\)+[*+{]")
+_MOST_REPETITIONS = 6
+_ATOMS = re.compile(r"\\.|\[\^?\]?[^]]*\]")
+_GROUP_KINDS = re.compile(r"\(\?(?:[:=!>]|<[=!]|P<\w+>|[a-zA-Z-]+:)")
+_INNERMOST = re.compile(r"\(([^()]*)\)([*+{]?)")
 
 
 def matches(pattern: str, name: str, key: str) -> bool:
     """Whether a pattern of the config option `key` matches the front of a module's name.
 
-    A repetition within a repetition can take time without end, and is refused.
+    A choice or a repetition within a repetition, and a long row of repetitions, can take time without end: they are refused.
 
     Raises:
-        FormatError: The pattern is no regular expression, is too long, or nests repetitions.
+        FormatError: The pattern is no regular expression, or one that is refused.
     """
-    why = None
-    if len(pattern) > _LONGEST:
-        why = f"at most {_LONGEST} letters"
-    elif _NESTED.search(re.sub(r"\\.|\[[^]]*\]|\?", "c", pattern)):
-        why = "no repetition within a repetition"
-    else:
-        try:
+    try:
+        why = _danger(pattern)
+        if why is None:
             return re.match(pattern, name) is not None
-        except (re.error, RecursionError, OverflowError) as error:
-            why = f"not a regular expression: {error}"
+    except (re.error, RecursionError, OverflowError) as error:
+        why = f"a regular expression: {error}"
     raise FormatError(
         f"A pattern in {key} is not a regular expression that hfq runs; nothing was loaded.", file="config.json", expected=why,
         found=repr(pattern)[:80], fix=f"correct {key} in config.json",
     )  # fmt: skip
+
+
+def _danger(pattern: str) -> str | None:
+    """What a pattern would have to be, where it could run for long."""
+    if len(pattern) > _LONGEST:
+        return f"at most {_LONGEST} letters"
+    plain = _GROUP_KINDS.sub("(", _ATOMS.sub("c", pattern))
+    if len(re.findall(r"[*+]|\{\d*,\d*\}", plain)) > _MOST_REPETITIONS:
+        return f"at most {_MOST_REPETITIONS} repetitions"
+    while group := _INNERMOST.search(plain):
+        if group[2] and re.search(r"[|*+?{]", group[1]):
+            return "no choice and no repetition within a repetition"
+        plain = plain[: group.start()] + group[1] + plain[group.end(1) + 1 :]
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ _SIZES = (
     "moe_intermediate_size", "num_experts", "num_local_experts",
 )  # fmt: skip
 _MAY_BE_ZERO = ("moe_intermediate_size", "num_experts", "num_local_experts")
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers")
+_DEPTHS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers", "depth",
+)  # fmt: skip
 _MOST_ELEMENTS = 1 << 50
 
 
@@ -102,7 +104,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         FormatError: A size is no positive integer, or is larger than the bits of the whole checkpoint.
     """
     bits, count = 8 * checkpoint.nbytes, len(checkpoint.tensors)
-    for config in (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, dict))):
+    for config in _nested(checkpoint.config):
         for keys, bound in ((_SIZES, bits), (_DEPTHS, count)):
             for key in keys:
                 if key in config and not _is_possible(key, config[key], bound):
@@ -111,6 +113,14 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         sizes = [config.get(key) for key in queries]
         if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _MOST_ELEMENTS:  # type: ignore[arg-type]
             raise _impossible(checkpoint, " × ".join(queries), math.prod(sizes), "what fits a machine")  # type: ignore[arg-type]
+
+
+def _nested(config: Mapping[str, Any], level: int = 0) -> Iterator[Mapping[str, Any]]:
+    """A config and the configs of its parts, as of a model that sees and reads."""
+    yield config
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "quantization_config" and level < 4:
+            yield from _nested(value, level + 1)
 
 
 def _is_possible(key: str, value: object, bound: int) -> bool:

@@ -58,11 +58,6 @@ def refused(*words, kind=CheckpointError, file=None, tensor=None):
     assert tensor is None or caught.value.tensor == tensor, text
 
 
-def known_fault(why, raises=None):
-    """A promise that hfq does not keep yet; the test fails as soon as it does, so that this mark is removed."""
-    return pytest.mark.xfail(strict=True, reason=f"hfq: {why}", raises=raises)
-
-
 def run_python(code, *arguments, **environment):
     """Runs a script of its own process, where a signal or a blocked call cannot take the tests along."""
     return subprocess.run(

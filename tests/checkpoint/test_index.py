@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from checkpoint.builders import entry, known_fault, refused, run_python, write_raw, write_shards
+from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 from safetensors.torch import save_file
 
 from hfq import Checkpoint
@@ -137,7 +137,6 @@ def test_a_name_that_no_file_can_have_is_refused(arguments):
         Checkpoint.open(**arguments)
 
 
-@known_fault("the folder is taken from the first file", raises=IndexError)
 def test_no_file_is_no_checkpoint():
     with refused():
         Checkpoint.from_files([])
