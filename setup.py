@@ -25,7 +25,7 @@ setup(
         "transformers>=5.17,<6",
         "accelerate>=1.10",
         "safetensors>=0.6",
-        "typer>=0.15",
+        "typer>=0.16",
         "rich>=13",
     ],
     extras_require={

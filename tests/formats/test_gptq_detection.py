@@ -1,5 +1,7 @@
 """How a GPTQ layer is recognised, and what its config may and may not say about it."""
 
+import contextlib
+
 import pytest
 
 from hfq.errors import FormatError
@@ -66,6 +68,15 @@ def test_a_layer_with_a_part_missing_or_misshapen_is_taken_so_that_its_specs_can
     assert (specs["scales"].shape, specs["qzeros"].shape) == ((4, 64), (4, 8))
     assert not specs["scales"].optional
     assert Gptq.detect(MODULE, tensors, {}) is None
+    assert Gptq.detect(MODULE, tensors, {"bits": 4}).num_bits == 4
+
+
+@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="hfq bug: a group size of 0 is read off an empty qweight")
+@pytest.mark.parametrize("shape", [(), (0, 64)])
+def test_an_empty_weight_is_refused_or_taken_so_that_its_specs_can_say_so(describe, shape):
+    tensors = describe(MODULE, qweight=("I32", shape), scales=("F16", (4, 64)), qzeros=("I32", (4, 8)))
+    with contextlib.suppress(FormatError):
+        assert Gptq.detect(MODULE, tensors, {"bits": 4}).tensor_specs(256, 64)[0].shape == (32, 64)
 
 
 def test_a_layer_without_scales_is_left_to_awq_where_the_config_says_so(describe):

@@ -61,6 +61,12 @@ def test_transformers_alone_would_misplace_what_shares_a_prefix():
     assert [name for name in names if read[name] == "xpu:1"] == ["model.layers.1.w"]
 
 
+def test_a_module_that_transformers_would_misplace_gains_one_key_of_its_own():
+    device_map = {"": "xpu:0", "layers.1": "xpu:1"}
+    homes = resolve_homes(device_map, ["layers.1.a", "layers.10.a", "layers.10.b"], ["", "layers", "layers.1", "layers.10"])
+    assert execution_map(device_map, homes, "xpu:0") == device_map | {"layers.10": "xpu:0"}
+
+
 @pytest.mark.parametrize("other", ["h_1", "hx1"])
 def test_a_dot_that_matches_another_letter_is_corrected_where_the_devices_differ(other):
     meant, read = executed({"": "xpu:0", "h.1": "xpu:1"}, ["h.1.w", f"{other}.w"], ["", "h", "h.1", other])
