@@ -91,6 +91,9 @@ def parse_header(
     Raises:
         CheckpointError: As `read_header`.
     """
+    braces = raw.count(b"{")
+    if braces > 2 * limits.tensors + 2:  # before parsing, which costs many times the bytes
+        raise _damaged(file, "it holds too many tensors", f"at most {limits.tensors}", f"{braces} objects")
     entries = _parse(raw, file)
     metadata = _metadata(entries.pop("__metadata__", {}), file)
     if len(entries) > limits.tensors:

@@ -19,8 +19,10 @@ def perplexity(model: torch.nn.Module, tokens: torch.Tensor, context: int = 256,
         batch_size: Windows of a forward.
 
     Raises:
-        ValueError: There are fewer tokens than one window.
+        ValueError: There are fewer tokens than one window, or a window has fewer than two.
     """
+    if context < 2:
+        raise ValueError(f"a window of {context} tokens predicts nothing")
     windows = tokens[: tokens.numel() // context * context].view(-1, context)
     if not len(windows):
         raise ValueError(f"{tokens.numel()} tokens are fewer than one window of {context}")

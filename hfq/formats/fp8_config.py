@@ -88,7 +88,7 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
     if strategy == "group":
         group_size = bounded_int(weights, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", module)
     activations = group.get("input_activations")
-    is_static = isinstance(activations, Mapping) and activations.get("dynamic", False) is False
+    is_static = isinstance(activations, Mapping) and bool(activations) and activations.get("dynamic", False) is False
     scheme = _activations(activations)
     return Hints(block=block, group_size=group_size, scheme=scheme, is_static=is_static, is_declared=True)
 
@@ -108,6 +108,8 @@ def _activations(options: object) -> ActivationScheme | None:
     strategy = options.get("strategy")
     if strategy == "group":
         size = bounded_int(options, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", "activations")
+        if size is None:
+            raise _unusable("group_size", size, "a size for activations of strategy group")
         return ActivationScheme("group", group_size=size)
     return ActivationScheme("tensor" if strategy == "tensor" else "token")
 

@@ -133,7 +133,9 @@ class Gptq(Format):
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Gptq:
         check_finite(module, "scales", tensors["scales"])
-        resolved = dataclasses.replace(self, zero_reading=self._checked_zero_reading(module, tensors["qzeros"]))
+        resolved = dataclasses.replace(
+            self, zero_reading=self._checked_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1])
+        )
         g_idx = tensors.get("g_idx")
         if g_idx is None or g_idx.numel() <= 1:
             return resolved
@@ -201,7 +203,7 @@ class Gptq(Format):
             "qzeros": self._store_zeros(zeros.to(torch.int32)),
             "scales": scales,
         }
-        if self.g_idx_length is not None:
+        if (self.g_idx_length or 0) > 1:
             tensors["g_idx"] = torch.arange(in_features, dtype=torch.int32) // span
         return tensors
 
@@ -225,12 +227,12 @@ class Gptq(Format):
             zeros = (zeros - 1) & ((1 << self.num_bits) - 1)
         return pack_stream(zeros.t(), self.num_bits).t().contiguous()
 
-    def _checked_zero_reading(self, module: str, qzeros: torch.Tensor) -> ZeroReading:
+    def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
         middle = 1 << (self.num_bits - 1)
         if not self.symmetric:
             return self.zero_reading
-        stored = unpack_stream(qzeros.t(), self.num_bits, qzeros.shape[1] * 32 // self.num_bits)
+        stored = unpack_stream(qzeros.t(), self.num_bits, count)
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
             logger.warning("%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module)

@@ -57,7 +57,7 @@ def read_group_size(module: str, tensors: Mapping[str, TensorInfo], options: Map
         return hinted
     groups = tensors["scales"].shape[0] if "scales" in tensors and tensors["scales"].shape else 1
     in_features = tensors["qweight"].shape[0] * 32 // num_bits if tensors["qweight"].shape else 0
-    return -1 if groups <= 1 else -(-in_features // groups)
+    return -1 if groups <= 1 else max(-(-in_features // groups), 1)
 
 
 def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:

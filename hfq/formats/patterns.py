@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from hfq.errors import FormatError
@@ -9,7 +10,7 @@ from hfq.errors import FormatError
 __all__ = ["matches"]
 
 _LONGEST = 1000
-_MOST_REPETITIONS = 6
+_MOST_STEPS = 50_000_000
 _ATOMS = re.compile(r"\\.|\[\^?\]?[^]]*\]")
 _GROUP_KINDS = re.compile(r"\(\?(?:[:=!>]|<[=!]|P<\w+>|[a-zA-Z-]+:)")
 _INNERMOST = re.compile(r"\(([^()]*)\)([*+{]?)")
@@ -24,7 +25,7 @@ def matches(pattern: str, name: str, key: str) -> bool:
         FormatError: The pattern is no regular expression, or one that is refused.
     """
     try:
-        why = _danger(pattern)
+        why = _danger(pattern, len(name))
         if why is None:
             return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:
@@ -35,13 +36,14 @@ def matches(pattern: str, name: str, key: str) -> bool:
     )  # fmt: skip
 
 
-def _danger(pattern: str) -> str | None:
+def _danger(pattern: str, name_length: int) -> str | None:
     """What a pattern would have to be, where it could run for long."""
     if len(pattern) > _LONGEST:
         return f"at most {_LONGEST} letters"
     plain = _GROUP_KINDS.sub("(", _ATOMS.sub("c", pattern))
-    if len(re.findall(r"[*+]|\{\d*,\d*\}", plain)) > _MOST_REPETITIONS:
-        return f"at most {_MOST_REPETITIONS} repetitions"
+    repetitions = len(re.findall(r"[*+]|\{\d*,\d*\}", plain))
+    if math.comb(name_length + repetitions, repetitions) > _MOST_STEPS:
+        return f"fewer than {repetitions} repetitions for a name of {name_length} letters"
     while group := _INNERMOST.search(plain):
         if group[2] and re.search(r"[|*+?{]", group[1]):
             return "no choice and no repetition within a repetition"

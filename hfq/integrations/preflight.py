@@ -28,9 +28,9 @@ _UNSUPPORTED = {
 _NEEDED = ("hidden_size", "vocab_size", "d_model", "n_embd")
 _SIZES = (
     *_NEEDED, "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_inner", "d_ff", "ffn_dim",
-    "moe_intermediate_size", "num_experts", "num_local_experts",
+    "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts",
 )  # fmt: skip
-_MAY_BE_ZERO = ("moe_intermediate_size", "num_experts", "num_local_experts")
+_MAY_BE_ZERO = ("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts")
 _DEPTHS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers", "depth",
 )  # fmt: skip
