@@ -33,12 +33,16 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor as its file's header describes it; `dtype` is the safetensors name."""
+    """One stored tensor as its file's header describes it; `dtype` is the safetensors name.
+
+    Where it is a slice of a stored tensor, as one expert of a fused one, `part_of` is the stored tensor's name.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     range: ByteRange
+    part_of: str | None = None
 
     @property
     def nbytes(self) -> int:

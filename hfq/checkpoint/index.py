@@ -125,9 +125,12 @@ class Checkpoint:
         return _read_json(path)
 
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` entries on which all files agree."""
-        entries = [set(header.metadata.items()) for header in self.headers.values()]
-        return dict(set.intersection(*entries)) if entries else {}
+        """The `__metadata__` entries of all files, but for those on which two files disagree."""
+        merged: dict[str, str] = {}
+        disputed: set[str] = set()
+        for header in self.headers.values():
+            disputed |= {key for key, value in header.metadata.items() if merged.setdefault(key, value) != value}
+        return {key: value for key, value in merged.items() if key not in disputed}
 
 
 def _no_weights(root: Path) -> CheckpointError:

@@ -5,15 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hfq.errors import FormatError
-from hfq.formats import fp8, gptq
-from hfq.formats.base import FORMATS, ActivationScheme, Format
+from hfq.formats import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp4,
+    fp8,
+    gpt_oss,
+    gptq,
+    hqq,
+    modelopt,
+    quanto,
+    torchao,
+)
+from hfq.formats.base import FORMATS, ActivationScheme, Dialect, Format
+from hfq.formats.dense import Dense
+from hfq.formats.fused import split_experts
+from hfq.formats.plugins import load_plugin
+from hfq.formats.refusals import refuse_unreadable
 from hfq.spec import TensorInfo
 
 __all__ = [
-    "FORMATS",  "ActivationScheme", "Format", "NotPackedError", "detect_formats", "fp8", "gptq", "tensors_by_module",
+    "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "awq", "bitsandbytes", "compressed_tensors",
+    "detect_formats", "fp4", "fp8", "gpt_oss", "gptq", "hqq", "modelopt", "quanto", "tensors_by_module", "torchao",
 ]  # fmt: skip
 
 _DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
+_NESTED = ".weight."
+"""Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of optimum-quanto."""
 
 
 class NotPackedError(FormatError):
@@ -21,11 +40,18 @@ class NotPackedError(FormatError):
 
 
 def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Groups stored tensors by the module they stand beside, each under its local name."""
+    """Groups stored tensors by the module they stand beside, each under its local name.
+
+    Fused tensors of packed experts are split: each expert is a module of its own.
+    """
     modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in tensors.items():
-        module, _, local = name.rpartition(".")
-        modules.setdefault(module, {})[local] = info
+    for name, info in split_experts(tensors).items():
+        module, nested, local = name.partition(_NESTED)
+        if nested and module:
+            modules.setdefault(module, {})[f"weight.{local}"] = info
+        else:
+            module, _, local = name.rpartition(".")
+            modules.setdefault(module, {})[local] = info
     return modules
 
 
@@ -34,12 +60,14 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
 
     Args:
         modules: As `tensors_by_module` gives them.
-        config: The checkpoint's `quantization_config`; may be empty.
+        config: The checkpoint's `quantization_config`, and what `detection_hints` adds to it; may be empty.
 
     Raises:
         NotPackedError: No module is packed in a dialect that hfq reads.
         FormatError: A config contradicts the tensors.
     """
+    load_plugin(config)
+    refuse_unreadable(modules, config)
     found: dict[str, Format] = {}
     for module, tensors in modules.items():
         for candidate in FORMATS.values():
@@ -61,12 +89,16 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
         return NotPackedError(
-            "The checkpoint is not quantized; nothing was loaded.", file=file, expected=f"tensors packed as {' or '.join(FORMATS)}",
+            "The checkpoint is not quantized; nothing was loaded.", file=file, expected=f"tensors packed as {_names()}",
             found=f"{found}; no quantization_config",
             fix="load it without HfqConfig, or quantize it first",
         )  # fmt: skip
     return NotPackedError(
         f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.", file=file,
-        expected=f"tensors packed as {' or '.join(FORMATS)}", found=found,
+        expected=f"tensors packed as {_names()}", found=found,
         fix="load it with the library that wrote it, or re-export it in one of these dialects",
     )  # fmt: skip
+
+
+def _names() -> str:
+    return ", ".join(name for name, cls in FORMATS.items() if cls.dialects)

@@ -12,7 +12,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["ActivationScheme", "FORMATS", "FLOATS", "Format", "bounded_int"]
+__all__ = ["ActivationScheme", "Dialect", "FORMATS", "FLOATS", "Format", "bounded_int"]
 
 FORMATS: dict[str, type[Format]] = {}
 """Every readable dialect family by name; a subclass of `Format` registers itself when its file is imported."""
@@ -22,12 +22,13 @@ FLOATS = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """How a checkpoint wants the activations of a module quantized to FP8 e4m3.
+    """How a checkpoint wants the activations of a module quantized.
 
     Attributes:
         strategy: One scale for the whole tensor, one for each token, or one for each `group_size` channels of a token.
         scale_name: The tensor that holds the static scale; None where scales are taken from the activation itself.
         group_size: Channels that share a scale, for `strategy="group"`.
+        dtype: `e4m3` or `int8`, which hfq rounds to; any other text says what it cannot.
         upper_bound: A dynamic scale is computed from amplitudes of at most this (fbgemm's `activation_scale_ub`).
     """
 
@@ -35,6 +36,28 @@ class ActivationScheme:
     scale_name: str | None = None
     group_size: int | None = None
     upper_bound: float | None = None
+    dtype: str = "e4m3"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One row of `docs/formats.md`: a dialect that a format reads.
+
+    Attributes:
+        name: What its users call it.
+        writers: The tools that write it.
+        tensors: Its tensors, as they are named on disk.
+        cases: The rows of the contract suite that it passes (tests/contract/cases.py).
+        goldens: The files of tests/data/goldens that another project's tool wrote; empty for what no tool writes on a CPU.
+        is_emitted: Whether hfq writes it for others to read (every dialect can be packed, for tests).
+    """
+
+    name: str
+    writers: str
+    tensors: str
+    cases: tuple[str, ...]
+    goldens: tuple[str, ...] = ()
+    is_emitted: bool = False
 
 
 class Format(ABC):
@@ -45,9 +68,12 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
+    dialects: ClassVar[tuple[Dialect, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            return  # what several dialects have in common, and no dialect itself
         if cls.name in FORMATS:
             raise TypeError(f"two formats are named {cls.name!r}")
         FORMATS[cls.name] = cls
@@ -68,6 +94,14 @@ class Format(ABC):
         Raises:
             FormatError: The tensors are of this dialect, and the config contradicts them or is out of range.
         """
+
+    def sized(self, in_features: int, out_features: int) -> Format:
+        """This format with the size of its layer, for dialects whose tensors do not tell it.
+
+        Raises:
+            FormatError: The tensors cannot be those of a layer of this size.
+        """
+        return self
 
     @abstractmethod
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -106,6 +140,16 @@ class Format(ABC):
         Raises:
             FormatError: The dialect cannot hold a weight of this shape.
         """
+
+    @property
+    @abstractmethod
+    def codes_name(self) -> str:
+        """The local name of the tensor that holds the codes."""
+
+    @property
+    def bits_per_code(self) -> int:
+        """The bits that one code takes in the file."""
+        return getattr(self, "num_bits", 8)
 
     @property
     def row_multiple(self) -> int:

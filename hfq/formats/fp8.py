@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.fp8_config import Hints, read_hints
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
@@ -58,6 +58,22 @@ class Fp8(Format):
     """
 
     name = "fp8"
+    dialects = (
+        Dialect(
+            "FP8 fine-grained (fp32, bf16 or ue8m0 scales)", "transformers, DeepSeek, Qwen, auto-round", "weight, weight_scale_inv",
+            ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"), ("hf-fp8-block128",), is_emitted=True,
+        ),
+        Dialect(
+            "compressed-tensors float-quantized, mxfp8-quantized", "llmcompressor, compressed-tensors, auto-round",
+            "weight, weight_scale, input_scale", ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
+            ("ct-fp8-static-tensor", "ct-fp8-dynamic-channel"), is_emitted=True,
+        ),
+        Dialect("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
+        Dialect("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
+        Dialect("ModelOpt FP8 (tensor, channel, 2-D blocks)", "nvidia-modelopt", "weight, weight_scale, input_scale", ("fp8-modelopt-blocks",)),
+        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",)),
+        Dialect("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
+    )  # fmt: skip
     codes_dtype: str = "F8_E4M3"
     strategy: Strategy = "channel"
     block_structure: tuple[int, int] | None = None
@@ -101,6 +117,10 @@ class Fp8(Format):
             shape = self.input_scale_shape if self.input_scale_shape in ((), (1,)) else (1,)
             specs.append(TensorSpec(self.input_scale_name, FLOATS, shape, "scale"))
         return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    @property
+    def codes_name(self) -> str:
+        return "weight"
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:

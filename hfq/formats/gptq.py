@@ -7,7 +7,8 @@
 
     W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
-Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. How v1 adds the
+Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. `"gptq_p"` (gptqmodel's planar layout, 2 to 8
+bits) stores z, and lays 32 codes out in bit planes in place of one stream. How v1 adds the
 one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on the masked field for 3 bits),
 AutoGPTQ on each field without a mask.
 """
@@ -22,17 +23,19 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Format, bounded_int
+from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
 from hfq.formats.gptq_config import (
     BITS,
+    PLANAR_BITS,
     ZeroReading,
     is_awq,
+    is_planar,
     module_options,
     read_group_size,
     read_zero_reading,
     stored_bits,
 )
-from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
 from hfq.formats.values import check_finite, check_index
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -48,22 +51,36 @@ class Gptq(Format):
     """GPTQ with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:
-        num_bits: 2, 3, 4 or 8.
+        num_bits: 2, 3, 4 or 8; 2 to 8 where planar.
         group_size: Input channels that share a scale; -1 for all.
         symmetric: Whether the config calls the zero points constant.
         zero_reading: How a stored zero point becomes the real one.
         g_idx_length: The length of `g_idx` in the file, None where it is absent.
         needs_g_idx: Whether the config says `desc_act`, so that without `g_idx` the groups are unknown.
+        is_planar: Whether codes and zero points lie in bit planes (`gptq_p`).
         act_order: Whether the groups are scattered over the input (`desc_act`); settled by `resolve`.
     """
 
     name = "gptq"
+    dialects = (
+        Dialect(
+            "GPTQ v1 (checkpoint_format gptq)", "gptqmodel, AutoGPTQ, auto-round (auto_gptq)", "qweight, qzeros, scales, g_idx",
+            ("gptq-v1-w4-sym", "gptq-v1-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w2-sym", "gptq-v1-w8-channel", "gptq-autogptq-w4"),
+            ("gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact"), is_emitted=True,
+        ),
+        Dialect(
+            "GPTQ v2 (gptq_v2)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-v2-w4-asym",),
+            ("gptqmodel-gptq-w4g32-asym-v2",), is_emitted=True,
+        ),
+        Dialect("GPTQ planar (gptq_p)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-planar-w3", "gptq-planar-w5")),
+    )  # fmt: skip
     num_bits: int = 4
     group_size: int = 128
     symmetric: bool = True
     zero_reading: ZeroReading = "stored"
     g_idx_length: int | None = None
     needs_g_idx: bool = False
+    is_planar: bool = False
     act_order: bool = False
 
     @classmethod
@@ -71,8 +88,9 @@ class Gptq(Format):
         if "qweight" not in tensors or is_awq(tensors, config):
             return None
         options = module_options(module, config)
-        hinted = bounded_int(options, "bits", lambda bits: bits in BITS, "2, 3, 4 or 8", module)
-        stored = stored_bits(tensors)
+        allowed = PLANAR_BITS if is_planar(config) else BITS
+        hinted = bounded_int(options, "bits", lambda bits: bits in allowed, f"one of {allowed}", module)
+        stored = stored_bits(tensors, allowed)
         if stored is not None and hinted is not None and stored != hinted:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
@@ -91,6 +109,7 @@ class Gptq(Format):
             zero_reading=read_zero_reading(module, config, num_bits),
             g_idx_length=g_idx.numel if g_idx is not None else None,
             needs_g_idx=bool(options.get("desc_act", False)),
+            is_planar=is_planar(config),
         )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -106,7 +125,7 @@ class Gptq(Format):
                 "The groups of a GPTQ layer without g_idx do not divide its input.", found=f"{in_features} input channels",
                 expected=f"a multiple of group_size={self.group_size}", fix="correct group_size in config.json",
             )  # fmt: skip
-        words_in, words_out = -(-in_features * self.num_bits // 32), -(-out_features * self.num_bits // 32)
+        words_in, words_out = self._words(in_features), self._words(out_features)
         needs_g_idx = self.needs_g_idx and groups > 1
         g_idx = self.g_idx_length if self.g_idx_length in (0, 1) and not needs_g_idx else in_features
         return (
@@ -118,6 +137,10 @@ class Gptq(Format):
         )
 
     @property
+    def codes_name(self) -> str:
+        return "qweight"
+
+    @property
     def row_multiple(self) -> int:
         return 32
 
@@ -126,7 +149,7 @@ class Gptq(Format):
         return out_features, words * 32 // self.num_bits
 
     def describe(self) -> str:
-        version = "v2" if self.zero_reading == "stored" else "v1"
+        version = "planar" if self.is_planar else "v2" if self.zero_reading == "stored" else "v1"
         kind = "sym" if self.symmetric else "asym"
         order = " act-order" if self.act_order else ""
         return f"gptq {version} int{self.num_bits} g{self.group_size} {kind}{order}"
@@ -155,7 +178,7 @@ class Gptq(Format):
         stop, in_features = start + panel.shape[0], panel.shape[1]
         scales = tensors["scales"][:, start:stop].to(torch.float32)
         zeros = self._zeros(tensors["qzeros"], start, stop)
-        codes = unpack_stream(tensors["qweight"][:, start:stop], self.num_bits, in_features)
+        codes = self._unpack(tensors["qweight"][:, start:stop], in_features)
         weight, groups = panel.t(), scales.shape[0]
         span = in_features if self.group_size == -1 else self.group_size
         if not self.act_order and span * groups == in_features:
@@ -199,7 +222,7 @@ class Gptq(Format):
             zeros = (-low / scales.float()).round().clamp(least, top)
         codes = (grouped / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
         tensors = {
-            "qweight": pack_stream(codes.reshape(in_features, out_features), self.num_bits),
+            "qweight": self._pack(codes.reshape(in_features, out_features)),
             "qzeros": self._store_zeros(zeros.to(torch.int32)),
             "scales": scales,
         }
@@ -207,13 +230,16 @@ class Gptq(Format):
             tensors["g_idx"] = torch.arange(in_features, dtype=torch.int32) // span
         return tensors
 
+    def _words(self, count: int) -> int:
+        return -(-count // 32) * self.num_bits if self.is_planar else -(-count * self.num_bits // 32)
+
     def _zeros(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
         first = start * self.num_bits // 32
         words = qzeros[:, first : -(-stop * self.num_bits // 32)].t()
         if self.zero_reading == "word_plus_one":
             words = words + _WORD_ONES[self.num_bits]
-        zeros = unpack_stream(words, self.num_bits, stop - first * 32 // self.num_bits).t()
+        zeros = self._unpack(words, stop - first * 32 // self.num_bits).t()
         if self.zero_reading == "field_plus_one":
             zeros = zeros + 1
         if self.zero_reading == "masked_plus_one":
@@ -222,17 +248,23 @@ class Gptq(Format):
 
     def _store_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
         if self.zero_reading == "word_plus_one":
-            return (pack_stream(zeros.t(), self.num_bits) - _WORD_ONES[self.num_bits]).t().contiguous()
+            return (self._pack(zeros.t()) - _WORD_ONES[self.num_bits]).t().contiguous()
         if self.zero_reading != "stored":
             zeros = (zeros - 1) & ((1 << self.num_bits) - 1)
-        return pack_stream(zeros.t(), self.num_bits).t().contiguous()
+        return self._pack(zeros.t()).t().contiguous()
+
+    def _unpack(self, words: torch.Tensor, count: int) -> torch.Tensor:
+        return (unpack_planes if self.is_planar else unpack_stream)(words, self.num_bits, count)
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        return (pack_planes if self.is_planar else pack_stream)(codes.to(torch.int32), self.num_bits)
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
         middle = 1 << (self.num_bits - 1)
-        if not self.symmetric:
+        if not self.symmetric or self.is_planar:
             return self.zero_reading
-        stored = unpack_stream(qzeros.t(), self.num_bits, count)
+        stored = self._unpack(qzeros.t(), count)
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
             logger.warning("%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module)

@@ -10,13 +10,14 @@ from hfq.formats.base import bounded_int
 from hfq.formats.patterns import matches
 from hfq.spec import TensorInfo
 
-__all__ = ["BITS", "ZeroReading", "is_awq", "module_options", "read_group_size", "read_zero_reading", "stored_bits"]
+__all__ = ["BITS", "PLANAR_BITS", "ZeroReading", "is_awq", "is_planar", "module_options", "read_group_size", "read_zero_reading", "stored_bits"]
 
 BITS = (2, 3, 4, 8)
+PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)
 ZeroReading = Literal["stored", "field_plus_one", "masked_plus_one", "word_plus_one"]
 """How a stored zero point becomes the real one: as it is, or with one added in one of three ways."""
 
-_CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
+_CHECKPOINT_FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
 def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
@@ -26,18 +27,23 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
     return qweight.shape[1] != scales.shape[1] and "g_idx" not in tensors
 
 
-def stored_bits(tensors: Mapping[str, TensorInfo]) -> int | None:
+def is_planar(config: Mapping) -> bool:
+    """Whether the config names gptqmodel's planar layout."""
+    return (config.get("checkpoint_format") or config.get("format")) == "gptq_p"
+
+
+def stored_bits(tensors: Mapping[str, TensorInfo], allowed: tuple[int, ...] = BITS) -> int | None:
     """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
     qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
     if qzeros is None or scales is None or len(qzeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
         return None
-    candidates = [bits for bits in BITS if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
+    candidates = [bits for bits in allowed if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
     return candidates[0] if len(candidates) == 1 else None
 
 
 def module_options(module: str, config: Mapping) -> dict:
     """The config's options for one module: the first matching rule of `dynamic` overrides the rest."""
-    options = dict(config)
+    options = dict(config) | _extra_options(module, config)
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping):
         raise _bad_config("dynamic", rules, "{pattern: {option: value}}")
@@ -48,6 +54,17 @@ def module_options(module: str, config: Mapping) -> dict:
                 raise _bad_config("dynamic", overrides, "{option: value}")
             return options if negative else options | dict(overrides)
     return options
+
+
+def _extra_options(module: str, config: Mapping) -> dict:
+    """auto-round's overrides for one module: by its name, else by a pattern."""
+    extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
+        raise _bad_config("extra_config", extra, "{module: {option: value}}")
+    if module in extra:
+        return dict(extra[module])
+    special = {name: options for name, options in extra.items() if set(name) & set("*+?[(^$|\\")}
+    return next((dict(options) for name, options in special.items() if matches(name, module, "extra_config")), {})
 
 
 def read_group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping, num_bits: int) -> int:
@@ -68,7 +85,7 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
             file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),
             fix="re-export the checkpoint with checkpoint_format='gptq'",
         )  # fmt: skip
-    if label == "gptq_v2":
+    if label in ("gptq_v2", "gptq_p"):
         return "stored"
     meta = config.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None

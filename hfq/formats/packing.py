@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_stream", "unpack_stream"]
+__all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_stream", "unpack_words"]
+
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+"""The widths of the bit planes of a code, the lowest first."""
 
 
 def unpack_stream(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
@@ -49,4 +52,57 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     wide = codes.to(torch.int64) << (bits % 32)[:, None]
     words.index_add_(0, bits // 32, wide & 0xFFFFFFFF)
     words.index_add_(0, bits // 32 + 1, wide >> 32)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words)[:-1].to(torch.int32)
+    return _signed(words)[:-1]
+
+
+def unpack_words(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
+    """As `unpack_stream`, where no code straddles two words: `32 // num_bits` codes a word, the rest of it unused."""
+    shifts = torch.arange(32 // num_bits, dtype=torch.int32, device=words.device) * num_bits
+    codes = (words[:, None, :] >> shifts[None, :, None]) & ((1 << num_bits) - 1)
+    return codes.flatten(0, 1)[:count]
+
+
+def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The inverse of `unpack_words`."""
+    share = 32 // num_bits
+    padded = torch.nn.functional.pad(codes.to(torch.int64), (0, 0, 0, -codes.shape[0] % share))
+    shifts = torch.arange(share, device=codes.device) * num_bits
+    return _signed((padded.unflatten(0, (-1, share)) << shifts[None, :, None]).sum(1))
+
+
+def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
+    """As `unpack_stream`, for gptqmodel's planar layout (`gptq_p`).
+
+    32 codes take `num_bits` words: first the words of the low plane, then those of the higher ones. A plane of width w holds w
+    bits of each code, 32 / w codes a word.
+
+    Args:
+        words: int32 [W, n], W a multiple of `num_bits`.
+        num_bits: 2 to 8.
+        count: The codes to take, at most `W * 32 // num_bits`.
+    """
+    blocks = words.unflatten(0, (-1, num_bits))
+    codes = torch.zeros(blocks.shape[0], 32, words.shape[1], dtype=torch.int32, device=words.device)
+    first = offset = 0
+    for width in _PLANES[num_bits]:
+        shifts = torch.arange(0, 32, width, dtype=torch.int32, device=words.device)
+        plane = (blocks[:, first : first + width, None] >> shifts[:, None]) & ((1 << width) - 1)
+        codes |= plane.flatten(1, 2) << offset
+        first, offset = first + width, offset + width
+    return codes.flatten(0, 1)[:count]
+
+
+def pack_planes(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The inverse of `unpack_planes`, for a multiple of 32 codes."""
+    blocks = codes.to(torch.int64).unflatten(0, (-1, 32))
+    words, offset = [], 0
+    for width in _PLANES[num_bits]:
+        shifts = torch.arange(0, 32, width, device=codes.device)
+        plane = (blocks >> offset) & ((1 << width) - 1)
+        words.append((plane.unflatten(1, (width, -1)) << shifts[:, None]).sum(2))
+        offset += width
+    return _signed(torch.cat(words, 1).flatten(0, 1))
+
+
+def _signed(words: torch.Tensor) -> torch.Tensor:
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["as_source", "source_config"]
+__all__ = ["as_source", "detection_hints", "source_config"]
 
 
 def as_source(stored: object) -> dict:
@@ -36,3 +36,18 @@ def source_config(checkpoint: Checkpoint) -> dict | None:
         return {"quant_method": "gptq", **gptq}
     modelopt = (checkpoint.side_file("hf_quant_config.json") or {}).get("quantization")
     return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else None
+
+
+def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
+    """All that a checkpoint says about its dialect, for `detect_formats`.
+
+    Args:
+        checkpoint: The checkpoint.
+        source: Its `quantization_config`.
+
+    Returns:
+        The config's own keys, `__metadata__` (of the safetensors files) and `quanto_qmap` (optimum-quanto's side file).
+    """
+    hints = {**(source or {}), "__metadata__": checkpoint.metadata()}
+    qmap = checkpoint.side_file("quanto_qmap.json")
+    return hints if qmap is None else {**hints, "quanto_qmap": qmap}

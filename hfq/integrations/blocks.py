@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfq.integrations.matching import Match
-from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
 from hfq.spec import TensorInfo
 from hfq.streaming.streamer import Block, DenseParameter
 
@@ -16,23 +16,24 @@ __all__ = ["find_blocks"]
 
 
 def find_blocks(
-    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedLinear], hidden: Iterable[str]
+    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedModule], hidden: Iterable[str]
 ) -> list[Block]:
     """The blocks of a model, each with its parts that do not rest where they compute.
 
     Args:
         model: The loaded model; the classes in its `_no_split_modules` are blocks.
         match: Where its tensors are stored.
-        packed: The packed modules that move, by name.
-        hidden: The tensors that transformers did not load, by name; the dense ones among them move.
+        packed: The packed modules that move, by name; experts among them are read when they are routed to, and not before.
+        hidden: The dense tensors that transformers did not load, by name.
     """
     dense: dict[str, list[DenseParameter]] = {}
     for name in sorted(hidden):
         module, _, local = name.rpartition(".")
         owner, info = model.get_submodule(module), _stored(name, model, match)
         parameter = owner._parameters.get(local)
-        if info is not None and parameter is not None and not isinstance(owner, PackedLinear):
+        if info is not None and parameter is not None:
             dense.setdefault(module, []).append(DenseParameter(owner, local, info))
+    packed = {name: module for name, module in packed.items() if match.packed[name].slot.kind != "expert"}
     return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
 
 
@@ -49,7 +50,7 @@ def _collect(
     name: str,
     module: nn.Module,
     whole: set[str],
-    packed: Mapping[str, PackedLinear],
+    packed: Mapping[str, PackedModule],
     dense: Mapping[str, list[DenseParameter]],
 ) -> Iterable[Block]:
     children = list(module.named_children())

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from hfq.checkpoint import Checkpoint
-from hfq.errors import FormatError, SetupError, nearest
+from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.integrations.compat import opened_checkpoint
 from hfq.integrations.matching import Match
+from hfq.modules.packed import PackedModule
 
-__all__ = ["check_bias", "check_not_converted", "open_files", "planned_dtypes", "refuse_zero3"]
+__all__ = [
+    "check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes", "refuse_zero3",
+]  # fmt: skip
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -68,4 +73,26 @@ def check_not_converted(names: list[str] | None, match: Match, model: nn.Module)
             raise SetupError(
                 f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.", found=", ".join(packed[:5]) or name,
                 expected="modules that the checkpoint stores as floats", fix="remove it from modules_to_not_convert",
+            )  # fmt: skip
+
+
+def check_merged(match: Match, offloaded: Iterable[str]) -> None:
+    """Refuses to offload a dense parameter that transformers makes of several stored tensors: no file holds it as it is."""
+    for name in sorted(offloaded):
+        if name in match.merged:
+            raise PlacementError(
+                "device_map offloads a parameter that the checkpoint stores in several parts; nothing was loaded.", tensor=name,
+                expected="a home where it computes", found=", ".join(match.merged[name][:4]),
+                fix="give the module of this parameter a home that computes, as the CPU or the GPU",
+            )  # fmt: skip
+
+
+def check_one_home(packed: Mapping[str, PackedModule], homes: Mapping[str, str]) -> None:
+    """Refuses a device_map that sends the tensors of one packed row to several homes."""
+    for name, module in packed.items():
+        found = {homes[f"{name}.{local}"] for local in module.infos}
+        if len(found) > 1:
+            raise PlacementError(
+                "device_map splits a packed layer; nothing was loaded.", tensor=name, expected="one home for all its tensors",
+                found=", ".join(sorted(found)), fix="name modules in device_map, not tensors",
             )  # fmt: skip

@@ -32,11 +32,12 @@ from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
 
-__all__ = ["opened_checkpoint", "patch_auto_factory", "patch_modeling_utils", "show_device"]
+__all__ = ["opened_checkpoint", "passed_key_mapping", "patch_auto_factory", "patch_modeling_utils", "show_device"]
 
 _active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
 _opened: ContextVar[Checkpoint | None] = ContextVar("hfq_opened_checkpoint", default=None)
+_key_mapping: ContextVar[dict[str, str] | None] = ContextVar("hfq_key_mapping", default=None)
 
 
 def opened_checkpoint(files: list[str]) -> Checkpoint:
@@ -45,6 +46,11 @@ def opened_checkpoint(files: list[str]) -> Checkpoint:
     if checkpoint is not None and set(checkpoint.headers) == set(files):
         return checkpoint
     return Checkpoint.from_files(files)
+
+
+def passed_key_mapping() -> dict[str, str] | None:
+    """The `key_mapping` that this load's `from_pretrained` was given, which upstream does not hand to quantizers."""
+    return _key_mapping.get()
 
 
 def patch_modeling_utils(module: Any) -> None:
@@ -151,7 +157,7 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
     if checkpoint is not None:
         check_sizes(checkpoint)
         source_config(checkpoint)
-    token, active = _opened.set(checkpoint), _active.set(True)
+    token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
     try:
         with _one_load:
             return load()
@@ -170,6 +176,7 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
     finally:
         _opened.reset(token)
         _active.reset(active)
+        _key_mapping.reset(mapping)
 
 
 def _failed(path: Any, error: Exception) -> SetupError:

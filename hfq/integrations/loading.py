@@ -21,13 +21,22 @@ from hfq.checkpoint import Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.source import source_config
 from hfq.integrations.blocks import find_blocks
-from hfq.integrations.checks import check_bias, check_not_converted, open_files, planned_dtypes, refuse_zero3
-from hfq.integrations.compat import show_device
+from hfq.integrations.checks import (
+    check_bias,
+    check_merged,
+    check_not_converted,
+    check_one_home,
+    open_files,
+    planned_dtypes,
+    refuse_zero3,
+)
+from hfq.integrations.compat import passed_key_mapping, show_device
 from hfq.integrations.matching import Match, match_model
+from hfq.integrations.saving import stored_state
+from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
-from hfq.kernels.table import choose_kernel
-from hfq.modules.linear import PackedLinear
-from hfq.modules.row import ArenaRow, is_mappable, map_row, map_tensor
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, is_mappable, map_row
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.streaming.streamer import Streamer
@@ -57,9 +66,10 @@ class Loading:
         self.model = model
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
-        self.match: Match = match_model(model, self.checkpoint, source or {})
+        self.match: Match = match_model(model, self.checkpoint, source or {}, passed_key_mapping())
         check_not_converted(config.modules_to_not_convert, self.match, model)
-        self.linears = self._swap()
+        self.packed = swap_packed(model, self.match, self.config, self._dtypes)
+        self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
         self.plan = Plan(())
         self.homes: dict[str, str] = {}
         self.main = "cpu"
@@ -78,9 +88,11 @@ class Loading:
         self.homes, self.main = homes, execution_device(homes.values())
         check_present(set(homes.values()))
         self._check_supported()
-        self._hidden |= {name for name in names if self._is_offloaded(name)}
-        for name in self._hidden:
+        offloaded = {name for name in names if self._is_offloaded(name)}
+        check_merged(self.match, offloaded)
+        for name in offloaded:
             self._prepare(name)
+        self._hidden |= offloaded
         if device_map is not None:
             executes = execution_map(device_map, homes, self.main)
             device_map.clear()
@@ -95,58 +107,37 @@ class Loading:
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         self._check_ties()
-        blocks = find_blocks(self.model, self.match, self._moving_linears(), self._hidden)
-        if blocks:
-            self.streamer = Streamer(blocks, self.reader, self.main)
+        moving = self._moving()
+        blocks = find_blocks(self.model, self.match, moving, self._hidden - self._packed_names)
+        on_demand = [module for name, module in moving.items() if self.match.packed[name].slot.kind == "expert"]
+        if blocks or on_demand:
+            self.streamer = Streamer(blocks, self.reader, self.main, on_demand)
             show_device(self.model, torch.device(self.main))
+        self._conversions = getattr(self.model, "_weight_conversions", None)
+        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
         if self._user_map is not None:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
             logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
         logger.info(
             "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %d bytes read", self.checkpoint.root,
-            time.perf_counter() - self._started, len(self.linears), self.describe_formats(), self.plan,
+            time.perf_counter() - self._started, len(self.packed), self.describe_formats(), self.plan,
             self.reader.counters.bytes_read,
         )  # fmt: skip
 
     def describe_formats(self) -> str:
         """The distinct formats of the model."""
-        return ", ".join(sorted({linear.weight_format.describe() for linear in self.linears.values()}))
+        return ", ".join(sorted({module.weight_format.describe() for module in self.packed.values()}))
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the model, packed ones under their on-disk names and as their on-disk bytes.
+        """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files' metadata."""
+        state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
+        return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-        What rests on disk is given as a view of the mapped checkpoint (a dense tensor: cast to the model's dtype).
-        """
-        state = dict(model.state_dict())
-        for name, linear in self.linears.items():
-            for local, info in linear.infos.items():
-                if state[f"{name}.{local}"].is_meta:
-                    state[f"{name}.{local}"] = map_tensor(self.reader, info)
-        for name, tensor in list(state.items()):
-            if tensor.is_meta and name in self.match.dense:
-                state[name] = map_tensor(self.reader, self.match.dense[name]).to(tensor.dtype)
-            elif tensor.is_meta:
-                del state[name]
-        state |= {name: map_tensor(self.reader, self.checkpoint.tensors[name]) for name in self.match.kept}
-        metadata = {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
-        return state, metadata
-
-    def _swap(self) -> dict[str, PackedLinear]:
-        kernel = choose_kernel(self.config.kernel)
-        linears = {}
-        for name, packed in self.match.packed.items():
-            linear, parent = packed.linear, self.model.get_submodule(name.rpartition(".")[0])
-            scheme = packed.format.activation_scheme if self.config.activations == "checkpoint" else None
-            swapped = PackedLinear(name, linear.in_features, linear.out_features, packed.format, packed.infos, kernel, scheme)
-            setattr(parent, name.rpartition(".")[2], swapped.train(linear.training))
-            linears[name] = swapped
-        return linears
-
-    def _moving_linears(self) -> dict[str, PackedLinear]:
+    def _moving(self) -> dict[str, PackedModule]:
         """The packed modules that do not rest where they compute."""
-        homes = {name: self.homes[f"{name}.{next(iter(linear.infos))}"] for name, linear in self.linears.items()}
-        return {name: self.linears[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
+        homes = {name: self.homes[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
+        return {name: self.packed[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
 
     def _check_ties(self) -> None:
         """Two loads at once can leave transformers' tying switched off (see compat.py); a head would then be random."""
@@ -168,8 +159,7 @@ class Loading:
                     tensor.data = tensor.data.to(dtype)
 
     def _hide_packed(self) -> None:
-        self._hidden = {f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos}
-        self._hidden |= {f"{name}.packed_row" for name in self.linears}
+        self._hidden = self._packed_names | {f"{name}.packed_row" for name in self.packed}
         # hfq has judged every stored tensor itself: transformers must not report the hidden ones as unexpected
         self.model._keys_to_ignore_on_load_unexpected = {".*"}
 
@@ -179,13 +169,14 @@ class Loading:
                 del state_dict[name]
 
     def _tensor_names(self) -> list[str]:
-        packed = [f"{name}.{local}" for name, linear in self.linears.items() for local in linear.infos]
-        return [*packed, *self.model.state_dict()]
+        return list(dict.fromkeys([*sorted(self._packed_names), *self.model.state_dict()]))
 
     def _is_offloaded(self, name: str) -> bool:
+        """Whether a dense parameter rests elsewhere than where it computes."""
         home = self.homes[name]
         is_parameter = name in self.match.dense or name in self.model.all_tied_weights_keys
-        return is_parameter and not self._is_buffer(name) and (home == "disk" or (home == "cpu" and self.main != "cpu"))
+        is_dense = is_parameter and name not in self._packed_names and not self._is_buffer(name)
+        return is_dense and (home == "disk" or (home == "cpu" and self.main != "cpu"))
 
     def _is_buffer(self, name: str) -> bool:
         module, _, local = name.rpartition(".")
@@ -196,19 +187,13 @@ class Loading:
         module, _, local = name.rpartition(".")
         owner = self.model.get_submodule(module)
         parameter = owner._parameters.get(local)
-        if parameter is not None and not isinstance(owner, PackedLinear):
+        if parameter is not None:
             parameter = nn.Parameter(parameter.data.to(self._dtypes.get(name, parameter.dtype)), requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 
     def _check_supported(self) -> None:
-        for name, linear in self.linears.items():
-            homes = {self.homes[f"{name}.{local}"] for local in linear.infos}
-            if len(homes) > 1:
-                raise PlacementError(
-                    "device_map splits a packed layer; nothing was loaded.", tensor=name, expected="one home for all its tensors",
-                    found=", ".join(sorted(homes)), fix="name modules in device_map, not tensors",
-                )  # fmt: skip
+        check_one_home(self.packed, self.homes)
         accelerators = {home for home in self.homes.values() if home not in ("cpu", "disk")}
         offloaded = {home for home in self.homes.values() if home in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
@@ -220,7 +205,7 @@ class Loading:
 
     def _make_plan(self, names: Iterable[str]) -> Plan:
         entries = []
-        stored = {f"{name}.{local}": info for name, linear in self.linears.items() for local, info in linear.infos.items()}
+        stored = {f"{name}.{local}": info for name, module in self.packed.items() for local, info in module.infos.items()}
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in names:
             home = self.homes[name]
@@ -235,30 +220,26 @@ class Loading:
 
     def _load_rows(self) -> None:
         """Brings every packed row home, and checks the values of its small tensors wherever it rests."""
-        for name, linear in self.linears.items():
-            home = self.homes[f"{name}.{next(iter(linear.infos))}"]
-            codes = {spec.name for spec in linear.weight_format.tensor_specs(*_sizes(linear)) if spec.role == "codes"}
-            small = {local: info for local, info in linear.infos.items() if local not in codes}
+        for name, module in self.packed.items():
+            home = self.homes[f"{name}.{next(iter(module.infos))}"]
+            codes = module.weight_format.codes_name
+            small = {local: info for local, info in module.infos.items() if local != codes}
             tensors = ArenaRow.read(self.reader, small).tensors()
-            linear.weight_format = linear.weight_format.resolve(name, tensors)
-            check_bias(name, tensors.get("bias"), self.match.packed[name].linear.bias is not None)
+            module.weight_format = module.weight_format.resolve(name, tensors)
+            check_bias(name, tensors.get("bias"), self.match.packed[name].slot.has_bias)
             if home == "disk":
                 continue
             if home != "cpu":
-                row = ArenaRow.read(self.reader, linear.infos)
-                linear.hold_row(ArenaRow(row.buffer.to(home), row.segments))
-            elif self.config.backing != "arena" and is_mappable(linear.infos):
-                linear.hold(map_row(self.reader, linear.infos))
+                row = ArenaRow.read(self.reader, module.infos)
+                module.hold_row(ArenaRow(row.buffer.to(home), row.segments))
+            elif self.config.backing != "arena" and is_mappable(module.infos):
+                module.hold(map_row(self.reader, module.infos))
             elif self.config.backing == "mapped":
                 raise PlacementError(
                     "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
-                    file=next(iter(linear.infos.values())).range.file, expected="tensors aligned to their own dtype",
-                    found=", ".join(f"{i.name} at byte {i.range.offset}" for i in linear.infos.values()),
+                    file=next(iter(module.infos.values())).range.file, expected="tensors aligned to their own dtype",
+                    found=", ".join(f"{i.name} at byte {i.range.offset}" for i in module.infos.values()),
                     fix='pass HfqConfig(backing="auto")',
                 )  # fmt: skip
             else:
-                linear.hold_row(ArenaRow.read(self.reader, linear.infos))
-
-
-def _sizes(linear: PackedLinear) -> tuple[int, int]:
-    return linear.in_features, linear.out_features
+                module.hold_row(ArenaRow.read(self.reader, module.infos))

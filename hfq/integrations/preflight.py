@@ -19,7 +19,6 @@ __all__ = ["check_arguments", "check_sizes", "open_local"]
 _UNSUPPORTED = {
     "gguf_file": "load GGUF files with transformers alone",
     "state_dict": "pass the folder of the checkpoint instead",
-    "key_mapping": "rename the tensors on disk; key_mapping is not supported by hfq yet",
     "tp_plan": "use device_map; tensor parallelism is not supported by hfq yet",
     "tp_size": "use device_map; tensor parallelism is not supported by hfq yet",
     "distributed_config": "use device_map; hfq does not support distributed_config yet",

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 
-from hfq.errors import PlacementError, SetupError
+from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.formats.dtypes import torch_dtype
 from hfq.kernels.activations import quantize_activations
 from hfq.kernels.table import Kernel
-from hfq.modules.row import ArenaRow
-from hfq.spec import Segment, TensorInfo
+from hfq.modules.packed import PackedModule
+from hfq.spec import TensorInfo
 
 __all__ = ["PackedLinear"]
 
-_ARENA = "packed_row"
 
-
-class PackedLinear(nn.Module):
-    """Replaces `nn.Linear` for one packed module.
-
-    Its tensors are frozen parameters under their on-disk names (`hold`), or one flat frozen uint8 parameter `packed_row`
-    (`hold_row`); `state_dict` speaks on-disk names either way. Before either they are on `meta`, as they are for a module
-    that rests on disk: then `onload` lends it a row for one forward and `offload` takes it back. Casting the module
-    (`half()`, `to(dtype)`) leaves every packed tensor as it is.
+class PackedLinear(PackedModule):
+    """Replaces `nn.Linear`, transformers' `Conv1D`, or one projection of one expert.
 
     Args:
         name: The module's name in the model, for messages.
@@ -49,59 +39,8 @@ class PackedLinear(nn.Module):
         kernel: Kernel,
         scheme: ActivationScheme | None = None,
     ) -> None:
-        super().__init__()
-        self.name, self.in_features, self.out_features = name, in_features, out_features
-        self.weight_format, self.infos, self.kernel, self.scheme = weight_format, dict(infos), kernel, scheme
-        self._segments: Mapping[str, Segment] | None = None
-        self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self.hold({local: _on_meta(info) for local, info in self.infos.items()})
-
-    def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
-        self._parameters.clear()
-        self._segments = None
-        for local, tensor in tensors.items():
-            self.register_parameter(local, _frozen(tensor))
-
-    def hold_row(self, row: ArenaRow) -> None:
-        """Keeps one arena as the frozen parameter `packed_row`."""
-        self._parameters.clear()
-        self._segments = row.segments
-        self.register_parameter(_ARENA, _frozen(row.buffer))
-
-    def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lends the module tensors to compute with until `offload`, in this thread alone."""
-        self._onloaded = threading.get_ident(), tensors
-
-    def offload(self) -> None:
-        """Takes back what `onload` lent."""
-        self._onloaded = None
-
-    def packed_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they can be computed with.
-
-        Raises:
-            PlacementError: The module rests elsewhere and was not onloaded.
-        """
-        lent = self._onloaded
-        if lent is not None and lent[0] == threading.get_ident():
-            return lent[1]
-        tensors = self.resting_tensors()
-        if any(tensor.is_meta for tensor in tensors.values()):
-            if self.fetch is not None:
-                return self.fetch()
-            raise PlacementError(
-                f"{self.name} was used before its weights were loaded.", expected="loaded or onloaded weights",
-                found="weights on meta", fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
-            )  # fmt: skip
-        return tensors
-
-    def resting_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they rest; on meta for a module that rests on disk."""
-        if self._segments is None:
-            return {local: parameter.data for local, parameter in self._parameters.items() if parameter is not None}
-        return ArenaRow(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
+        super().__init__(name, in_features, out_features, weight_format, infos)
+        self.kernel, self.scheme = kernel, scheme
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         if activations.shape[-1] != self.in_features or not activations.is_floating_point():
@@ -111,42 +50,6 @@ class PackedLinear(nn.Module):
                 found=str(list(activations.shape)), fix="check the model's config against the checkpoint",
             )  # fmt: skip
         return _Multiply.apply(activations, self)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight_format.describe()}"
-
-    def _apply(self, fn, recurse=True):
-        """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype touches."""
-        for local, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            flat = parameter.data.reshape(-1).view(torch.uint8)
-            moved = fn(flat).view(parameter.dtype).view(parameter.shape)
-            self._parameters[local] = _frozen(moved)
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True):
-        """Packed tensors stay frozen, whatever is asked of the layer."""
-        return self
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        for local, tensor in self.resting_tensors().items():
-            destination[prefix + local] = tensor
-
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        tensors = self.resting_tensors()
-        for local, tensor in tensors.items():
-            found = state_dict.get(prefix + local)
-            if found is None:
-                missing.append(prefix + local)
-            elif tensor.is_meta:
-                errors.append(f"{prefix + local}: rests on disk, where nothing is written")
-            elif found.shape != tensor.shape or found.dtype != tensor.dtype:
-                errors.append(f"{prefix + local}: expected {tensor.dtype} {list(tensor.shape)}, found {found.dtype} "
-                              f"{list(found.shape)}; packed tensors are never cast")  # fmt: skip
-            else:
-                tensor.copy_(found)
-        unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
 
 
 class _Multiply(torch.autograd.Function):
@@ -167,13 +70,3 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx, *grads: torch.Tensor):
         module = ctx.module
         return module.kernel.linear_grad(grads[0], module.packed_tensors(), module.weight_format), None
-
-
-def _on_meta(info: TensorInfo) -> torch.Tensor:
-    return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
-
-
-def _frozen(tensor: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(tensor, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers never initialises a packed tensor
-    return parameter

@@ -17,7 +17,7 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import SetupError
-from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, arena_layout, read_tensor
 from hfq.spec import TensorInfo
 
@@ -39,7 +39,7 @@ class Block:
 
     name: str
     module: nn.Module
-    packed: tuple[PackedLinear, ...]
+    packed: tuple[PackedModule, ...]
     dense: tuple[DenseParameter, ...]
 
 
@@ -53,9 +53,12 @@ class Streamer:
         blocks: The blocks, none within another.
         reader: Reads the checkpoint.
         device: Where the blocks compute.
+        on_demand: Packed modules that are fetched when they compute and belong to no block, as routed experts.
     """
 
-    def __init__(self, blocks: Sequence[Block], reader: Reader, device: str) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = ()
+    ) -> None:
         self.blocks, self._reader, self._device = tuple(blocks), reader, torch.device(device)
         self._lock = threading.RLock()
         sizes = [sum(arena_layout(linear.infos)[1] for linear in block.packed) for block in blocks]
@@ -66,6 +69,8 @@ class Streamer:
                 self._wrap(part)
             for linear in block.packed:
                 linear.fetch = lambda linear=linear: self._fetch(linear)
+        for module in on_demand:
+            module.fetch, module.is_away = lambda module=module: self._fetch(module), True
 
     def __deepcopy__(self, memo: dict) -> Streamer:
         raise SetupError(
@@ -110,7 +115,7 @@ class Streamer:
                 resting.append((slot, parameter))
                 slot.module._parameters[slot.local] = nn.Parameter(value, requires_grad=False)
 
-    def _fetch(self, linear: PackedLinear, buffer: torch.Tensor | None = None) -> Mapping[str, torch.Tensor]:
+    def _fetch(self, linear: PackedModule, buffer: torch.Tensor | None = None) -> Mapping[str, torch.Tensor]:
         """A module's tensors on the device: from the checkpoint for one that rests on disk, else from where it rests."""
         tensors = linear.resting_tensors()
         if any(tensor.is_meta for tensor in tensors.values()):

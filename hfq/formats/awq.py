@@ -1,0 +1,220 @@
+"""AWQ in its three layouts, 4 bits a code.
+
+gemm (AutoAWQ, gptqmodel, auto-round):
+    qweight I32 [in, out / 8], qzeros I32 [groups, out / 8], scales [groups, out]
+    Nibble i of a word holds column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i].          W[n, k] = (q - z) * s
+gemv:
+    qweight I32 [out, in / 8], qzeros I32 [out, w], scales [out, 8 w]
+    Nibbles in order; groups first, then padding.                              W[n, k] = (q - z) * s
+gemv_fast (llm-awq: `scaled_zeros` in place of `qzeros`):
+    qweight I16 [out / 4, in], scales and qzeros [8 w, out], qzeros = -(z * s)
+    Rows are interleaved by four, and channels reordered within 32.            W[n, k] = q * s + qzeros
+
+Format: AutoAWQ's `WQLinear_GEMM`, `WQLinear_GEMV`, `WQLinear_GEMVFast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
+from hfq.formats.gptq_config import is_awq
+from hfq.formats.groups import apply_groups, check_divides
+from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["Awq"]
+
+Version = Literal["gemm", "gemv", "gemv_fast"]
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column: the inverse of _ORDER
+
+
+@dataclass(frozen=True)
+class Awq(Format):
+    """AWQ with the parameters of one module; see the file's docstring for the layouts.
+
+    Attributes:
+        version: The layout.
+        group_size: Input channels that share a scale; -1 for all.
+        zeros_name: `qzeros`, or `scaled_zeros` in files of llm-awq.
+    """
+
+    name = "awq"
+    dialects = (
+        Dialect(
+            "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales", ("awq-gemm",),
+            ("gptqmodel-awq-gemm",),
+        ),
+        Dialect("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv",)),
+        Dialect("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
+                ("autoawq-gemv_fast",)),
+    )  # fmt: skip
+    version: Version = "gemm"
+    group_size: int = 128
+    zeros_name: str = "qzeros"
+    num_bits = 4
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Awq | None:
+        if "qweight" not in tensors or not is_awq(tensors, config):
+            return None
+        _check_config(module, config)
+        qweight, scales = tensors["qweight"], tensors.get("scales")
+        is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] == 8 * qweight.shape[-1]
+        version: Version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
+        hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
+        in_features = {"gemm": qweight.shape[0], "gemv": 8 * qweight.shape[-1], "gemv_fast": qweight.shape[-1]}[version]
+        if hinted is None:
+            hinted = _guess_group_size(version, in_features, scales)
+        zeros_name = "scaled_zeros" if "scaled_zeros" in tensors else "qzeros"
+        return cls(version=version, group_size=hinted, zeros_name=zeros_name)
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        span = in_features if self.group_size == -1 else self.group_size
+        check_divides(in_features, span, "AWQ")
+        multiple = {"gemm": 1, "gemv": 8, "gemv_fast": 64}[self.version]
+        check_divides(in_features, multiple, f"AWQ {self.version}", "a word")
+        share = {"gemm": 8, "gemv": 1, "gemv_fast": 4}[self.version]
+        if out_features % share:
+            raise FormatError(
+                f"AWQ {self.version} cannot hold a layer of this output size.", expected=f"a multiple of {share}",
+                found=f"{out_features} output channels", fix="check the config's sizes, or leave this layer dense",
+            )  # fmt: skip
+        groups = in_features // span
+        width = zeros_width(in_features, span)
+        codes, zeros, scales, dtype, zero_dtypes = {
+            "gemm": ((in_features, out_features // 8), (groups, out_features // 8), (groups, out_features), "I32", ("I32",)),
+            "gemv": ((out_features, in_features // 8), (out_features, width), (out_features, 8 * width), "I32", ("I32",)),
+            "gemv_fast": ((out_features // 4, in_features), (8 * width, out_features), (8 * width, out_features), "I16", FLOATS),
+        }[self.version]
+        return (
+            TensorSpec("qweight", (dtype,), codes, "codes"),
+            TensorSpec(self.zeros_name, zero_dtypes, zeros, "zero_point"),
+            TensorSpec("scales", FLOATS, scales, "scale"),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
+
+    @property
+    def codes_name(self) -> str:
+        return "qweight"
+
+    @property
+    def row_multiple(self) -> int:
+        return {"gemm": 8, "gemv": 1, "gemv_fast": 4}[self.version]
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        first, second = tensors["qweight"].shape
+        return {"gemm": (8 * second, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[self.version]
+
+    def describe(self) -> str:
+        return f"awq {self.version} int4 g{self.group_size}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Awq:
+        check_finite(module, "scales", tensors["scales"])
+        if self.version == "gemv_fast":
+            check_finite(module, self.zeros_name, tensors[self.zeros_name])
+        return self
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        stop, in_features = start + panel.shape[0], panel.shape[1]
+        span = in_features if self.group_size == -1 else self.group_size
+        groups = in_features // span
+        qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
+        if self.version == "gemm":
+            panel.copy_(_unpack_columns(qweight, start, stop).t())
+            zero, scale = _unpack_columns(zeros, start, stop).t(), scales[:, start:stop].t()
+        elif self.version == "gemv":
+            panel.copy_(unpack_stream(qweight[start:stop].t(), 4, in_features).t())
+            zero, scale = unpack_stream(zeros[start:stop].t(), 4, groups).t(), scales[start:stop, :groups]
+        else:
+            panel.copy_(_deinterleave(qweight[start // 4 : -(-stop // 4)])[: stop - start])
+            zero, scale = zeros[:groups, start:stop].t(), scales[:groups, start:stop].t()
+            apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
+            apply_groups(panel, torch.Tensor.add_, zero.to(torch.float32), span)
+            return
+        apply_groups(panel, torch.Tensor.sub_, zero.to(torch.float32), span)
+        apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        self.tensor_specs(in_features, out_features)
+        span = in_features if self.group_size == -1 else self.group_size
+        grouped = weight.detach().to(torch.float32).unflatten(1, (-1, span))
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scale = torch.where(high == low, 1, (high - low) / 15).to(torch.float16)
+        zero = (-low / scale.float()).round().clamp(0, 15)
+        codes = (grouped / scale.float()[:, :, None] + zero[:, :, None]).round().clamp(0, 15)
+        codes, zero = codes.flatten(1).to(torch.int32), zero.to(torch.int32)
+        if self.version == "gemm":
+            return {"qweight": _pack_columns(codes.t()), "qzeros": _pack_columns(zero.t()), "scales": scale.t().contiguous()}
+        padding = (0, 8 * zeros_width(in_features, span) - zero.shape[1])
+        zero, scale = torch.nn.functional.pad(zero, padding), torch.nn.functional.pad(scale, padding)
+        if self.version == "gemv":
+            packed = {"qweight": pack_stream(codes.t(), 4), "qzeros": pack_stream(zero.t(), 4)}
+            return {name: words.t().contiguous() for name, words in packed.items()} | {"scales": scale}
+        scaled = -(zero.float() * scale.float()).to(torch.float16)
+        return {"qweight": _interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
+
+
+def zeros_width(in_features: int, group_size: int) -> int:
+    """The words of zero points in a row: AutoAWQ's `calculate_zeros_width`."""
+    multiple = {64: 2, 32: 4}.get(group_size, 1)
+    return multiple * -(-(-(-(in_features // group_size) // 8)) // multiple)
+
+
+def _check_config(module: str, config: Mapping) -> None:
+    bounded_int(config, "bits", lambda bits: bits == 4, "4, the bits of AWQ's layouts", module)
+    version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
+    if config.get("quant_method") == "awq" and str(version).lower() not in ("gemm", "gemv", "gemv_fast", "llm-awq"):
+        raise FormatError(
+            f"version={version!r} is an AWQ layout that hfq does not read; nothing was loaded.", tensor=module, file="config.json",
+            expected="gemm, gemv, gemv_fast or llm-awq", found=repr(version), fix="re-export the checkpoint with version='gemm'",
+        )  # fmt: skip
+
+
+def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | None) -> int:
+    """The group size by the shape of the scales, where the config does not say."""
+    if scales is None or len(scales.shape) != 2 or not all(scales.shape):
+        return 128
+    if version == "gemm":
+        return max(in_features // scales.shape[0], 1)
+    width = scales.shape[1 if version == "gemv" else 0] // 8
+    return next((size for size in (128, 64, 32) if in_features >= size and zeros_width(in_features, size) == width), 128)
+
+
+def _unpack_columns(words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Columns [start, stop) of gemm's words; start is a multiple of 8."""
+    shifts = torch.tensor(_PLACES, dtype=torch.int32, device=words.device) * 4
+    part = words[:, start // 8 : -(-stop // 8)]
+    return ((part[:, :, None] >> shifts) & 15).flatten(1)[:, : stop - start]
+
+
+def _pack_columns(codes: torch.Tensor) -> torch.Tensor:
+    ordered = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
+    return pack_stream(ordered.t(), 4).t().contiguous()
+
+
+def _deinterleave(words: torch.Tensor) -> torch.Tensor:
+    """gemv_fast's words, int16 [out / 4, in], as codes [out, in]."""
+    quads, in_features = words.shape
+    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
+    rows = ((words.to(torch.int32)[:, :, None] >> shifts) & 15).view(quads, in_features // 64, 4, 64)
+    codes = rows.transpose(1, 2).reshape(4 * quads, in_features // 32, 4, 2, 4)
+    codes = codes.transpose(3, 4).reshape(4 * quads, in_features // 32, 4, 4, 2)
+    return codes.transpose(2, 3).reshape(4 * quads, in_features)
+
+
+def _interleave(codes: torch.Tensor) -> torch.Tensor:
+    out_features, in_features = codes.shape
+    codes = codes.view(out_features, in_features // 32, 4, 4, 2).transpose(2, 3)
+    codes = codes.reshape(out_features, in_features // 32, 4, 4, 2).transpose(3, 4).reshape(out_features // 4, 4, -1, 64)
+    nibbles = codes.transpose(1, 2).reshape(out_features // 4, in_features // 64, 64, 4)
+    words = (nibbles << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(3)
+    return torch.where(words >= 1 << 15, words - (1 << 16), words).view(out_features // 4, in_features).to(torch.int16)

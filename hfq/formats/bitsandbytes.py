@@ -1,0 +1,260 @@
+"""bitsandbytes: LLM.int8() rows, and 4-bit blocks (nf4, fp4) with plain or double-quantized scales.
+
+int8:   weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
+        W[n, k] = weight[n, k] * SCB[n] / 127
+4-bit:  weight [ceil(out * in / 2) bytes, 1], U8 or another storage dtype: codes of the flattened weight, high nibble first
+        weight.quant_map F32 [16]                    the value of each code
+        weight.absmax F32 [out * in / blocksize]     the scale of each block of the flattened weight, or, double-quantized:
+        weight.absmax U8, weight.nested_absmax F32 [n / 256], weight.nested_quant_map F32 [256]
+        weight.quant_state.bitsandbytes__nf4 U8      JSON: quant_type, blocksize, dtype, shape, nested_blocksize, nested_offset
+        W.flat[i] = quant_map[code[i]] * absmax[i // blocksize]
+        absmax[j] = nested_quant_map[stored[j]] * nested_absmax[j // nested_blocksize] + nested_offset
+
+Format: bitsandbytes' `Int8Params`, `QuantState.as_dict(packed=True)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, Dialect, Format
+from hfq.formats.dtypes import torch_dtype
+from hfq.formats.fp4 import E2M1
+from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.values import check_finite
+from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
+
+__all__ = ["Bnb4Bit", "BnbInt8"]
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_STORAGES = ("U8", "I8", "BF16", "F16", "F32")
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = tuple(value / 6 for value in E2M1)
+
+
+@dataclass(frozen=True)
+class BnbInt8(ScaledCodes):
+    """LLM.int8(); see the file's docstring."""
+
+    name = "bitsandbytes-int8"
+    codes, scale = "weight", "SCB"
+    multiplier = 1 / 127
+    dialects = (
+        Dialect("bitsandbytes int8", "bitsandbytes, transformers", "weight I8, SCB, weight_format", ("bitsandbytes-int8",),
+                ("bitsandbytes-int8",)),
+    )  # fmt: skip
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> BnbInt8 | None:
+        weight = tensors.get("weight")
+        says_int8 = config.get("quant_method") == "bitsandbytes" and config.get("load_in_8bit", config.get("_load_in_8bit"))
+        if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or not ("SCB" in tensors or says_int8):
+            return None
+        return cls(scale_shape=(weight.shape[0],), others=other_tensors(tensors, ("weight_format",)))
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> BnbInt8:
+        check_finite(module, "SCB", tensors["SCB"])
+        layout = int(tensors["weight_format"].reshape(-1)[0]) if "weight_format" in tensors else 0
+        if layout != 0:
+            raise FormatError(
+                "An int8 weight of bitsandbytes lies in tiles, which hfq does not read; nothing was loaded.",
+                tensor=f"{module}.weight_format", expected="0 (row)", found=f"{layout} (col32, turing or ampere tiles)",
+                fix="load it with the bitsandbytes that wrote it and save it again with a current one",
+            )  # fmt: skip
+        return self
+
+
+@dataclass(frozen=True)
+class Bnb4Bit(Format):
+    """nf4 and fp4 with the parameters of one module; see the file's docstring.
+
+    Attributes:
+        quant_type: `nf4` or `fp4`.
+        storage: The dtype that the bytes of the codes are stored as.
+        is_nested: Whether the scales are quantized, too.
+        blocksize: Weights that share a scale.
+        nested_blocksize: Scales that share a scale.
+        nested_offset: What is added to a double-quantized scale.
+        state_nbytes: The length of the JSON.
+        size: (out, in) of the layer.
+    """
+
+    name = "bitsandbytes-4bit"
+    dialects = (
+        Dialect("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
+                ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16"), ("bitsandbytes-nf4",)),
+        Dialect("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers", "also weight.nested_absmax, weight.nested_quant_map",
+                ("bitsandbytes-nf4-nested",), ("bitsandbytes-nf4-dq",)),
+        Dialect("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4",)),
+    )  # fmt: skip
+    quant_type: str = "nf4"
+    storage: str = "U8"
+    is_nested: bool = False
+    blocksize: int = 64
+    nested_blocksize: int = 256
+    nested_offset: float = 0.0
+    state_nbytes: int = 0
+    size: tuple[int, int] = (0, 0)
+    num_bits = 4
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Bnb4Bit | None:
+        state = next((name for name in tensors if name.startswith(_STATE)), None)
+        weight, absmax = tensors.get("weight"), tensors.get("weight.absmax")
+        if weight is None or (state is None and absmax is None and "weight.quant_map" not in tensors):
+            return None
+        if weight.dtype not in _STORAGES:
+            return None
+        quant_type = state.removeprefix(_STATE) if state else str(config.get("bnb_4bit_quant_type") or "nf4")
+        hinted = config.get("bnb_4bit_quant_type")
+        is_named = config.get("load_in_4bit", config.get("_load_in_4bit")) is True
+        if quant_type not in ("nf4", "fp4") or (is_named and hinted in ("nf4", "fp4") and hinted != quant_type):
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
+                tensor=f"{module}.{state}", expected="nf4 or fp4, as config.json says", found=f"{quant_type}; config: {hinted!r}",
+                fix="correct bnb_4bit_quant_type in config.json",
+            )  # fmt: skip
+        return cls(
+            quant_type=quant_type,
+            storage=weight.dtype,
+            is_nested=absmax is not None and absmax.dtype == "U8",
+            state_nbytes=tensors[state].numel if state else 0,
+        )
+
+    def sized(self, in_features: int, out_features: int) -> Bnb4Bit:
+        return dataclasses.replace(self, size=(out_features, in_features))
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        nbytes = -(-in_features * out_features // 2)
+        blocks = -(-in_features * out_features // self.blocksize)
+        words = -(-nbytes * 8 // DTYPE_BITS[self.storage])
+        specs = [
+            TensorSpec("weight", (self.storage,), (words, 1), "codes"),
+            TensorSpec("weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "scale"),
+            TensorSpec("weight.quant_map", ("F32",), (16,), "scale"),
+            TensorSpec(_STATE + self.quant_type, ("U8",), (self.state_nbytes,), "meta"),
+        ]
+        if self.is_nested:
+            specs.append(TensorSpec("weight.nested_absmax", ("F32",), (-(-blocks // self.nested_blocksize),), "scale"))
+            specs.append(TensorSpec("weight.nested_quant_map", ("F32",), (256,), "scale"))
+        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    @property
+    def codes_name(self) -> str:
+        return "weight"
+
+    @property
+    def row_multiple(self) -> int:
+        return 1 if self.size[1] % 2 == 0 else 2
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        return self.size
+
+    def describe(self) -> str:
+        return f"bitsandbytes {self.quant_type}{' double-quantized' if self.is_nested else ''}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Bnb4Bit:
+        for name in ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"):
+            if name in tensors:
+                check_finite(module, name, tensors[name])
+        state = self._read_state(module, tensors)
+        expected = {"quant_type": self.quant_type, "blocksize": self.blocksize, "shape": list(self.size)}
+        if self.is_nested:
+            expected["nested_blocksize"] = self.nested_blocksize
+        wrong = [f"{key}: expected {value}, found {state.get(key)!r}" for key, value in expected.items() if state.get(key) != value]
+        offset = state.get("nested_offset", 0.0)
+        if type(offset) not in (int, float) or not abs(offset) < 1e30:
+            wrong.append(f"nested_offset: expected a finite number, found {offset!r}")
+        if wrong:
+            raise FormatError(
+                "The quantization state of a layer contradicts its tensors; nothing was loaded.", problems=wrong,
+                tensor=f"{module}.{_STATE}{self.quant_type}", fix="the checkpoint is damaged, or of another model: download it again",
+            )  # fmt: skip
+        return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        first, count = start * panel.shape[1], panel.numel()
+        packed = tensors["weight"].reshape(-1).view(torch.uint8)[first // 2 : -(-(first + count) // 2)]
+        byte = torch.arange(256, device=panel.device)
+        values = tensors["weight.quant_map"].to(torch.float32)
+        pairs = torch.stack([values[byte >> 4], values[byte & 15]], 1)
+        flat = panel.view(-1)
+        if count % 2:
+            flat.copy_(pairs[packed.to(torch.int32)].view(-1)[:count])
+        else:
+            flat.view(-1, 2).copy_(pairs[packed.to(torch.int32)])
+        blocks = slice(first // self.blocksize, -(-(first + count) // self.blocksize))
+        absmax = self._absmax(tensors, blocks)
+        if first % self.blocksize == 0 and count % self.blocksize == 0:
+            flat.view(-1, self.blocksize).mul_(absmax[:, None])
+        else:
+            skipped = first - blocks.start * self.blocksize
+            flat.mul_(absmax.repeat_interleave(self.blocksize)[skipped : skipped + count])
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        flat = torch.nn.functional.pad(weight.detach().to(torch.float32).flatten(), (0, -weight.numel() % self.blocksize))
+        blocks = flat.view(-1, self.blocksize)
+        values = torch.tensor(_NF4 if self.quant_type == "nf4" else _FP4)
+        absmax = blocks.abs().amax(1)
+        absmax = torch.where(absmax == 0, 1, absmax)
+        state: dict[str, object] = {"quant_type": self.quant_type, "blocksize": self.blocksize, "dtype": "bfloat16"}
+        state["shape"] = [out_features, in_features]
+        stored = {"weight.quant_map": values, "weight.absmax": absmax}
+        if self.is_nested:
+            offset = float(absmax.mean())
+            table = torch.linspace(-1, 1, 256)
+            padded = torch.nn.functional.pad(absmax - offset, (0, -absmax.numel() % self.nested_blocksize))
+            nested = padded.view(-1, self.nested_blocksize).abs().amax(1).clamp(min=1e-8)
+            codes = ((padded.view(-1, self.nested_blocksize) / nested[:, None] + 1) * 127.5).round()
+            stored["weight.absmax"] = codes.flatten()[: absmax.numel()].to(torch.uint8)
+            stored |= {"weight.nested_absmax": nested, "weight.nested_quant_map": table}
+            state |= {"nested_blocksize": self.nested_blocksize, "nested_dtype": "float32", "nested_offset": offset}
+            absmax = dataclasses.replace(self, nested_offset=offset)._absmax(stored, slice(None))
+        codes = (blocks / absmax[:, None]).flatten()[: weight.numel()]
+        nearest = _nearest(codes, values)
+        nearest = torch.nn.functional.pad(nearest, (0, nearest.numel() % 2))
+        packed = ((nearest[::2] << 4) | nearest[1::2]).to(torch.uint8)
+        item = DTYPE_BITS[self.storage] // 8
+        packed = torch.nn.functional.pad(packed, (0, -packed.numel() % item))
+        stored["weight"] = packed.view(torch_dtype(self.storage)).view(-1, 1)
+        stored[_STATE + self.quant_type] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return stored
+
+    def _absmax(self, tensors: Mapping[str, torch.Tensor], blocks: slice) -> torch.Tensor:
+        """The scales of these blocks, float32."""
+        absmax = tensors["weight.absmax"][blocks]
+        if not self.is_nested:
+            return absmax.to(torch.float32)
+        first = blocks.start or 0
+        group = torch.arange(first, first + absmax.numel(), device=absmax.device) // self.nested_blocksize
+        values = tensors["weight.nested_quant_map"][absmax.to(torch.int32)]
+        return values * tensors["weight.nested_absmax"][group] + self.nested_offset
+
+    def _read_state(self, module: str, tensors: Mapping[str, torch.Tensor]) -> dict:
+        name = _STATE + self.quant_type
+        try:
+            state = json.loads(bytes(tensors[name].tolist()).decode("utf-8"))
+            if not isinstance(state, dict):
+                raise ValueError(f"a {type(state).__name__}")
+        except (ValueError, RecursionError) as error:
+            raise FormatError(
+                "The quantization state of a layer cannot be read; nothing was loaded.", tensor=f"{module}.{name}",
+                expected="a JSON object", found=error, fix="the checkpoint is damaged: download it again",
+            ) from None  # fmt: skip
+        return state
+
+
+def _nearest(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    ordered, order = values.sort()
+    return order[torch.bucketize(codes, (ordered[1:] + ordered[:-1]) / 2)]

@@ -1,0 +1,105 @@
+"""What the config of compressed-tensors says about one module: hints beside the tensors, each checked for sanity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hfq.errors import FormatError
+from hfq.formats.base import ActivationScheme, bounded_int
+from hfq.formats.patterns import matches
+from hfq.spec import TensorInfo
+
+__all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_transforms", "unusable"]
+
+
+def group_of(module: str, config: Mapping) -> Mapping:
+    """The config group whose targets take this module: by exact name, else by `re:`, else by class.
+
+    Raises:
+        FormatError: The groups, or what one of them says of weights, are not of the form they must have.
+    """
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise unusable("config_groups", groups, "{name: {targets, weights, …}}")
+    ranks: list[tuple[int, Mapping]] = []
+    for group in groups.values():
+        targets = group.get("targets") or ()
+        if not isinstance(targets, (list, tuple)):
+            raise unusable("targets", targets, "a list of names")
+        ranks += [(rank, group) for target in targets if (rank := _rank(str(target), module)) is not None]
+    found = min(ranks, key=lambda pair: pair[0], default=(0, {}))[1]
+    if not isinstance(found.get("weights") or {}, Mapping):
+        raise unusable("weights", found.get("weights"), "an object")
+    return found
+
+
+def format_of(module: str, config: Mapping) -> str:
+    """The compression format that the config names for a module, or nothing."""
+    return str(group_of(module, config).get("format") or config.get("format") or "")
+
+
+def refuse_transforms(config: Mapping) -> None:
+    """Rotations of the activations and sparse weights change what a weight means.
+
+    Raises:
+        FormatError: The config asks for either.
+    """
+    transforms, sparsity = config.get("transform_config"), config.get("sparsity_config")
+    if transforms:
+        raise unusable("transform_config", transforms, "none: hfq applies no transforms")
+    if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
+        raise unusable("sparsity_config", sparsity, "dense weights")
+
+
+def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> ActivationScheme | None:
+    """How a group's `input_activations` wants activations quantized.
+
+    Raises:
+        FormatError: The options have no usable group size.
+    """
+    if not isinstance(options, Mapping) or not options:
+        return None
+    kind, bits = options.get("type", "int"), options.get("num_bits", 8)
+    strategy, is_dynamic = options.get("strategy"), options.get("dynamic") is True
+    if (kind, bits) == ("float", 8) and is_dynamic:
+        if strategy == "group":
+            size = bounded_int(options, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", "activations")
+            if size is None:
+                raise unusable("group_size", size, "a size for activations of strategy group")
+            return ActivationScheme("group", group_size=size)
+        return ActivationScheme("tensor" if strategy == "tensor" else "token")
+    if (kind, bits) == ("float", 8) and options.get("dynamic") is False and strategy in ("tensor", None):
+        return None if "input_scale" not in tensors else ActivationScheme("tensor", scale_name="input_scale")
+    if (kind, bits) == ("int", 8) and is_dynamic and options.get("symmetric", True) and strategy in ("token", "tensor"):
+        return ActivationScheme(strategy, dtype="int8")
+    return ActivationScheme("token", dtype=f"{bits}-bit {kind}")
+
+
+def read_block(value: object, key: str) -> tuple[int, int] | None:
+    """The (out, in) size of a block.
+
+    Raises:
+        FormatError: It is no pair of positive sizes.
+    """
+    if value is None:
+        return None
+    sizes = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 1 << 24 for size in sizes):
+        raise unusable(key, value, "two positive sizes, as [128, 128]")
+    return sizes[0], sizes[1]
+
+
+def unusable(key: str, value: object, expected: str) -> FormatError:
+    """The error for an option of a `quantization_config` that cannot be used."""
+    return FormatError(
+        f"quantization_config has an unusable {key}; nothing was loaded.", file="config.json", found=repr(value)[:80],
+        expected=expected, fix=f"correct {key} in config.json",
+    )  # fmt: skip
+
+
+def _rank(target: str, module: str) -> int | None:
+    if target == module:
+        return 0
+    if target.startswith("re:"):
+        return 1 if matches(target[3:], module, "config_groups") else None
+    return 2 if target == "Linear" else None

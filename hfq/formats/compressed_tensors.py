@@ -1,0 +1,273 @@
+"""compressed-tensors' integer dialects (its FP8 is in fp8.py, its FP4 in fp4.py).
+
+pack-quantized, 1 to 8 bits:
+
+    weight_packed      I32 [out, in * bits / 32]    code + 2**(bits - 1), a bit stream along the input
+    weight_scale       [out, groups], [out, 1] or [1]
+    weight_zero_point  I32 [out * bits / 32, groups]  only if asymmetric: packed along the output, offset as the codes
+    weight_g_idx       I32 [in]                     the group of each channel; only of old writers with actorder="group"
+    weight_shape       I64 [2]                      (out, in)
+
+int-quantized and naive-quantized: one I8 code a weight (also for 4 bits), weight_scale, weight_zero_point I8.
+
+    W[n, k] = (code[n, k] - zero_point[n, g]) * weight_scale[n, g]
+
+Format: compressed-tensors' `pack_to_int32`. Old writers let no code straddle two words: the width of `weight_packed` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
+from hfq.formats.compressed_config import group_of, read_activations, refuse_transforms
+from hfq.formats.groups import apply_groups, rows_of
+from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
+from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.values import check_finite, check_index
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["IntQuantized", "PackQuantized"]
+
+
+@dataclass(frozen=True)
+class IntQuantized(ScaledCodes):
+    """int-quantized and naive-quantized; see the file's docstring."""
+
+    name = "int-quantized"
+    codes, scale = "weight", "weight_scale"
+    dialects = (
+        Dialect(
+            "compressed-tensors int-quantized, naive-quantized", "llmcompressor, compressed-tensors",
+            "weight I8, weight_scale, weight_zero_point I8",
+            ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-int-quantized",),
+        ),
+    )  # fmt: skip
+    scheme: ActivationScheme | None = None
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> IntQuantized | None:
+        weight, scale = tensors.get("weight"), tensors.get("weight_scale")
+        if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
+            return None
+        if "SCB" in tensors or config.get("quant_method") in ("modelopt", "bitsandbytes"):
+            return None
+        refuse_transforms(config)
+        group = group_of(module, config)
+        weights = group.get("weights") or {}
+        is_asymmetric = weights.get("symmetric") is False or "weight_zero_point" in tensors
+        zero = tensors.get("weight_zero_point")
+        detected = cls(
+            codes_dtype="I8",
+            scale_shape=scale.shape if scale is not None else (weight.shape[0], 1),
+            zero_dtype=(zero.dtype if zero is not None else "I8") if is_asymmetric else None,
+            others=other_tensors(tensors, ("input_scale", "input_zero_point", "output_scale")),
+            scheme=read_activations(group.get("input_activations"), tensors),
+        )
+        hinted = bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module)
+        groups = detected.scale_shape[1] if detected.strategy == "group" and len(detected.scale_shape) == 2 else 1
+        if hinted and hinted > 0 and groups > 1 and -(-weight.shape[1] // hinted) != groups:
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
+                tensor=f"{module}.weight_scale", expected=f"groups of {hinted}", found=str(scale),
+                fix="correct group_size in config_groups of config.json",
+            )  # fmt: skip
+        return detected
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+
+@dataclass(frozen=True)
+class PackQuantized(Format):
+    """pack-quantized with the parameters of one module; see the file's docstring.
+
+    Attributes:
+        num_bits: 1 to 8.
+        is_straddling: Whether a code may lie in two words.
+        scale_shape: The shape of the scale on disk.
+        width: Words in a row of `weight_packed`.
+        is_symmetric: Whether there are no zero points.
+        zero_dtype: I32 where they are packed, I8 where they lie as they are.
+        has_g_idx: Whether the group of each channel is stored.
+        scheme: How the checkpoint wants activations quantized.
+        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        size: (out, in) of the layer.
+    """
+
+    name = "pack-quantized"
+    dialects = (
+        Dialect(
+            "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
+            "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
+            ("pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8"),
+            ("llmcompressor-pack-w4", "llmcompressor-pack-w4-asym", "llmcompressor-pack-w3"),
+        ),
+    )  # fmt: skip
+    num_bits: int = 4
+    is_straddling: bool = True
+    scale_shape: tuple[int, ...] = (1, 1)
+    width: int = 0
+    is_symmetric: bool = True
+    zero_dtype: str = "I32"
+    has_g_idx: bool = False
+    scheme: ActivationScheme | None = None
+    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    size: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> PackQuantized | None:
+        packed, scale = tensors.get("weight_packed"), tensors.get("weight_scale")
+        if packed is None or packed.dtype != "I32" or len(packed.shape) != 2:
+            return None
+        refuse_transforms(config)
+        group = group_of(module, config)
+        weights = group.get("weights") or {}
+        zero = tensors.get("weight_zero_point")
+        bits = bounded_int(weights, "num_bits", lambda bits: 1 <= bits <= 8, "1 to 8", module, default=0)
+        return cls(
+            num_bits=bits or 0,
+            scale_shape=scale.shape if scale is not None else (packed.shape[0], 1),
+            width=packed.shape[1],
+            is_symmetric=zero is None and weights.get("symmetric") is not False,
+            zero_dtype=zero.dtype if zero is not None and zero.dtype == "I8" else "I32",
+            has_g_idx="weight_g_idx" in tensors or weights.get("actorder") == "group",
+            scheme=read_activations(group.get("input_activations"), tensors),
+            others=other_tensors(tensors, ("input_scale", "input_zero_point", "input_global_scale")),
+        )
+
+    def sized(self, in_features: int, out_features: int) -> PackQuantized:
+        """Settles the bits by the width of a row, which must agree with the config."""
+        candidates = [self.num_bits] if self.num_bits else list(range(1, 9))
+        for is_straddling in (True, False):
+            for bits in candidates:
+                if self.width == _words(in_features, bits, is_straddling):
+                    return dataclasses.replace(
+                        self, num_bits=bits, is_straddling=is_straddling, size=(out_features, in_features)
+                    )
+        raise FormatError(
+            "The packed codes of a layer do not fit its input.", expected=f"{in_features} codes of "
+            + (f"{self.num_bits} bits, as config.json says" if self.num_bits else "1 to 8 bits"),
+            found=f"{self.width} words of 32 bits in a row", fix="correct num_bits in config_groups of config.json",
+        )  # fmt: skip
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        groups = self._groups(in_features)
+        scale = self.scale_shape if self.scale_shape in ((), (1,)) else (out_features, groups)
+        specs = [
+            TensorSpec("weight_packed", ("I32",), (out_features, _words(in_features, self.num_bits, self.is_straddling)), "codes"),
+            TensorSpec("weight_scale", FLOATS, scale, "scale"),
+            TensorSpec("weight_shape", ("I64", "I32"), (2,), "meta", optional=True),
+        ]
+        if not self.is_symmetric:
+            zero = (-(-out_features * self.num_bits // 32), groups) if self.zero_dtype == "I32" else scale
+            specs.append(TensorSpec("weight_zero_point", (self.zero_dtype,), zero, "zero_point"))
+        if self.has_g_idx:
+            specs.append(TensorSpec("weight_g_idx", ("I32",), (in_features,), "index", bound=groups))
+        specs += [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
+        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    @property
+    def codes_name(self) -> str:
+        return "weight_packed"
+
+    @property
+    def row_multiple(self) -> int:
+        return 1 if self.is_symmetric or self.zero_dtype != "I32" else 32
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        return self.size
+
+    def describe(self) -> str:
+        kind, order = "sym" if self.is_symmetric else "asym", " act-order" if self.has_g_idx else ""
+        sharing = "channel" if self.scale_shape in ((), (1,)) or self.scale_shape[1] == 1 else "group"
+        return f"pack-quantized int{self.num_bits} {sharing} {kind}{order}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> PackQuantized:
+        check_finite(module, "weight_scale", tensors["weight_scale"])
+        stored = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(self.size)
+        if stored != list(self.size):
+            raise FormatError(
+                "The stored shape of a layer is not its shape in the model; nothing was loaded.", tensor=f"{module}.weight_shape",
+                expected=list(self.size), found=stored, fix="check the model's config against the checkpoint",
+            )  # fmt: skip
+        if self.has_g_idx:
+            check_index(module, "weight_g_idx", tensors["weight_g_idx"], self._groups(0))
+        return self
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        (rows, in_features), stop = panel.shape, start + panel.shape[0]
+        unpack = unpack_stream if self.is_straddling else unpack_words
+        codes = unpack(tensors["weight_packed"][start:stop].t(), self.num_bits, in_features).t()
+        scale = rows_of(tensors["weight_scale"], start, stop)
+        zero = self._zeros(tensors, start, stop)
+        torch.sub(codes, 1 << (self.num_bits - 1), out=panel)
+        if self.has_g_idx:
+            group = tensors["weight_g_idx"].to(torch.int64)
+            if zero is not None:
+                panel.sub_(zero.expand(rows, -1)[:, group])
+            panel.mul_(scale.expand(rows, -1)[:, group])
+            return
+        group_size = -(-in_features // scale.shape[1])
+        if zero is not None:
+            apply_groups(panel, torch.Tensor.sub_, zero, group_size)
+        apply_groups(panel, torch.Tensor.mul_, scale, group_size)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        groups, half = self._groups(in_features), 1 << (self.num_bits - 1)
+        if in_features % groups:
+            raise FormatError(
+                "The groups of a layer do not divide its input.", expected=f"a multiple of {groups} groups",
+                found=f"{in_features} input channels", fix="choose another group_size",
+            )  # fmt: skip
+        grouped = weight.detach().to(torch.float32).reshape(out_features, groups, -1)
+        if self.is_symmetric:
+            scale, zero = grouped.abs().amax(2) / (half - 0.5), torch.zeros(out_features, groups)
+            scale = torch.where(scale == 0, 1, scale)
+        else:
+            low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+            scale = (high - low) / (2 * half - 1)
+            scale = torch.where(scale == 0, 1, scale)
+            zero = (-half - low / scale).round().clamp(-half, half - 1)
+        codes = (grouped / scale[:, :, None] + zero[:, :, None]).round().clamp(-half, half - 1).reshape(out_features, in_features)
+        pack = pack_stream if self.is_straddling else pack_words
+        stored = {
+            "weight_packed": pack((codes + half).to(torch.int32).t(), self.num_bits).t().contiguous(),
+            "weight_scale": scale.reshape(self.scale_shape if self.scale_shape in ((), (1,)) else scale.shape),
+            "weight_shape": torch.tensor([out_features, in_features]),
+        }
+        if not self.is_symmetric:
+            stored["weight_zero_point"] = pack_stream((zero + half).to(torch.int32), self.num_bits)
+        if self.has_g_idx:
+            stored["weight_g_idx"] = torch.arange(in_features, dtype=torch.int32) // (in_features // groups)
+        return stored
+
+    def _groups(self, in_features: int) -> int:
+        return self.scale_shape[1] if len(self.scale_shape) == 2 else 1
+
+    def _zeros(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
+        """The zero points of output rows [start, stop), float32 [rows, groups]."""
+        if self.is_symmetric:
+            return None
+        stored = tensors["weight_zero_point"]
+        if self.zero_dtype != "I32":
+            return rows_of(stored, start, stop)
+        first = start * self.num_bits // 32
+        words = stored[first : -(-stop * self.num_bits // 32)]
+        zeros = unpack_stream(words, self.num_bits, stop - first * 32 // self.num_bits)
+        return (zeros - (1 << (self.num_bits - 1))).to(torch.float32)
+
+
+def _words(in_features: int, num_bits: int, is_straddling: bool) -> int:
+    return -(-in_features * num_bits // 32) if is_straddling else -(-in_features // (32 // num_bits))

@@ -1,0 +1,261 @@
+"""FP4 E2M1 in its packings, two codes a byte, the even channel in the low nibble.
+
+NVFP4 (compressed-tensors nvfp4-pack-quantized, ModelOpt):
+    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale F8_E4M3 [out, in / 16]
+    weight_global_scale F32 [1] divides (compressed-tensors); weight_scale_2 F32 [] multiplies (ModelOpt)
+MXFP4 (compressed-tensors mxfp4-pack-quantized, auto-round):
+    weight_packed U8 [out, in / 2], weight_scale U8 or F8_E8M0 [out, in / 32]: 2**(u - 127)
+(The experts of gpt-oss are in gpt_oss.py.)
+
+    W[n, k] = e2m1(code[n, k]) * scale[n, k // group_size] (/ weight_global_scale, * weight_scale_2)
+
+Format: OCP Microscaling Formats 1.0 for E2M1 and E8M0; NVIDIA's NVFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.groups import apply_groups, check_divides
+from hfq.formats.scaled import other_tensors
+from hfq.formats.values import check_finite, check_positive
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["E2M1", "Mxfp4", "Nvfp4", "PackedFp4", "powers", "store_powers"]
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""The value of each 4-bit code."""
+
+_OTHERS = ("input_scale", "input_global_scale", "output_scale")
+
+
+@dataclass(frozen=True)
+class PackedFp4(Format):
+    """What the packings have in common; each names its tensors.
+
+    Attributes:
+        scheme: How the checkpoint wants activations quantized.
+        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+    """
+
+    codes: ClassVar[str] = "weight_packed"
+    scale: ClassVar[str] = "weight_scale"
+    group_size: ClassVar[int] = 32
+    num_bits: ClassVar[int] = 4
+    scheme: ActivationScheme | None = None
+    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    @property
+    def codes_name(self) -> str:
+        return self.codes
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        out_features, nbytes = tensors[self.codes_name].flatten(1).shape
+        return out_features, 2 * nbytes
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        stop = start + panel.shape[0]
+        packed = tensors[self.codes_name][start:stop].flatten(1)
+        panel.view(*packed.shape, 2).copy_(_pairs(panel.device)[packed.to(torch.int32)])
+        apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self.group_size)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        check_divides(in_features, self.group_size, self.name)
+        grouped = weight.detach().to(torch.float32).unflatten(1, (-1, self.group_size))
+        stored = self._quantize_scales(grouped.abs().amax(2))
+        steps = self._multiplier(stored, 0, out_features)
+        scaled = (grouped / torch.where(steps == 0, 1, steps)[:, :, None]).flatten(1)
+        bounds = torch.tensor([(low + high) / 2 for low, high in zip(_MAGNITUDES, _MAGNITUDES[1:], strict=False)])
+        codes = torch.bucketize(scaled.abs(), bounds) + 8 * (scaled < 0)
+        packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+        return {self.codes_name: self._shape_codes(packed), **stored}
+
+    def _shape_codes(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed
+
+    def _other_specs(self, out_features: int) -> tuple[TensorSpec, ...]:
+        specs = [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
+        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        """float32 [rows, groups]."""
+        raise NotImplementedError
+
+    def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Nvfp4(PackedFp4):
+    """NVFP4; see the file's docstring.
+
+    Attributes:
+        stored_codes_name: `weight_packed` (compressed-tensors) or `weight` (ModelOpt).
+        global_shape: The shape of the global scale on disk.
+    """
+
+    name = "nvfp4"
+    group_size = 16
+    dialects = (
+        Dialect(
+            "NVFP4 (compressed-tensors nvfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
+            "weight_packed U8, weight_scale F8_E4M3, weight_global_scale", ("nvfp4",), ("llmcompressor-nvfp4",),
+        ),
+        Dialect("NVFP4 (ModelOpt)", "nvidia-modelopt (on CUDA)", "weight U8, weight_scale F8_E4M3, weight_scale_2", ("nvfp4-modelopt",)),
+    )  # fmt: skip
+    stored_codes_name: str = "weight_packed"
+    global_shape: tuple[int, ...] = (1,)
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Nvfp4 | None:
+        codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
+        codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
+            return None
+        global_name = "weight_global_scale" if codes_name == "weight_packed" else "weight_scale_2"
+        says_nvfp4 = "nvfp4" in format_of(module, config) or config.get("quant_algo") == "NVFP4"
+        is_nvfp4 = says_nvfp4 if scale is None else scale.dtype == "F8_E4M3"
+        if not is_nvfp4 or (codes_name == "weight" and global_name not in tensors and not says_nvfp4):
+            return None
+        refuse_transforms(config)
+        stored = tensors.get(global_name)
+        return cls(
+            stored_codes_name=codes_name,
+            global_shape=stored.shape if stored is not None and stored.numel == 1 else (1,),
+            scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
+            others=other_tensors(tensors, _OTHERS),
+        )
+
+    @property
+    def codes_name(self) -> str:
+        return self.stored_codes_name
+
+    @property
+    def global_name(self) -> str:
+        """The global scale: one divides, the other multiplies."""
+        return "weight_global_scale" if self.stored_codes_name == "weight_packed" else "weight_scale_2"
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        check_divides(in_features, self.group_size, "NVFP4")
+        return (
+            TensorSpec(self.codes_name, ("U8",), (out_features, in_features // 2), "codes"),
+            TensorSpec("weight_scale", ("F8_E4M3",), (out_features, in_features // self.group_size), "scale"),
+            TensorSpec(self.global_name, ("F32", "BF16", "F16"), self.global_shape, "scale"),
+            *self._other_specs(out_features),
+        )
+
+    def describe(self) -> str:
+        return "nvfp4" if self.stored_codes_name == "weight_packed" else "nvfp4 modelopt"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Nvfp4:
+        check_finite(module, "weight_scale", tensors["weight_scale"])
+        check_finite(module, self.global_name, tensors[self.global_name])
+        check_positive(module, self.global_name, tensors[self.global_name])
+        return self
+
+    def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        scale, shared = tensors["weight_scale"][start:stop].to(torch.float32), tensors[self.global_name].to(torch.float32)
+        return scale / shared.reshape(1, 1) if self.global_name == "weight_global_scale" else scale * shared.reshape(1, 1)
+
+    def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+        shared = amax.amax().clamp(min=1e-12) / (448 * 6)
+        scale = (amax / 6 / shared).clamp(max=448).to(torch.float8_e4m3fn)
+        stored = 1 / shared if self.global_name == "weight_global_scale" else shared
+        others = {name: torch.ones(shape) for name, _, shape in self.others}
+        return {"weight_scale": scale, self.global_name: stored.reshape(self.global_shape), **others}
+
+
+@dataclass(frozen=True)
+class Mxfp4(PackedFp4):
+    """MXFP4 of compressed-tensors and auto-round; see the file's docstring.
+
+    Attributes:
+        scale_dtype: U8 or F8_E8M0.
+    """
+
+    name = "mxfp4"
+    dialects = (
+        Dialect(
+            "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
+            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4",),
+        ),
+    )  # fmt: skip
+    scale_dtype: str = "U8"
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
+        codes, scale = tensors.get("weight_packed"), tensors.get("weight_scale")
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
+            return None
+        if scale is not None and scale.dtype not in ("U8", "F8_E8M0"):
+            return None
+        _refuse_mxfp6(module, codes, config)
+        refuse_transforms(config)
+        return cls(
+            scale_dtype=scale.dtype if scale is not None else "U8",
+            scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
+            others=other_tensors(tensors, _OTHERS),
+        )
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        check_divides(in_features, self.group_size, "MXFP4")
+        return (
+            TensorSpec("weight_packed", ("U8",), (out_features, in_features // 2), "codes"),
+            TensorSpec("weight_scale", (self.scale_dtype,), (out_features, in_features // 32), "scale"),
+            *self._other_specs(out_features),
+        )
+
+    def describe(self) -> str:
+        return "mxfp4"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4:
+        check_finite(module, "weight_scale", powers(tensors["weight_scale"]))
+        return self
+
+    def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        return powers(tensors["weight_scale"][start:stop])
+
+    def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = store_powers(amax)
+        return {"weight_scale": scale if self.scale_dtype == "U8" else scale.view(torch.float8_e8m0fnu)}
+
+
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two values of each byte, the low nibble's first: float32 [256, 2]."""
+    values = torch.tensor(E2M1, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([values[byte & 15], values[byte >> 4]], 1)
+
+
+def powers(scale: torch.Tensor) -> torch.Tensor:
+    """Powers of two stored as E8M0, as float32; 255 is NaN."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)
+
+
+def store_powers(amax: torch.Tensor) -> torch.Tensor:
+    """The shared exponents of MX groups: floor(log2(amax)) - 2 (OCP MX 1.0, 6.3), as U8."""
+    exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-120))) - 2
+    return (exponent + 127).clamp(0, 254).to(torch.uint8)
+
+
+def _refuse_mxfp6(module: str, codes: TensorInfo, config: Mapping) -> None:
+    label = format_of(module, config)
+    if "mxfp6" in label or (group_of(module, config).get("weights") or {}).get("num_bits", 4) != 4:
+        raise FormatError(
+            f"format={label!r} is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected="mxfp4-pack-quantized or nvfp4-pack-quantized", found=f"{label}: {codes}",
+            fix="re-export the checkpoint with another format, as mxfp8",
+        )  # fmt: skip

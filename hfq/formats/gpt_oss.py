@@ -1,0 +1,65 @@
+"""The MXFP4 experts of gpt-oss: all experts of a layer fused in tensors of one more dimension.
+
+    experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16]   two codes a byte, the even channel in the low nibble
+    experts.gate_up_proj_scales U8 [experts, out, in / 32]       2**(u - 127)
+    experts.gate_up_proj_bias   [experts, out]
+    and the same of down_proj
+
+`hfq.formats.fused.split_experts` makes each expert's slice a module of its own, with tensors `blocks`, `scales`, `bias`.
+
+Source: openai/gpt-oss, transformers' `integrations/mxfp4.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfq.formats.base import FLOATS, Dialect
+from hfq.formats.fp4 import PackedFp4, powers, store_powers
+from hfq.formats.groups import check_divides
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["GptOssMxfp4"]
+
+@dataclass(frozen=True)
+class GptOssMxfp4(PackedFp4):
+    """One expert of gpt-oss: a slice of the fused `…_blocks`, `…_scales` and `…_bias`."""
+
+    name = "mxfp4-blocks"
+    codes, scale = "blocks", "scales"
+    dialects = (
+        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_proj_blocks U8, …_proj_scales U8, …_proj_bias", ("mxfp4-blocks",)),
+    )  # fmt: skip
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> GptOssMxfp4 | None:
+        blocks = tensors.get("blocks")
+        return cls() if blocks is not None and blocks.dtype == "U8" and len(blocks.shape) == 3 else None
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        check_divides(in_features, self.group_size, "MXFP4")
+        return (
+            TensorSpec("blocks", ("U8",), (out_features, in_features // 32, 16), "codes"),
+            TensorSpec("scales", ("U8",), (out_features, in_features // 32), "scale"),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
+
+    def describe(self) -> str:
+        return "mxfp4 blocks"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> GptOssMxfp4:
+        check_finite(module, "scales", powers(tensors["scales"]))
+        return self
+
+    def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        return powers(tensors["scales"][start:stop])
+
+    def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scales": storepowers(amax)}
+
+    def _shape_codes(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed.unflatten(1, (-1, 16))

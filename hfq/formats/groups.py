@@ -1,0 +1,63 @@
+"""Scales and zero points of groups of channels, applied to panels of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hfq.errors import FormatError
+
+__all__ = ["apply_groups", "check_divides", "group_count", "rows_of"]
+
+
+def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The scales of output rows [start, stop) as float32 [rows, groups], or [1, 1] where all rows share one.
+
+    Args:
+        values: [] or [1] for a tensor, [out] or [out, 1] for channels, [out, groups] for groups.
+        start: The first row.
+        stop: The row after the last.
+    """
+    if values.numel() == 1:
+        return values.reshape(1, 1).to(torch.float32)
+    values = values[:, None] if values.dim() == 1 else values
+    return values[start:stop].to(torch.float32)
+
+
+def apply_groups(
+    panel: torch.Tensor, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor, group_size: int
+) -> None:
+    """Applies an operation in place to each group of a panel.
+
+    Args:
+        panel: float32 [rows, in_features], contiguous.
+        operation: Such as `torch.Tensor.mul_`.
+        values: float32 [rows or 1, groups], one for each group.
+        group_size: Channels of a group; the last group may be shorter.
+    """
+    groups, in_features = values.shape[1], panel.shape[1]
+    if groups == 1:
+        operation(panel, values)
+    elif groups * group_size == in_features:
+        operation(panel.unflatten(1, (groups, group_size)), values[:, :, None])
+    else:
+        operation(panel, values.repeat_interleave(group_size, 1)[:, :in_features])
+
+
+def group_count(in_features: int, group_size: int) -> int:
+    """How many groups an input has."""
+    return 1 if group_size == -1 else -(-in_features // group_size)
+
+
+def check_divides(in_features: int, size: int, dialect: str, what: str = "group_size") -> None:
+    """Refuses an input that is not made of whole groups, in a dialect that has none but whole ones.
+
+    Raises:
+        FormatError: Names both sizes.
+    """
+    if size < 1 or in_features % size:
+        raise FormatError(
+            f"{dialect} cannot hold a layer of this input size.", expected=f"a multiple of {what}={size}",
+            found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",
+        )  # fmt: skip

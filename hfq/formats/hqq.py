@@ -1,0 +1,171 @@
+"""HQQ's own files (`AutoHQQHFModel.save_to_safetensors`): 1, 2, 3, 4 or 8 bits, and no quantization_config.
+
+    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows
+    scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
+    shape I64 [2], and scalars and strings as tensors: nbits, group_size, axis, packing, …
+
+    M is the flattened weight as [out * in / g, g] (axis 1) or [g, out * in / g] (axis 0).
+    Packing splits M into slabs of rows: the first lies in the highest bits. Three bits go ten to an int32, with rows of padding.
+    W.flat = ((M - zero) * scale).flat
+
+Format: hqq's `Quantizer` and `BitPack`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, Dialect, Format
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["Hqq"]
+
+_SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
+_PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+_META = (
+    "nbits", "group_size", "axis", "packing", "shape", "channel_wise", "encoded_state_dict", "compute_dtype", "unpack_view_dtype",
+    "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero", "stores_quant_config", "view_as_float",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hqq(Format):
+    """HQQ with the parameters of one module; see the file's docstring.
+
+    Attributes:
+        num_bits: 1, 2, 3, 4 or 8.
+        axis: 1 where a row of M is a group, 0 where a column is.
+        group_size: Weights of a group.
+        meta: The scalars and strings beside the codes, as stored: (name, dtype, shape).
+        packed_shape: The shape of `W_q`.
+        codes_dtype: U8 or I32.
+        size: (out, in) of the layer.
+    """
+
+    name = "hqq"
+    dialects = (
+        Dialect("HQQ (8, 4, 3, 2, 1 bits)", "hqq", "W_q, scale, zero, shape, nbits, …",
+                ("hqq-4bit", "hqq-8bit", "hqq-3bit", "hqq-2bit", "hqq-1bit", "hqq-4bit-axis0"), ("hqq-4bit", "hqq-3bit")),
+    )  # fmt: skip
+    num_bits: int = 4
+    axis: int = 1
+    group_size: int = 64
+    meta: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    packed_shape: tuple[int, ...] = ()
+    codes_dtype: str = "U8"
+    size: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Hqq | None:
+        packed, scale = tensors.get("W_q"), tensors.get("scale")
+        if packed is None or len(packed.shape) != 2:
+            return None
+        axis = 0 if scale is not None and len(scale.shape) == 2 and scale.shape[0] == 1 != scale.shape[1] else 1
+        nested = [name for name in tensors if name.startswith(("zero.", "scale.")) or name in ("zero_scale", "meta")]
+        if nested or packed.dtype not in ("U8", "I32"):
+            raise FormatError(
+                "An HQQ layer of a kind that hfq does not read; nothing was loaded.", file=packed.range.file, tensor=packed.name,
+                expected="codes in U8 or I32 with plain scales", found=", ".join(nested) or str(packed),
+                fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and quant_scale=False",
+            )  # fmt: skip
+        meta = tuple((name, tensors[name].dtype, tensors[name].shape) for name in _META if name in tensors)
+        return cls(num_bits=0, axis=axis, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
+
+    def sized(self, in_features: int, out_features: int) -> Hqq:
+        """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in `resolve`."""
+        numel, (rows, columns) = in_features * out_features, self.packed_shape
+        for bits, slabs in _SLABS.items():
+            if (bits == 3) != (self.codes_dtype == "I32") or not rows or not columns:
+                continue
+            real = numel // columns
+            if numel % columns == 0 and rows == -(-real // slabs):
+                group_size = columns if self.axis == 1 else real
+                return dataclasses.replace(self, num_bits=bits, group_size=group_size, size=(out_features, in_features))
+        raise FormatError(
+            "The packed codes of a layer do not fit its size.", expected=f"{numel} codes of 1, 2, 3, 4 or 8 bits",
+            found=f"W_q {self.codes_dtype} {list(self.packed_shape)}", fix="check the model's config against the checkpoint",
+        )  # fmt: skip
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        groups = in_features * out_features // self.group_size
+        rows, columns = (groups, self.group_size) if self.axis == 1 else (self.group_size, groups)
+        scale = (groups, 1) if self.axis == 1 else (1, groups)
+        packed = (-(-rows // _SLABS[self.num_bits]), columns)
+        return (
+            TensorSpec("W_q", ("I32" if self.num_bits == 3 else "U8",), packed, "codes"),
+            TensorSpec("scale", FLOATS, scale, "scale"),
+            TensorSpec("zero", FLOATS, scale, "zero_point"),
+            *(TensorSpec(name, (dtype,), shape, "meta") for name, dtype, shape in self.meta),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
+
+    @property
+    def codes_name(self) -> str:
+        return "W_q"
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        return self.size
+
+    def describe(self) -> str:
+        return f"hqq int{self.num_bits} g{self.group_size}{' axis 0' if self.axis == 0 else ''}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Hqq:
+        check_finite(module, "scale", tensors["scale"])
+        check_finite(module, "zero", tensors["zero"])
+        expected = {
+            "nbits": [self.num_bits], "axis": [self.axis], "group_size": [self.group_size], "shape": list(self.size),
+            "packing": list(_PACKINGS[self.num_bits].encode()), "quant_zero": [0], "quant_scale": [0], "view_as_float": [0],
+        }  # fmt: skip
+        stored = {name: tensors[name].flatten().tolist() for name in expected if name in tensors}
+        wrong = [f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]]
+        if wrong:
+            raise FormatError(
+                "What an HQQ layer says of itself contradicts its tensors; nothing was loaded.", tensor=f"{module}.W_q",
+                problems=wrong, fix="quantize the model again with quant_zero=False, quant_scale=False and view_as_float=False",
+            )  # fmt: skip
+        return self
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        first, count = start * panel.shape[1], panel.numel()
+        packed, columns = tensors["W_q"], tensors["W_q"].shape[1]
+        top, bottom = first // columns, -(-(first + count) // columns)
+        codes = torch.empty(bottom - top, columns, dtype=torch.float32, device=panel.device)
+        slabs, mask = _SLABS[self.num_bits], (1 << self.num_bits) - 1
+        for slab in range(slabs):
+            low, high = max(top, slab * packed.shape[0]), min(bottom, (slab + 1) * packed.shape[0])
+            if low < high:
+                part = packed[low - slab * packed.shape[0] : high - slab * packed.shape[0]]
+                codes[low - top : high - top] = (part >> ((slabs - 1 - slab) * self.num_bits)) & mask
+        rows = slice(top, bottom) if self.axis == 1 else slice(None)
+        codes.sub_(tensors["zero"][rows].to(torch.float32)).mul_(tensors["scale"][rows].to(torch.float32))
+        panel.view(-1).copy_(codes.view(-1)[first - top * columns :][:count])
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        out_features, in_features = weight.shape
+        if weight.numel() % self.group_size:
+            raise FormatError(
+                "The group size does not divide the weight.", expected=f"a multiple of {self.group_size}",
+                found=f"{weight.numel()} weights", fix="choose another group_size",
+            )  # fmt: skip
+        shape = (-1, self.group_size) if self.axis == 1 else (self.group_size, -1)
+        matrix = weight.detach().to(torch.float32).reshape(shape)
+        top, slabs = (1 << self.num_bits) - 1, _SLABS[self.num_bits]
+        low, high = matrix.amin(self.axis, keepdim=True), matrix.amax(self.axis, keepdim=True)
+        scale = torch.where(high == low, 1, (high - low) / top).to(torch.bfloat16)
+        zero = (-low / scale.float()).to(torch.bfloat16)
+        codes = (matrix / scale.float() + zero.float()).round().clamp(0, top).to(torch.int32)
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[0] % slabs)).unflatten(0, (slabs, -1))
+        packed = torch.zeros_like(codes[0])
+        for slab in range(slabs):
+            packed |= codes[slab] << ((slabs - 1 - slab) * self.num_bits)
+        scalars = {"nbits": self.num_bits, "group_size": self.group_size, "axis": self.axis}
+        stored = {name: torch.tensor(value, dtype=torch.int32) for name, value in scalars.items()}
+        stored["shape"] = torch.tensor([out_features, in_features])
+        stored["packing"] = torch.tensor(list(_PACKINGS[self.num_bits].encode()), dtype=torch.uint8)
+        return {"W_q": packed if self.num_bits == 3 else packed.to(torch.uint8), "scale": scale, "zero": zero, **stored}

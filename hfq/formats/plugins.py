@@ -1,0 +1,45 @@
+"""Dialects of other packages: an entry point in the group `hfq.formats`, loaded by name when an unknown method is met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from hfq.errors import SetupError
+
+__all__ = ["GROUP", "METHODS", "load_plugin"]
+
+GROUP = "hfq.formats"
+METHODS = frozenset({
+    "gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "torchao", "quanto", "hqq", "modelopt", "auto-round",
+    "intel/auto-round", "mxfp4", "quark", "hfq",
+})  # fmt: skip
+"""The values of `quant_method` that hfq's own formats are written under."""
+
+_loaded: set[str] = set()
+
+
+def load_plugin(config: Mapping) -> None:
+    """Imports the format that is registered under a `quant_method` unknown to hfq; importing it registers it.
+
+        [project.entry-points."hfq.formats"]
+        my_method = "my_package.my_format"
+
+    Args:
+        config: The checkpoint's `quantization_config`.
+
+    Raises:
+        SetupError: The entry point is there and cannot be loaded.
+    """
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method in METHODS or method in _loaded:
+        return
+    for entry in entry_points(group=GROUP, name=method):
+        try:
+            entry.load()
+        except Exception as error:
+            raise SetupError(
+                f"The format registered for quant_method={method!r} cannot be loaded.", expected=f"an importable {entry.value}",
+                found=f"{type(error).__name__}: {error}", fix="reinstall the package that provides it, or remove it",
+            ) from error  # fmt: skip
+        _loaded.add(method)

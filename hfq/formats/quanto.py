@@ -1,0 +1,187 @@
+"""optimum-quanto's own files (`QuantizedModelForCausalLM.save_pretrained`): model.safetensors beside quanto_qmap.json.
+
+qint8, qfloat8 (e4m3), qfloat8_e5m2:
+    <m>.weight._data I8 or F8 [out, in], <m>.weight._scale [out, 1]
+    W[n, k] = data[n, k] * scale[n]
+qint4, qint2, in groups of `g` consecutive weights of the flattened matrix [out * in / g, g]:
+    <m>.weight._data._data U8 [rows / (8 / bits), g]   the low bits hold the first slab of rows, the next bits the second, …
+    <m>.weight._scale, <m>.weight._shift [rows, 1]
+    W = data * scale - shift for a float shift, (data - shift) * scale for an integer one
+Both have <m>.input_scale and <m>.output_scale, which no weight depends on.
+
+Format: optimum-quanto's `QBytesTensor`, `WeightQBitsTensor` and `pack_weights`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.groups import check_divides
+from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["QuantoBits", "QuantoBytes"]
+
+_ACTIVATION_SCALES = ("input_scale", "output_scale")
+
+
+@dataclass(frozen=True)
+class QuantoBytes(ScaledCodes):
+    """qint8 and qfloat8; see the file's docstring."""
+
+    name = "quanto-8bit"
+    codes, scale = "weight._data", "weight._scale"
+    dialects = (
+        Dialect("optimum-quanto qint8, qfloat8", "optimum-quanto", "weight._data, weight._scale, quanto_qmap.json",
+                ("quanto-qint8", "quanto-qfloat8"), ("quanto-qint8", "quanto-qfloat8")),
+    )  # fmt: skip
+    scheme: ActivationScheme | None = None
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> QuantoBytes | None:
+        codes, scale = tensors.get("weight._data"), tensors.get("weight._scale")
+        if codes is None or "weight._shift" in tensors:
+            return None
+        if codes.dtype not in ("I8", "F8_E4M3", "F8_E5M2"):
+            raise FormatError(
+                "A tensor of optimum-quanto is of a kind that hfq does not read; nothing was loaded.", file=codes.range.file,
+                tensor=codes.name, expected="I8, F8_E4M3 or F8_E5M2", found=str(codes), fix="quantize the model as qint8 or qfloat8",
+            )  # fmt: skip
+        return cls(
+            codes_dtype=codes.dtype,
+            scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (codes.shape[0], 1),
+            others=other_tensors(tensors, _ACTIVATION_SCALES),
+            scheme=_scheme(module, config),
+        )
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+
+@dataclass(frozen=True)
+class QuantoBits(Format):
+    """qint4 and qint2 with the parameters of one module; see the file's docstring.
+
+    Attributes:
+        num_bits: 4 or 2.
+        group_size: Weights of a group.
+        packed_rows: Rows of the packed tensor.
+        shift_dtype: The dtype of the shift.
+        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
+        size: (out, in) of the layer.
+    """
+
+    name = "quanto-bits"
+    dialects = (
+        Dialect("optimum-quanto qint4, qint2", "optimum-quanto", "weight._data._data U8, weight._scale, weight._shift",
+                ("quanto-qint4", "quanto-qint2"), ("quanto-qint4", "quanto-qint2")),
+    )  # fmt: skip
+    num_bits: int = 4
+    group_size: int = 128
+    packed_rows: int = 0
+    shift_dtype: str = "BF16"
+    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    scheme: ActivationScheme | None = None
+    size: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> QuantoBits | None:
+        packed, shift = tensors.get("weight._data._data"), tensors.get("weight._shift")
+        if packed is None or len(packed.shape) != 2:
+            return None
+        return cls(
+            num_bits=0,  # settled by the size of the layer
+            group_size=packed.shape[1],
+            packed_rows=packed.shape[0],
+            shift_dtype=shift.dtype if shift is not None else "BF16",
+            others=other_tensors(tensors, _ACTIVATION_SCALES),
+            scheme=_scheme(module, config),
+        )
+
+    def sized(self, in_features: int, out_features: int) -> QuantoBits:
+        check_divides(in_features * out_features, self.group_size, "optimum-quanto")
+        rows = in_features * out_features // self.group_size
+        for bits in (4, 2):
+            if self.packed_rows == -(-rows * bits // 8):
+                return dataclasses.replace(self, num_bits=bits, size=(out_features, in_features))
+        raise FormatError(
+            "The packed codes of a layer do not fit its size.", expected=f"{rows} groups in 4 or 2 bits",
+            found=f"{self.packed_rows} packed rows of {self.group_size}", fix="check the model's config against the checkpoint",
+        )  # fmt: skip
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        rows = in_features * out_features // self.group_size
+        specs = [
+            TensorSpec("weight._data._data", ("U8",), (-(-rows * self.num_bits // 8), self.group_size), "codes"),
+            TensorSpec("weight._scale", FLOATS, (rows, 1), "scale"),
+            TensorSpec("weight._shift", (self.shift_dtype,), (rows, 1), "zero_point"),
+        ]
+        specs += [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
+        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+
+    @property
+    def codes_name(self) -> str:
+        return "weight._data._data"
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        return self.size
+
+    def describe(self) -> str:
+        return f"quanto qint{self.num_bits} g{self.group_size}"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> QuantoBits:
+        check_finite(module, "weight._scale", tensors["weight._scale"])
+        check_finite(module, "weight._shift", tensors["weight._shift"])
+        return self
+
+    def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        first, count = start * panel.shape[1], panel.numel()
+        top, bottom = first // self.group_size, -(-(first + count) // self.group_size)
+        packed, mask = tensors["weight._data._data"], (1 << self.num_bits) - 1
+        codes = torch.empty(bottom - top, self.group_size, dtype=torch.float32, device=panel.device)
+        for slab in range(8 // self.num_bits):
+            low, high = max(top, slab * packed.shape[0]), min(bottom, (slab + 1) * packed.shape[0])
+            if low < high:
+                part = packed[low - slab * packed.shape[0] : high - slab * packed.shape[0]]
+                codes[low - top : high - top] = (part >> (slab * self.num_bits)) & mask
+        scale = tensors["weight._scale"][top:bottom].to(torch.float32)
+        shift = tensors["weight._shift"][top:bottom]
+        if shift.is_floating_point():
+            codes.mul_(scale).sub_(shift.to(torch.float32))
+        else:
+            codes.sub_(shift.to(torch.float32)).mul_(scale)
+        panel.view(-1).copy_(codes.view(-1)[first - top * self.group_size :][:count])
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        check_divides(weight.shape[1], self.group_size, "optimum-quanto")
+        groups = weight.detach().to(torch.float32).reshape(-1, self.group_size)
+        top, slabs = (1 << self.num_bits) - 1, 8 // self.num_bits
+        low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
+        scale = torch.where(high == low, 1, (high - low) / top).to(torch.bfloat16)
+        shift = (-low).to(torch.bfloat16)
+        codes = ((groups + shift.float()) / scale.float()).round().clamp(0, top).to(torch.uint8)
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[0] % slabs)).unflatten(0, (slabs, -1))
+        packed = codes[0].clone()
+        for slab in range(1, slabs):
+            packed |= codes[slab] << (slab * self.num_bits)
+        others = {name: torch.ones(shape, dtype=torch.bfloat16) for name, _, shape in self.others}
+        return {"weight._data._data": packed, "weight._scale": scale, "weight._shift": shift, **others}
+
+
+def _scheme(module: str, config: Mapping) -> ActivationScheme | None:
+    qmap = config.get("quanto_qmap")
+    entry = qmap.get(module) if isinstance(qmap, Mapping) else None
+    activations = entry.get("activations") if isinstance(entry, Mapping) else None
+    return None if activations in (None, "none") else ActivationScheme("tensor", dtype=f"quanto {activations}")

@@ -1,0 +1,94 @@
+"""torchao as transformers saves it to safetensors: the schema of each tensor is in the file's `__metadata__`.
+
+    <m>._weight_qdata       F8_E4M3, F8_E5M2 or I8 [out, in]    also for 1 to 7 bits: one byte a code
+    <m>._weight_scale       [out, 1], [1, 1], [] or [out, groups]
+    <m>._weight_zero_point  I8, of the scale's shape
+    metadata "<m>.weight"   JSON {"_type": "Float8Tensor" | "Int8Tensor" | "IntxUnpackedToInt8Tensor", "_data": {…},
+                            "_tensor_data_names": [...]}
+
+    W[n, k] = (qdata[n, k] - zero_point[n, g]) * scale[n, g]
+
+Without its metadata a file does not say what it holds, and is refused. Format: torchao's `prototype/safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hfq.errors import FormatError
+from hfq.formats.base import ActivationScheme, Dialect
+from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.spec import TensorInfo
+
+__all__ = ["Torchao"]
+
+_PREFIX = "_weight_"
+_TYPES = {
+    "Float8Tensor": ("F8_E4M3", "F8_E5M2"),
+    "Int8Tensor": ("I8",),
+    "IntxUnpackedToInt8Tensor": ("I8",),
+}
+_PARTS = ("qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point")
+
+
+@dataclass(frozen=True)
+class Torchao(ScaledCodes):
+    """torchao with the parameters of one module; see the file's docstring."""
+
+    name = "torchao"
+    codes, scale, zero = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+    dialects = (
+        Dialect("torchao float8 (e4m3, e5m2)", "torchao, transformers", "_weight_qdata F8, _weight_scale, metadata",
+                ("torchao-float8",), ("torchao-float8",)),
+        Dialect("torchao int8, intx", "torchao, transformers", "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
+                ("torchao-int8", "torchao-intx-asym"), ("torchao-int8", "torchao-intx4")),
+    )  # fmt: skip
+    scheme: ActivationScheme | None = None
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Torchao | None:
+        stored = [name for name in tensors if name.startswith(_PREFIX)]
+        if not stored:
+            return None
+        file = tensors[stored[0]].range.file
+        schema = _read_schema(module, config, file)
+        kind = str(schema.get("_type"))
+        codes, scale, zero = (tensors.get(_PREFIX + part) for part in _PARTS[:3])
+        unknown = [name for name in stored if name.removeprefix(_PREFIX) not in _PARTS]
+        if kind not in _TYPES or unknown or (codes is not None and codes.dtype not in _TYPES[kind]):
+            raise FormatError(
+                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.", file=file, tensor=f"{module}.weight",
+                expected=" or ".join(_TYPES), found=f"{kind} of {', '.join(f'{name} {tensors[name]}' for name in stored)}",
+                fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or intx config",
+            )  # fmt: skip
+        data = schema.get("_data")
+        is_dynamic = isinstance(data, Mapping) and (data.get("act_quant_kwargs") or data.get("activation_quantization"))
+        return cls(
+            codes_dtype=codes.dtype if codes is not None else _TYPES[kind][0],
+            scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (1, 1),
+            zero_dtype=zero.dtype if zero is not None else None,
+            others=other_tensors(tensors, tuple(_PREFIX + part for part in _PARTS[3:])),
+            scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
+        )
+
+    @property
+    def activation_scheme(self) -> ActivationScheme | None:
+        return self.scheme
+
+
+def _read_schema(module: str, config: Mapping, file: str) -> Mapping:
+    """The entry of the file's metadata for a module's weight."""
+    stored = (config.get("__metadata__") or {}).get(f"{module}.weight")
+    try:
+        schema = json.loads(stored) if isinstance(stored, str) else None
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, Mapping):
+        raise FormatError(
+            "A file of torchao has lost its metadata; nothing was loaded.", file=file, tensor=f"{module}.weight",
+            expected=f'an entry "{module}.weight" in __metadata__', found=repr(stored)[:80] if stored else "none",
+            fix="download the original file: a tool that rewrote it dropped its __metadata__",
+        )  # fmt: skip
+    return schema

@@ -1,0 +1,56 @@
+"""Stored names and names in the model, by transformers' own renamings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+__all__ = ["Names", "owner_of"]
+
+
+class Names:
+    """Stored names → names in one model.
+
+    Args:
+        model: The skeleton, before any module was replaced.
+        key_mapping: As given to `from_pretrained`: {pattern of a stored name: replacement}.
+    """
+
+    def __init__(self, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> None:
+        conversions = get_model_conversion_mapping(model, key_mapping)
+        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+        self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
+
+    def in_model(self, stored: str) -> tuple[str, bool]:
+        """The name in the model, and whether transformers would merge or split the tensor on the way."""
+        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._tensors)
+        if name not in self._tensors and stored in self._tensors:
+            name, pattern = stored, None
+        return name, pattern is not None
+
+    def experts(self, stored: str) -> str:
+        """The name in the model of the fused experts whose path in the checkpoint this is."""
+        return self.in_model(f"{stored}.gate_up_proj")[0].rpartition(".")[0]
+
+    def is_ignored(self, stored: str) -> bool:
+        """Whether the model's class says that this tensor may stand in a checkpoint without a place."""
+        return self._ignored.search(stored) is not None
+
+    def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
+        """Whether a name without a place lies inside a part that the model has, and not beside its parts."""
+        return owner_of(name, submodules) not in ("", self._prefix)
+
+
+def owner_of(name: str, submodules: Mapping[str, nn.Module]) -> str:
+    """The innermost module of the model that a name lies in."""
+    while name not in submodules:
+        name = name.rpartition(".")[0]
+    return name

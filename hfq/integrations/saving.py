@@ -1,0 +1,94 @@
+"""What `save_pretrained` writes: the checkpoint's own names, and the checkpoint's own bytes where they are packed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.integrations.matching import Match
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import map_tensor
+
+__all__ = ["SIDE_FILES", "copy_side_files", "stored_state"]
+
+SIDE_FILES = ("quantize_config.json", "quantization_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+"""What other tools keep beside the weights and read again."""
+
+
+def stored_state(
+    model: nn.Module,
+    match: Match,
+    packed: Mapping[str, PackedModule],
+    checkpoint: Checkpoint,
+    reader: Reader,
+    conversions: list[Any] | None,
+) -> dict[str, torch.Tensor]:
+    """Every tensor of a loaded model by its name in the checkpoint.
+
+    What rests on disk is given as a view of the mapped checkpoint (a dense tensor: cast to the model's dtype). Tensors that
+    the checkpoint does not know get the names that transformers' own conversions give them.
+
+    Args:
+        model: The loaded model.
+        match: Where its tensors are stored.
+        packed: Its packed modules by name.
+        checkpoint: The checkpoint.
+        reader: Its reader.
+        conversions: transformers' conversions of this model.
+    """
+    state, stored = dict(model.state_dict()), {}
+    for name, module in packed.items():
+        for local, info in module.infos.items():
+            tensor = state.pop(f"{name}.{local}", None)
+            if info.part_of is not None:
+                stored[info.part_of] = map_tensor(reader, checkpoint.tensors[info.part_of])
+            elif tensor is not None:
+                stored[info.name] = map_tensor(reader, info) if tensor.is_meta else tensor
+    others: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        info = match.dense.get(name)
+        if tensor.is_meta and info is not None:
+            tensor = map_tensor(reader, info).to(tensor.dtype)
+        if info is not None and name not in match.merged:
+            stored[info.name] = tensor
+        elif not tensor.is_meta and not _is_tied(name, model, match):
+            others[name] = tensor
+    stored |= _reverted(model, others, conversions)
+    return stored | {name: map_tensor(reader, checkpoint.tensors[name]) for name in match.kept}
+
+
+def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copies the side files of other tools into a saved folder, unless it is the checkpoint's own."""
+    for name in SIDE_FILES:
+        source = Path(checkpoint.root, name)
+        if source.is_file() and checkpoint.side_file(name) is not None and not _is_same(source, folder / name):
+            shutil.copyfile(source, folder / name)
+
+
+def _is_same(source: Path, target: Path) -> bool:
+    return target.exists() and target.samefile(source)
+
+
+def _is_tied(name: str, model: nn.Module, match: Match) -> bool:
+    """Whether a tensor that the checkpoint does not store is one with a tensor that it does."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    others = {ties.get(name, name), *(target for target, source in ties.items() if source == ties.get(name, name))}
+    return any(other in match.dense for other in others - {name})
+
+
+def _reverted(model: nn.Module, state: dict[str, torch.Tensor], conversions: list[Any] | None) -> dict[str, torch.Tensor]:
+    if not state or not conversions:
+        return state
+    kept = model._weight_conversions
+    try:
+        model._weight_conversions = conversions
+        return revert_weight_conversion(model, state)  # type: ignore[arg-type]
+    finally:
+        model._weight_conversions = kept

@@ -1,0 +1,69 @@
+"""Puts packed modules into a skeleton, in the place of transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from hfq.errors import SetupError
+from hfq.integrations.matching import Match, PackedMatch
+from hfq.integrations.slots import gate_of
+from hfq.integrations.transformers import HfqConfig
+from hfq.kernels.activations import READABLE_DTYPES
+from hfq.kernels.table import Kernel, choose_kernel
+from hfq.modules.embedding import PackedEmbedding
+from hfq.modules.experts import PackedExperts
+from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
+
+__all__ = ["swap_packed"]
+
+
+def swap_packed(
+    model: nn.Module, match: Match, config: HfqConfig, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, PackedModule]:
+    """Replaces every module that the checkpoint stores packed, and gives the new ones by name.
+
+    Args:
+        model: The skeleton on meta.
+        match: What is stored packed.
+        config: The user's options.
+        dtypes: The dtype of each tensor of the skeleton once loaded.
+
+    Raises:
+        SetupError: `activations="checkpoint"` asks for a quantization of activations that hfq does not do.
+    """
+    kernel, packed = choose_kernel(config.kernel), {}
+    for name, found in match.packed.items():
+        packed[name] = _build(name, found, config, kernel, dtypes)
+        if found.slot.kind != "expert":
+            parent, local = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            packed[name].train(getattr(parent, local).training)
+            setattr(parent, local, packed[name])
+    for name, experts in match.experts.items():
+        layers: list[dict[str, PackedLinear]] = [{} for _ in range(experts.count)]
+        for key, module in packed.items():
+            expert, _, projection = key.removeprefix(f"{name}.").partition(".")
+            if key.startswith(f"{name}.") and isinstance(module, PackedLinear):
+                layers[int(expert)][projection] = module
+        swapped = PackedExperts(layers, gate_of(experts), experts.is_interleaved).train(experts.module.training)
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
+    return packed
+
+
+def _build(
+    name: str, found: PackedMatch, config: HfqConfig, kernel: Kernel, dtypes: Mapping[str, torch.dtype]
+) -> PackedModule:
+    slot = found.slot
+    if slot.kind == "embedding":
+        return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos, dtypes[f"{name}.weight"])
+    scheme = found.format.activation_scheme if config.activations == "checkpoint" else None
+    if scheme is not None and scheme.dtype not in READABLE_DTYPES:
+        raise SetupError(
+            'HfqConfig(activations="checkpoint") cannot be used with this checkpoint; nothing was loaded.', found=scheme.dtype,
+            expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
+            fix='pass HfqConfig(activations="none"): the weights are used exactly, the activations as they are',
+        )  # fmt: skip
+    return PackedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme)

@@ -1,0 +1,82 @@
+"""PackedEmbedding: a table that holds a packed row, and dequantizes the rows that are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hfq.errors import SetupError
+from hfq.formats import Format
+from hfq.modules.packed import PackedModule
+from hfq.spec import TensorInfo
+
+__all__ = ["PackedEmbedding"]
+
+
+class PackedEmbedding(PackedModule):
+    """Replaces `nn.Embedding`; the codes are those of a linear layer [num_embeddings, embedding_dim].
+
+    Args:
+        name: The module's name in the model, for messages.
+        num_embeddings: The rows of the table.
+        embedding_dim: The size of a row.
+        weight_format: The format of its tensors.
+        infos: Where each tensor is stored, by local on-disk name.
+        dtype: The dtype of what a lookup gives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight_format: Format,
+        infos: Mapping[str, TensorInfo],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(name, embedding_dim, num_embeddings, weight_format, infos)
+        self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Looks rows up.
+
+        Args:
+            tokens: Integers of any shape, in [0, num_embeddings).
+
+        Returns:
+            [..., embedding_dim] in the model's dtype.
+
+        Raises:
+            SetupError: A token is out of range.
+        """
+        wanted, places = tokens.reshape(-1).unique(return_inverse=True)
+        if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
+            raise SetupError(
+                f"{self.name} was given a token that it does not have.", expected=f"0 to {self.num_embeddings - 1}",
+                found=f"{int(wanted[0])} to {int(wanted[-1])}", fix="check the tokenizer against the checkpoint",
+            )  # fmt: skip
+        rows = self._rows(wanted)
+        return rows[places].view(*tokens.shape, self.embedding_dim)
+
+    def _apply(self, fn, recurse=True):
+        """A cast of the model changes what a lookup gives, and no packed tensor."""
+        probe = fn(torch.empty(0, dtype=self.dtype))
+        self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
+        return super()._apply(fn, recurse)
+
+    def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
+        """The rows of these ascending tokens, each dequantized once, in panels of `row_multiple` rows."""
+        tensors, multiple = self.packed_tensors(), self.weight_format.row_multiple
+        device = next(iter(tensors.values())).device
+        rows = torch.empty(wanted.numel(), self.embedding_dim, dtype=self.dtype, device=device)
+        last, panel = -1, torch.empty(0)
+        for index, token in enumerate(wanted.tolist()):
+            start = token // multiple * multiple
+            if start != last:
+                count = min(multiple, self.num_embeddings - start)
+                panel = torch.empty(count, self.embedding_dim, dtype=torch.float32, device=device)
+                self.weight_format.dequantize_into(panel, tensors, start)
+                last = start
+            rows[index] = panel[token - start]
+        return rows

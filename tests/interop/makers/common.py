@@ -1,0 +1,166 @@
+"""What the makers share: tiny random models, a tokenizer, and the reference logits of exactly dequantized weights."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 256
+_BASE = {
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.06,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LLAMA = {
+    **_BASE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+CONFIGS = {
+    "llama": {**_LLAMA, "model_type": "llama"},
+    "qwen2-tied": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "opt": {
+        **_BASE, "model_type": "opt", "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "init_std": 0.06,
+    },
+    "gpt2": {**_BASE, "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {
+        **_LLAMA, "model_type": "mixtral", "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "qwen2moe": {
+        **_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1,
+    },
+    "qwen3moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "decoder_sparse_step": 1},
+    "deepseek-v3": {
+        **_LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+    },
+}  # fmt: skip
+_MIXTRAL_NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
+
+Edit = Callable[[torch.nn.Module], None]
+
+
+def build(kind: str, edit: Edit | None = None, **changes):
+    """A bfloat16 model with random weights; biases and norms too are random, else nobody would miss a lost bias."""
+    config = AutoConfig.for_model(**{**CONFIGS[kind], **changes})
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        if edit is not None:
+            edit(model)
+    return model.to(torch.bfloat16)
+
+
+def some_rows_positive(model) -> None:
+    """Every eighth output row of some projections gets positive weights only: zero-points of 0."""
+    for name, parameter in model.named_parameters():
+        if re.search(r"[qk]_proj\.weight$|down_proj(\.weight)?$", name):
+            parameter[..., ::8, :] = parameter[..., ::8, :].abs() + 0.01
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
+    words.update({f"w{index}": index for index in range(4, VOCABULARY)})
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.save_pretrained(folder)
+    return fast
+
+
+def save_dense(folder: Path, kind: str, edit: Edit | None = None, **changes) -> Path:
+    """The folder of a dense model, as a peer's quantizer loads it."""
+    build(kind, edit, **changes).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def calibration(rows: int = 8, length: int = 48) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(4, VOCABULARY, (rows, length), generator=generator).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * length} for row in tokens]
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every shard."""
+    paths = (path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("reference"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The stored tensors, grouped: {module: {local name: tensor}}."""
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, local = name.rpartition(".")
+        modules.setdefault(module, {})[local] = tensor
+    return modules
+
+
+def quantization_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def is_gpt2(folder: Path) -> bool:
+    """Whether the linear layers of the dense model are [in, out]."""
+    return json.loads((folder / "config.json").read_text())["model_type"] == "gpt2"
+
+
+def _plain_name(name: str) -> str:
+    """Mixtral's expert names differ between checkpoints; these are the names of the other models."""
+    return re.sub(r"\.w([123])\.weight$", lambda m: f".{_MIXTRAL_NAMES[m[1]]}.weight", name.replace(".block_sparse_moe.", ".mlp."))
+
+
+def _parameter(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates before the ups."""
+    if name in weights:
+        return weights.pop(name)
+    experts, _, fused = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    count = len({key.split(".")[-3] for key in weights if key.startswith(f"{experts}.") and key.endswith(f"{parts[0]}.weight")})
+    return torch.stack([torch.cat([weights.pop(f"{experts}.{e}.{part}.weight") for part in parts]) for e in range(count)])
+
+
+def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: str | None = None) -> None:
+    """Writes the float32 logits of a plain transformers model that holds `weights`, each of which it must take."""
+    config = json.loads((folder / "config.json").read_text())
+    config = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
+    weights = {_plain_name(name): tensor.detach().float() for name, tensor in weights.items()}
+    if config.tie_word_embeddings and "lm_head.weight" not in weights:
+        weights["lm_head.weight"] = next(tensor for name, tensor in weights.items() if re.search(r"embed_tokens|wte", name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict({name: _parameter(name, weights) for name in model.state_dict()})
+    tokens = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    if weights or not logits.isfinite().all():
+        raise RuntimeError(f"{folder.name}: the plain model has no place for {sorted(weights)}, or its logits are not finite")
+    metadata = {"format": "pt", **({"tolerance": tolerance} if tolerance else {})}
+    reference = {"input_ids": tokens, "logits_fp32_weightonly": logits.contiguous()}
+    save_file(reference, folder / "reference_weightonly.safetensors", metadata)
+
+
+def run(output: Path, makers: dict[str, Callable[[Path], None]]) -> None:
+    """Makes each checkpoint, and says what could not be made and why."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name, make in makers.items():
+        with tempfile.TemporaryDirectory(dir=output) as temporary:
+            try:
+                make(Path(temporary) / name)
+            except Exception as error:  # a peer may raise anything; the other checkpoints are made all the same
+                print(f"\nSKIPPED {name}: {type(error).__name__}: {error}", flush=True)
+                continue
+            shutil.rmtree(output / name, ignore_errors=True)
+            (Path(temporary) / name).rename(output / name)
+            print(f"\nmade {name}", flush=True)

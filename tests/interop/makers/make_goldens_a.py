@@ -1,0 +1,118 @@
+"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its weight by the peer.
+
+Run in each peer's environment (see the maker of that peer):
+    python make_goldens_a.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
+"""
+
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+from safetensors.torch import save_file
+
+OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
+MODULE = "model.layers.0.self_attn.k_proj"  # [32, 64]
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32,
+}  # fmt: skip
+Golden = tuple[dict[str, torch.Tensor], torch.Tensor, dict]  # stored tensors, weight, quantization config
+
+
+def from_maker(maker, dequantize: Callable[[Path, dict, dict], torch.Tensor]) -> Golden:
+    """A golden cut out of a checkpoint that the peer writes of a model with one tiny layer."""
+    with tempfile.TemporaryDirectory() as temporary:
+        maker.prepare(Path(temporary))
+        maker(Path(temporary) / "packed")
+        config = common.quantization_config(Path(temporary) / "packed")
+        tensors = common.by_module(common.stored_tensors(Path(temporary) / "packed"))[MODULE]
+        return tensors, dequantize(maker, tensors, config), config
+
+
+def of_gptqmodel() -> dict[str, Callable[[], Golden]]:
+    import make_gptqmodel as peer
+
+    def golden(config, edit=None) -> Callable[[], Golden]:
+        dequantize = lambda maker, tensors, config: peer.DEQUANTIZE[config["quant_method"]](tensors, config)  # noqa: E731
+        return lambda: from_maker(peer.Maker(config, edit=edit, **TINY), dequantize)
+
+    zeros = common.some_rows_positive
+    made = {f"gptqp-w{bits}g32": golden(peer.gptq(bits=bits, format="gptq_p")) for bits in (3, 5, 6, 7)}
+    made["gptq-w2g32-sym"] = golden(peer.gptq(bits=2))
+    made["gptq-w4g32-descact"] = golden(peer.gptq(desc_act=True))
+    made["gptq-w4g32-zero0-v2"] = golden(peer.gptq(sym=False, format="gptq_v2"), zeros)
+    for bits in (3, 4, 8):
+        made[f"gptq-w{bits}g32-zero0-v1"] = golden(peer.gptq(bits=bits, sym=False), zeros)
+    made["awq-gemm-g32-asym"] = golden(peer.awq(32, sym=False))
+    made["fp8-row"] = golden(peer.float8("row"))
+    made["fp8-block"] = golden(peer.float8("block", weight_block_size=[16, 32]))
+    return made
+
+
+def of_llmcompressor() -> dict[str, Callable[[], Golden]]:
+    import make_llmcompressor as peer
+
+    def golden(recipe, data: bool = False) -> Callable[[], Golden]:
+        dequantize = lambda maker, tensors, config: peer.dequantize_module(tensors, maker.schemes[MODULE])  # noqa: E731
+        return lambda: from_maker(peer.Maker(recipe, data=data, **TINY), dequantize)
+
+    blocks = {**peer.BLOCKS, "block_structure": [24, 48]}  # the last block of either direction is not full
+    token = peer.FLOAT8 | peer.PER_TOKEN
+    return {
+        "w3a16-g32-asym": golden(peer.groups(peer.scheme(peer.integer(3, 32, False)))),
+        "w4a16-g32-asym": golden(peer.groups(peer.scheme(peer.integer(4, 32, False)))),
+        "w8a8-int-asym": golden(peer.groups(peer.scheme(peer.integer(8, None, False), peer.TOKEN_INTEGER))),
+        "w4afp8": golden(peer.groups(peer.scheme(peer.integer(4, 32), token))),
+        "fp8-block-ragged": golden(peer.groups(peer.scheme(blocks, token))),
+        "nvfp4": golden(peer.preset("NVFP4"), data=True),
+        "mxfp4a16": golden(peer.preset("MXFP4A16")),
+        "mxfp8": golden(peer.preset("MXFP8")),
+    }
+
+
+def of_autoawq() -> dict[str, Callable[[], Golden]]:
+    import make_autoawq as peer
+
+    def golden(version: str, group: int, rows: int = 32) -> Callable[[], Golden]:
+        weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(7)) * 0.06
+        return lambda: (*peer.pack(weight, None, version, group), peer.quantization_config(version, group, None))
+
+    return {
+        "gemm-g32": golden("gemm", 32),
+        "gemv-g32": golden("gemv", 32, 16),
+        "gemv-g64": golden("gemv", 64),
+        "gemv_fast-g64": golden("gemv_fast", 64, 16),
+    }
+
+
+PEERS = {"gptqmodel": of_gptqmodel, "llmcompressor": of_llmcompressor, "autoawq": of_autoawq}
+
+
+def write(name: str, golden: Golden) -> None:
+    tensors, weight, config = golden
+    if "meta" in config:  # the rest of gptqmodel's `meta` is as long as the tensors
+        config = {**config, "meta": {"quantizer": config["meta"]["quantizer"]}}
+    peer = name.partition("-")[0]
+    metadata = {
+        "quantization_config": json.dumps(config, separators=(",", ":")), "rows": "every fourth",
+        "out_features": str(weight.shape[0]), "in_features": str(weight.shape[1]),
+        "peer": f"{peer} {importlib.metadata.version(peer)}",
+    }  # fmt: skip
+    kept = {f"m.{local}": tensor.contiguous() for local, tensor in tensors.items()}
+    save_file({**kept, "expected": weight[::4].detach().contiguous().clone()}, OUTPUT / f"{name}.safetensors", metadata)
+    print(f"\nwrote {name}: {(OUTPUT / f'{name}.safetensors').stat().st_size} bytes", flush=True)
+
+
+def main(peer: str, chosen: list[str]) -> None:
+    for variant, make in PEERS[peer]().items():
+        if not chosen or any(part in variant for part in chosen):
+            write(f"{peer}-{variant}", make())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

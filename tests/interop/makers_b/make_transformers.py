@@ -1,0 +1,105 @@
+"""Checkpoints in the formats of transformers itself: fine-grained FP8 and gpt-oss' MXFP4. Run: python make_transformers.py OUTPUT
+
+The FP8 weights come out of transformers' own quantize op. A matrix that does not tile is padded with zeros first and cut
+afterwards, which is the ceil grid of the original files; the op is also what dequantizes, into float32. MXFP4 has no writer
+outside a GPU, so its blocks are encoded here after the OCP specification and read back by transformers' own code.
+"""
+
+import re
+from types import SimpleNamespace
+
+import torch
+from common import build, rewrite, run_all, save_dense, stock_error, stored, write_reference
+from torch.nn.functional import pad
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+BLOCK = 128
+DENSE = r"embed|lm_head|norm|\.gate\.weight|shared_expert_gate|block_sparse_moe\.(router|input_linear|output_linear)"
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+BIG = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def quantize_blocks(weight: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scales, float32 weight), each by transformers' own op over the zero-padded matrix."""
+    quantizer = SimpleNamespace(quantization_config=config)
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    codes, scales = Fp8Quantize(quantizer).convert({"m.weight": padded}).values()
+    wide = Fp8Dequantize(quantizer)._dequantize_one(codes, scales, output_dtype=torch.float32)
+    return codes[:rows, :columns], scales, wide[:rows, :columns]
+
+
+def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, **sizes):
+    """`as_bytes` stores ue8m0 scales as U8."""
+
+    def make(folder):
+        model = build(kind, **{**BIG, **sizes})
+        config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), scale_fmt=scale_fmt)
+        config.modules_to_not_convert = ["lm_head", *unquantized]
+        save_dense(model, folder)
+        packed, dense = {}, {}
+        for name, tensor in stored(folder).items():
+            if re.search(DENSE, name) or tensor.dim() != 2 or not name.endswith(".weight"):
+                packed[name] = dense[name] = tensor
+                continue
+            codes, scales, dense[name] = quantize_blocks(tensor, config)
+            packed[name] = codes
+            packed[f"{name}_scale_inv"] = scales.view(torch.uint8) if as_bytes else scales
+        rewrite(folder, packed, {**config.to_dict(), "weight_block_size": [BLOCK, BLOCK]})
+        method = "transformers' Fp8Dequantize._dequantize_one into float32, over a zero-padded matrix where it does not tile"
+        expected = write_reference(folder, dense, method)
+        return stock_error(folder, expected)
+
+    return make
+
+
+def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, rows, K] to blocks U8 [E, rows, K/32, 16], low nibble first, and exponents U8 [E, rows, K/32]."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=2.0**-120))) - 2
+    scaled = groups / torch.exp2(exponent)[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+
+
+def mxfp4(folder):
+    model = build("gpt_oss", hidden_size=256, intermediate_size=128)
+    save_dense(model, folder)
+    packed, dense = {}, {}
+    for name, tensor in stored(folder).items():
+        if re.search(r"experts\.(gate_up|down)_proj$", name):
+            blocks, scales = encode_mxfp4(tensor.transpose(1, 2))  # a dense expert is [in, out]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            assert dense[name].shape == tensor.shape
+            assert (dense[name] - tensor).norm() < 0.2 * tensor.norm()
+        else:
+            packed[name] = dense[name] = tensor
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    rewrite(folder, packed, {"quant_method": "mxfp4", "modules_to_not_convert": skipped})
+    expected = write_reference(folder, dense, "transformers convert_moe_packed_tensors(dtype=float32)")
+    return stock_error(folder, expected)
+
+
+GRANITE = tuple(f"model.layers.{layer}.block_sparse_moe" for layer in range(2))
+SHARED_GATES = tuple(f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2))
+MAKERS = {
+    "fp8-qwen3moe": fp8("qwen3_moe"),
+    "fp8-mixtral": fp8("mixtral", intermediate_size=128),
+    "fp8-deepseekv3": fp8("deepseek_v3", intermediate_size=256, head_dim=32),
+    "fp8-qwen2moe": fp8("qwen2_moe", unquantized=SHARED_GATES),
+    "mxfp4-gptoss": mxfp4,
+    "fp8-granitemoe": fp8("granitemoe", intermediate_size=64, unquantized=GRANITE),
+    "fp8-block": fp8("llama"),
+    "fp8-ue8m0": fp8("llama", scale_fmt="ue8m0"),
+    "fp8-ue8m0-u8": fp8("llama", scale_fmt="ue8m0", as_bytes=True),
+    "fp8-ragged": fp8("llama", hidden_size=192, intermediate_size=416, head_dim=48),
+    "fp8-ragged-ue8m0": fp8("llama", scale_fmt="ue8m0", hidden_size=192, intermediate_size=416, head_dim=48),
+    "fp8-qwen3moe-ragged": fp8("qwen3_moe", moe_intermediate_size=96, hidden_size=192),
+    "fp8-qwen2-tied": fp8("qwen2"),
+}
+
+if __name__ == "__main__":
+    run_all("transformers", MAKERS)
