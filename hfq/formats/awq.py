@@ -68,6 +68,7 @@ class Awq(Format):
         _check_config(module, config)
         qweight, scales = tensors["qweight"], tensors.get("scales")
         is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] == 8 * qweight.shape[-1]
+        is_gemm = is_gemm and not (scales is not None and scales.shape[:1] == qweight.shape[:1] and names_gemv(config))
         version: Version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
         hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
         in_features = {"gemm": qweight.shape[0], "gemv": 8 * qweight.shape[-1], "gemv_fast": qweight.shape[-1]}[version]
@@ -167,6 +168,11 @@ def zeros_width(in_features: int, group_size: int) -> int:
     """The words of zero points in a row: AutoAWQ's `calculate_zeros_width`."""
     multiple = {64: 2, 32: 4}.get(group_size, 1)
     return multiple * -(-(-(-(in_features // group_size) // 8)) // multiple)
+
+
+def names_gemv(config: Mapping) -> bool:
+    """Whether the config calls the layout gemv: it decides where the shapes would fit gemm as well."""
+    return str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "").lower() == "gemv"
 
 
 def _check_config(module: str, config: Mapping) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from hfq.errors import FormatError
@@ -11,9 +12,11 @@ from hfq.spec import TensorInfo
 
 __all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_transforms", "unusable"]
 
+_EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
+
 
 def group_of(module: str, config: Mapping) -> Mapping:
-    """The config group whose targets take this module: by exact name, else by `re:`, else by class.
+    """The config group whose targets take this module: by exact name, else by `re:`, else by class (which its name must tell).
 
     Raises:
         FormatError: The groups, or what one of them says of weights, are not of the form they must have.
@@ -102,4 +105,6 @@ def _rank(target: str, module: str) -> int | None:
         return 0
     if target.startswith("re:"):
         return 1 if matches(target[3:], module, "config_groups") else None
-    return 2 if target == "Linear" else None
+    if target == "Embedding" and _EMBEDDING.search(module):
+        return 2
+    return 3 if target == "Linear" else None

@@ -1,10 +1,10 @@
 """FP4 E2M1 in its packings, two codes a byte, the even channel in the low nibble.
 
 NVFP4 (compressed-tensors nvfp4-pack-quantized, ModelOpt):
-    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale F8_E4M3 [out, in / 16]
+    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32)
     weight_global_scale F32 [1] divides (compressed-tensors); weight_scale_2 F32 [] multiplies (ModelOpt)
-MXFP4 (compressed-tensors mxfp4-pack-quantized, auto-round):
-    weight_packed U8 [out, in / 2], weight_scale U8 or F8_E8M0 [out, in / 32]: 2**(u - 127)
+MXFP4 (compressed-tensors mxfp4-pack-quantized, auto-round, ModelOpt):
+    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]: 2**(u - 127)
 (The experts of gpt-oss are in gpt_oss.py.)
 
     W[n, k] = e2m1(code[n, k]) * scale[n, k // group_size] (/ weight_global_scale, * weight_scale_2)
@@ -46,16 +46,9 @@ class PackedFp4(Format):
         others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
     """
 
-    codes: ClassVar[str] = "weight_packed"
-    scale: ClassVar[str] = "weight_scale"
-    group_size: ClassVar[int] = 32
     num_bits: ClassVar[int] = 4
     scheme: ActivationScheme | None = None
     others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-
-    @property
-    def codes_name(self) -> str:
-        return self.codes
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
@@ -69,12 +62,12 @@ class PackedFp4(Format):
         stop = start + panel.shape[0]
         packed = tensors[self.codes_name][start:stop].flatten(1)
         panel.view(*packed.shape, 2).copy_(_pairs(panel.device)[packed.to(torch.int32)])
-        apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self.group_size)
+        apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self._span)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape
-        check_divides(in_features, self.group_size, self.name)
-        grouped = weight.detach().to(torch.float32).unflatten(1, (-1, self.group_size))
+        check_divides(in_features, self._span, self.name)
+        grouped = weight.detach().to(torch.float32).unflatten(1, (-1, self._span))
         stored = self._quantize_scales(grouped.abs().amax(2))
         steps = self._multiplier(stored, 0, out_features)
         scaled = (grouped / torch.where(steps == 0, 1, steps)[:, :, None]).flatten(1)
@@ -82,6 +75,11 @@ class PackedFp4(Format):
         codes = torch.bucketize(scaled.abs(), bounds) + 8 * (scaled < 0)
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return {self.codes_name: self._shape_codes(packed), **stored}
+
+    @property
+    def _span(self) -> int:
+        """Channels that share a scale."""
+        return getattr(self, "group_size", 32)
 
     def _shape_codes(self, packed: torch.Tensor) -> torch.Tensor:
         return packed
@@ -105,10 +103,10 @@ class Nvfp4(PackedFp4):
     Attributes:
         stored_codes_name: `weight_packed` (compressed-tensors) or `weight` (ModelOpt).
         global_shape: The shape of the global scale on disk.
+        group_size: 16, or 32 in ModelOpt's W4A8_NVFP4_FP8.
     """
 
     name = "nvfp4"
-    group_size = 16
     dialects = (
         Dialect(
             "NVFP4 (compressed-tensors nvfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
@@ -118,6 +116,7 @@ class Nvfp4(PackedFp4):
     )  # fmt: skip
     stored_codes_name: str = "weight_packed"
     global_shape: tuple[int, ...] = (1,)
+    group_size: int = 16
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Nvfp4 | None:
@@ -132,8 +131,10 @@ class Nvfp4(PackedFp4):
             return None
         refuse_transforms(config)
         stored = tensors.get(global_name)
+        is_wide = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 16 == codes.shape[1]
         return cls(
             stored_codes_name=codes_name,
+            group_size=32 if is_wide and codes_name == "weight" else 16,
             global_shape=stored.shape if stored is not None and stored.numel == 1 else (1,),
             scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
             others=other_tensors(tensors, _OTHERS),
@@ -158,7 +159,7 @@ class Nvfp4(PackedFp4):
         )
 
     def describe(self) -> str:
-        return "nvfp4" if self.stored_codes_name == "weight_packed" else "nvfp4 modelopt"
+        return "nvfp4" if self.stored_codes_name == "weight_packed" else f"nvfp4 modelopt g{self.group_size}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Nvfp4:
         check_finite(module, "weight_scale", tensors["weight_scale"])
@@ -184,6 +185,7 @@ class Mxfp4(PackedFp4):
 
     Attributes:
         scale_dtype: U8 or F8_E8M0.
+        stored_codes_name: `weight_packed`, or `weight` (ModelOpt).
     """
 
     name = "mxfp4"
@@ -192,20 +194,25 @@ class Mxfp4(PackedFp4):
             "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
             "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4",),
         ),
+        Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",), ("modelopt-mxfp4",)),
     )  # fmt: skip
     scale_dtype: str = "U8"
+    stored_codes_name: str = "weight_packed"
+    group_size: ClassVar[int] = 32
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
-        codes, scale = tensors.get("weight_packed"), tensors.get("weight_scale")
-        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
+        codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
+        codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and codes_name == "weight"):
             return None
         if scale is not None and scale.dtype not in ("U8", "F8_E8M0"):
             return None
-        _refuse_mxfp6(module, codes, config)
+        _refuse_others(module, codes, scale, config)
         refuse_transforms(config)
         return cls(
             scale_dtype=scale.dtype if scale is not None else "U8",
+            stored_codes_name=codes_name,
             scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
             others=other_tensors(tensors, _OTHERS),
         )
@@ -213,13 +220,17 @@ class Mxfp4(PackedFp4):
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MXFP4")
         return (
-            TensorSpec("weight_packed", ("U8",), (out_features, in_features // 2), "codes"),
+            TensorSpec(self.codes_name, ("U8",), (out_features, in_features // 2), "codes"),
             TensorSpec("weight_scale", (self.scale_dtype,), (out_features, in_features // 32), "scale"),
             *self._other_specs(out_features),
         )
 
+    @property
+    def codes_name(self) -> str:
+        return self.stored_codes_name
+
     def describe(self) -> str:
-        return "mxfp4"
+        return "mxfp4" if self.stored_codes_name == "weight_packed" else "mxfp4 modelopt"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4:
         check_finite(module, "weight_scale", powers(tensors["weight_scale"]))
@@ -251,8 +262,14 @@ def store_powers(amax: torch.Tensor) -> torch.Tensor:
     return (exponent + 127).clamp(0, 254).to(torch.uint8)
 
 
-def _refuse_mxfp6(module: str, codes: TensorInfo, config: Mapping) -> None:
+def _refuse_others(module: str, codes: TensorInfo, scale: TensorInfo | None, config: Mapping) -> None:
     label = format_of(module, config)
+    if scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[-1]:
+        raise FormatError(
+            "NVFP4 with scales in UE5M3 is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file,
+            tensor=scale.name, expected="F8_E4M3 scales of 16 channels, or E8M0 scales of 32", found=str(scale),
+            fix="re-export the checkpoint as NVFP4 with E4M3 scales, or as MXFP4",
+        )  # fmt: skip
     if "mxfp6" in label or (group_of(module, config).get("weights") or {}).get("num_bits", 4) != 4:
         raise FormatError(
             f"format={label!r} is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file, tensor=codes.name,

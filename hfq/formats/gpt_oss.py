@@ -30,7 +30,7 @@ class GptOssMxfp4(PackedFp4):
     """One expert of gpt-oss: a slice of the fused `…_blocks`, `…_scales` and `…_bias`."""
 
     name = "mxfp4-blocks"
-    codes, scale = "blocks", "scales"
+    group_size = 32
     dialects = (
         Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_proj_blocks U8, …_proj_scales U8, …_proj_bias", ("mxfp4-blocks",)),
     )  # fmt: skip
@@ -47,6 +47,10 @@ class GptOssMxfp4(PackedFp4):
             TensorSpec("scales", ("U8",), (out_features, in_features // 32), "scale"),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
+
+    @property
+    def codes_name(self) -> str:
+        return "blocks"
 
     def describe(self) -> str:
         return "mxfp4 blocks"

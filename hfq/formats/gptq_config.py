@@ -21,10 +21,19 @@ _CHECKPOINT_FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
 def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
-    qweight, scales = tensors["qweight"], tensors.get("scales")
+    """Whether a `qweight` is one of AWQ, by the shapes beside it; by the config where they could be either's."""
+    qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors.get("scales")
+    names_awq = "awq" in str(config.get("quant_method", "")) or "awq" in str(config.get("packing_format", ""))
+    if qweight.dtype == "I16" or "scaled_zeros" in tensors:
+        return True
     if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
-        return "awq" in str(config.get("quant_method", ""))
-    return qweight.shape[1] != scales.shape[1] and "g_idx" not in tensors
+        return names_awq
+    if "g_idx" in tensors:
+        return False
+    if qweight.shape[1] != scales.shape[1]:
+        return True
+    may_be_gemv = qzeros is not None and len(qzeros.shape) == 2 and scales.shape == (qweight.shape[0], 8 * qzeros.shape[1])
+    return may_be_gemv and qzeros.shape[0] == qweight.shape[0] and names_awq  # type: ignore[union-attr]
 
 
 def is_planar(config: Mapping) -> bool:

@@ -1,6 +1,6 @@
 """HQQ's own files (`AutoHQQHFModel.save_to_safetensors`): 1, 2, 3, 4 or 8 bits, and no quantization_config.
 
-    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows
+    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows; with view_as_float its bytes as floats
     scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
     shape I64 [2], and scalars and strings as tensors: nbits, group_size, axis, packing, …
 
@@ -21,13 +21,16 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, Format
+from hfq.formats.dtypes import torch_dtype
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
 
 __all__ = ["Hqq"]
 
 _SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 _PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+_STORED_BITS = {8: (8, 7, 6, 5), 4: (4,), 3: (3,), 2: (2,), 1: (1,)}
+"""hqq stores 5 to 7 bits as bytes."""
 _META = (
     "nbits", "group_size", "axis", "packing", "shape", "channel_wise", "encoded_state_dict", "compute_dtype", "unpack_view_dtype",
     "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero", "stores_quant_config", "view_as_float",
@@ -44,7 +47,7 @@ class Hqq(Format):
         group_size: Weights of a group.
         meta: The scalars and strings beside the codes, as stored: (name, dtype, shape).
         packed_shape: The shape of `W_q`.
-        codes_dtype: U8 or I32.
+        codes_dtype: The dtype that `W_q` is stored as.
         size: (out, in) of the layer.
     """
 
@@ -68,10 +71,10 @@ class Hqq(Format):
             return None
         axis = 0 if scale is not None and len(scale.shape) == 2 and scale.shape[0] == 1 != scale.shape[1] else 1
         nested = [name for name in tensors if name.startswith(("zero.", "scale.")) or name in ("zero_scale", "meta")]
-        if nested or packed.dtype not in ("U8", "I32"):
+        if nested or packed.dtype not in ("U8", "I32", *FLOATS):
             raise FormatError(
                 "An HQQ layer of a kind that hfq does not read; nothing was loaded.", file=packed.range.file, tensor=packed.name,
-                expected="codes in U8 or I32 with plain scales", found=", ".join(nested) or str(packed),
+                expected="codes in U8, I32 or floats, with plain scales", found=", ".join(nested) or str(packed),
                 fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and quant_scale=False",
             )  # fmt: skip
         meta = tuple((name, tensors[name].dtype, tensors[name].shape) for name in _META if name in tensors)
@@ -79,9 +82,11 @@ class Hqq(Format):
 
     def sized(self, in_features: int, out_features: int) -> Hqq:
         """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in `resolve`."""
-        numel, (rows, columns) = in_features * out_features, self.packed_shape
+        numel, (rows, width) = in_features * out_features, self.packed_shape
         for bits, slabs in _SLABS.items():
-            if (bits == 3) != (self.codes_dtype == "I32") or not rows or not columns:
+            columns = width * DTYPE_BITS[self.codes_dtype] // (32 if bits == 3 else 8)
+            is_plain = self.codes_dtype == ("I32" if bits == 3 else "U8")
+            if not (is_plain or self.codes_dtype in FLOATS) or not rows or not columns:
                 continue
             real = numel // columns
             if numel % columns == 0 and rows == -(-real // slabs):
@@ -96,9 +101,9 @@ class Hqq(Format):
         groups = in_features * out_features // self.group_size
         rows, columns = (groups, self.group_size) if self.axis == 1 else (self.group_size, groups)
         scale = (groups, 1) if self.axis == 1 else (1, groups)
-        packed = (-(-rows // _SLABS[self.num_bits]), columns)
+        width = columns * (32 if self.num_bits == 3 else 8) // DTYPE_BITS[self.codes_dtype]
         return (
-            TensorSpec("W_q", ("I32" if self.num_bits == 3 else "U8",), packed, "codes"),
+            TensorSpec("W_q", (self.codes_dtype,), (-(-rows // _SLABS[self.num_bits]), width), "codes"),
             TensorSpec("scale", FLOATS, scale, "scale"),
             TensorSpec("zero", FLOATS, scale, "zero_point"),
             *(TensorSpec(name, (dtype,), shape, "meta") for name, dtype, shape in self.meta),
@@ -119,21 +124,26 @@ class Hqq(Format):
         check_finite(module, "scale", tensors["scale"])
         check_finite(module, "zero", tensors["zero"])
         expected = {
-            "nbits": [self.num_bits], "axis": [self.axis], "group_size": [self.group_size], "shape": list(self.size),
-            "packing": list(_PACKINGS[self.num_bits].encode()), "quant_zero": [0], "quant_scale": [0], "view_as_float": [0],
+            "axis": [self.axis], "group_size": [self.group_size], "shape": list(self.size),
+            "packing": list(_PACKINGS[self.num_bits].encode()), "quant_zero": [0], "quant_scale": [0],
+            "view_as_float": [int(self.codes_dtype in FLOATS)],
         }  # fmt: skip
         stored = {name: tensors[name].flatten().tolist() for name in expected if name in tensors}
         wrong = [f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]]
+        nbits = float(tensors["nbits"]) if "nbits" in tensors else self.num_bits
+        if nbits not in _STORED_BITS[self.num_bits]:
+            wrong.append(f"nbits: expected {self.num_bits}, found {nbits:g}")
         if wrong:
             raise FormatError(
                 "What an HQQ layer says of itself contradicts its tensors; nothing was loaded.", tensor=f"{module}.W_q",
-                problems=wrong, fix="quantize the model again with quant_zero=False, quant_scale=False and view_as_float=False",
+                problems=wrong, fix="quantize the model again with quant_zero=False and quant_scale=False",
             )  # fmt: skip
         return self
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         first, count = start * panel.shape[1], panel.numel()
-        packed, columns = tensors["W_q"], tensors["W_q"].shape[1]
+        packed = tensors["W_q"].view(torch.int32 if self.num_bits == 3 else torch.uint8)
+        columns = packed.shape[1]
         top, bottom = first // columns, -(-(first + count) // columns)
         codes = torch.empty(bottom - top, columns, dtype=torch.float32, device=panel.device)
         slabs, mask = _SLABS[self.num_bits], (1 << self.num_bits) - 1
@@ -168,4 +178,6 @@ class Hqq(Format):
         stored = {name: torch.tensor(value, dtype=torch.int32) for name, value in scalars.items()}
         stored["shape"] = torch.tensor([out_features, in_features])
         stored["packing"] = torch.tensor(list(_PACKINGS[self.num_bits].encode()), dtype=torch.uint8)
-        return {"W_q": packed if self.num_bits == 3 else packed.to(torch.uint8), "scale": scale, "zero": zero, **stored}
+        packed = packed if self.num_bits == 3 else packed.to(torch.uint8)
+        packed = packed.view(torch_dtype(self.codes_dtype)) if self.codes_dtype in FLOATS else packed
+        return {"W_q": packed, "scale": scale, "zero": zero, **stored}

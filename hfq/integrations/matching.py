@@ -14,12 +14,12 @@ from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, detect_formats, tensors_by_module
 from hfq.formats.source import detection_hints
 from hfq.integrations.names import Names, owner_of
-from hfq.integrations.slots import FusedExperts, Slot, expert_of, find_experts, slot_of
+from hfq.integrations.slots import WEIGHT, FusedExperts, Slot, expert_of, find_experts, slot_of
 from hfq.spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]
 
-_CACHE_SCALES = re.compile(r"\.(k|v|q|prob)_(scale|zero_point|global_scale)$")
+_CACHE_SCALES = re.compile(r"\.((k|v|q|prob)_(scale|zero_point|global_scale)|(k|v)_bias)$")
 _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
@@ -55,8 +55,9 @@ class Match:
 
     def holds(self, name: str) -> bool:
         """Whether a parameter of the skeleton is stored, as it is or packed."""
-        module = name.rpartition(".")[0]
-        return name in self.dense or module in self.packed or module in self.experts
+        module, _, local = name.rpartition(".")
+        is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.packed
+        return name in self.dense or module in self.packed or module in self.experts or is_weight
 
 
 def match_model(

@@ -10,7 +10,10 @@ from typing import Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["FusedExperts", "Slot", "expert_of", "find_experts", "gate_of", "slot_of"]
+__all__ = ["WEIGHT", "FusedExperts", "Slot", "expert_of", "find_experts", "gate_of", "pack_weight", "slot_of"]
+
+WEIGHT = "packed_weight"
+"""The name of a packed weight within a module that keeps its own forward."""
 
 _EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
 _PROJECTIONS = {
@@ -26,14 +29,14 @@ class Slot:
 
     Attributes:
         name: Its name in the model.
-        kind: What is replaced.
+        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way, as a router.
         in_features: The size of an input.
         out_features: The size of an output.
         has_bias: Whether the model has a bias there.
     """
 
     name: str
-    kind: Literal["linear", "embedding", "expert"]
+    kind: Literal["linear", "conv1d", "embedding", "weight", "expert"]
     in_features: int
     out_features: int
     has_bias: bool
@@ -74,14 +77,26 @@ class FusedExperts:
 
 def slot_of(name: str, module: nn.Module | None) -> Slot | None:
     """The place that a module of the model is, or None where nothing packed can stand in for it."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return Slot(name, "linear", module.in_features, module.out_features, module.bias is not None)
     if isinstance(module, Conv1D):
         in_features, out_features = module.weight.shape
-        return Slot(name, "linear", in_features, out_features, module.bias is not None)
+        return Slot(name, "conv1d", in_features, out_features, module.bias is not None)
     if type(module) is nn.Embedding and module.max_norm is None:
         return Slot(name, "embedding", module.embedding_dim, module.num_embeddings, False)
+    weight = module._parameters.get("weight") if module is not None else None
+    if weight is not None and weight.dim() == 2 and "bias" not in module._parameters:
+        return Slot(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
+
+
+def pack_weight(module: nn.Module, packed: nn.Module) -> None:
+    """Makes a module compute with a packed weight: reading `weight` dequantizes it."""
+    cls = type(module)
+    own = {"weight": property(lambda self: getattr(self, WEIGHT).weight), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    del module._parameters["weight"]
+    module.__class__ = type(cls.__name__, (cls,), own)
+    setattr(module, WEIGHT, packed)
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.integrations.matching import Match, PackedMatch
-from hfq.integrations.slots import gate_of
+from hfq.integrations.slots import gate_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.table import Kernel, choose_kernel
@@ -37,11 +37,15 @@ def swap_packed(
     """
     kernel, packed = choose_kernel(config.kernel), {}
     for name, found in match.packed.items():
-        packed[name] = _build(name, found, config, kernel, dtypes)
-        if found.slot.kind != "expert":
-            parent, local = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            packed[name].train(getattr(parent, local).training)
-            setattr(parent, local, packed[name])
+        packed[name] = module = _build(name, found, config, kernel)
+        parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
+        kept = f"{parent}.weight" if found.slot.kind == "weight" else f"{name}.weight"
+        module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.slot.kind == "conv1d"
+        if found.slot.kind == "weight":
+            pack_weight(model.get_submodule(parent), module)
+        elif found.slot.kind != "expert":
+            module.train(model.get_submodule(name).training)
+            setattr(model.get_submodule(parent), local, module)
     for name, experts in match.experts.items():
         layers: list[dict[str, PackedLinear]] = [{} for _ in range(experts.count)]
         for key, module in packed.items():
@@ -53,12 +57,10 @@ def swap_packed(
     return packed
 
 
-def _build(
-    name: str, found: PackedMatch, config: HfqConfig, kernel: Kernel, dtypes: Mapping[str, torch.dtype]
-) -> PackedModule:
+def _build(name: str, found: PackedMatch, config: HfqConfig, kernel: Kernel) -> PackedModule:
     slot = found.slot
     if slot.kind == "embedding":
-        return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos, dtypes[f"{name}.weight"])
+        return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
     scheme = found.format.activation_scheme if config.activations == "checkpoint" else None
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(

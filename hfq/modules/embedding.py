@@ -23,7 +23,6 @@ class PackedEmbedding(PackedModule):
         embedding_dim: The size of a row.
         weight_format: The format of its tensors.
         infos: Where each tensor is stored, by local on-disk name.
-        dtype: The dtype of what a lookup gives.
     """
 
     def __init__(
@@ -33,10 +32,9 @@ class PackedEmbedding(PackedModule):
         embedding_dim: int,
         weight_format: Format,
         infos: Mapping[str, TensorInfo],
-        dtype: torch.dtype,
     ) -> None:
         super().__init__(name, embedding_dim, num_embeddings, weight_format, infos)
-        self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Looks rows up.
@@ -58,12 +56,6 @@ class PackedEmbedding(PackedModule):
             )  # fmt: skip
         rows = self._rows(wanted)
         return rows[places].view(*tokens.shape, self.embedding_dim)
-
-    def _apply(self, fn, recurse=True):
-        """A cast of the model changes what a lookup gives, and no packed tensor."""
-        probe = fn(torch.empty(0, dtype=self.dtype))
-        self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
-        return super()._apply(fn, recurse)
 
     def _rows(self, wanted: torch.Tensor) -> torch.Tensor:
         """The rows of these ascending tokens, each dequantized once, in panels of `row_multiple` rows."""

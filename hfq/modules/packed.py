@@ -17,15 +17,18 @@ from hfq.spec import Segment, TensorInfo
 __all__ = ["PackedModule"]
 
 _ARENA = "packed_row"
+_RESERVED = (_ARENA, "kernel", "scheme", "num_embeddings", "embedding_dim")
+"""Attributes that subclasses set, which no stored tensor may take the name of."""
 
 
 class PackedModule(nn.Module):
     """Holds the tensors of one packed module.
 
-    They are frozen parameters under their on-disk names (`hold`; a dot in a name, which torch does not allow, becomes `__`), or
+    They are frozen parameters under their on-disk names (`hold`; a dot in a name becomes `__`, and a name that is taken gets `stored_` before it), or
     one flat frozen uint8 parameter `packed_row` (`hold_row`); `state_dict` speaks on-disk names either way. Before either they
     are on `meta`, as they are for a module that rests on disk: then `onload` lends it a row for one forward and `offload` takes
-    it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor as it is.
+    it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor as it is. Model code that reads `weight` is
+    given it dequantized, anew each time.
 
     Args:
         name: The module's name in the model, for messages.
@@ -44,7 +47,10 @@ class PackedModule(nn.Module):
         self._segments: Mapping[str, Segment] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
+        taken = {*vars(self), *dir(type(self)), *_RESERVED}
+        self._attributes = {local: _attribute(local, taken) for local in self.infos}
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,13 +58,13 @@ class PackedModule(nn.Module):
         self._parameters.clear()
         self._segments = None
         for local, tensor in tensors.items():
-            self.register_parameter(_attribute(local), _frozen(tensor))
+            self._parameters[self._attributes[local]] = _frozen(tensor)
 
     def hold_row(self, row: ArenaRow) -> None:
         """Keeps one arena as the frozen parameter `packed_row`."""
         self._parameters.clear()
         self._segments = row.segments
-        self.register_parameter(_ARENA, _frozen(row.buffer))
+        self._parameters[_ARENA] = _frozen(row.buffer)
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lends the module tensors to compute with until `offload`, in this thread alone."""
@@ -91,14 +97,32 @@ class PackedModule(nn.Module):
         """The module's tensors by local on-disk name, where they rest; on meta for a module that rests on disk."""
         if self._segments is not None:
             return ArenaRow(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
-        held = {local: self._parameters[_attribute(local)] for local in self.infos if _attribute(local) in self._parameters}
+        held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
+
+    def __getattr__(self, name: str):
+        """Gives model code the `weight` and the `bias` it may read; a stored tensor of that name is among the parameters."""
+        if name == "weight":
+            return self._dequantized()
+        return self.resting_tensors().get("bias") if name == "bias" else super().__getattr__(name)
+
+    def _dequantized(self) -> torch.Tensor:
+        """The weight in the model's dtype, as the module that was replaced held it; on meta as long as nothing is loaded."""
+        if self.fetch is None and any(tensor.is_meta for tensor in self.resting_tensors().values()):
+            weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        else:
+            weight = self.weight_format.dequantize(self.packed_tensors(), self.dtype)
+        weight = weight.t() if self.is_transposed else weight
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight_format.describe()}"
 
     def _apply(self, fn, recurse=True):
         """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype touches."""
+        probe = fn(torch.empty(0, dtype=self.dtype))
+        self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
         for local, parameter in self._parameters.items():
             if parameter is None:
                 continue
@@ -131,9 +155,10 @@ class PackedModule(nn.Module):
         unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
 
 
-def _attribute(local: str) -> str:
-    """The name of the parameter that holds a tensor."""
-    return local.replace(".", "__")
+def _attribute(local: str, taken: set[str]) -> str:
+    """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes are taken."""
+    name = local.replace(".", "__")
+    return f"stored_{name}" if name in taken else name
 
 
 def _on_meta(info: TensorInfo) -> torch.Tensor:

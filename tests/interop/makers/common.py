@@ -37,6 +37,15 @@ CONFIGS = {
         **_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1,
     },
     "qwen3moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "decoder_sparse_step": 1},
+    "gptoss": {
+        **_LLAMA, "model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+    "olmoe": {**_LLAMA, **_EXPERTS, "model_type": "olmoe", "intermediate_size": 64},
+    "glm4moe": {
+        **_LLAMA, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
     "deepseek-v3": {
         **_LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -54,8 +63,8 @@ def build(kind: str, edit: Edit | None = None, **changes):
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         if edit is not None:
             edit(model)
@@ -119,17 +128,26 @@ def is_gpt2(folder: Path) -> bool:
 
 def _plain_name(name: str) -> str:
     """Mixtral's expert names differ between checkpoints; these are the names of the other models."""
-    return re.sub(r"\.w([123])\.weight$", lambda m: f".{_MIXTRAL_NAMES[m[1]]}.weight", name.replace(".block_sparse_moe.", ".mlp."))
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"\.w([123])\.weight$", lambda match: f".{_MIXTRAL_NAMES[match[1]]}.weight", name)
 
 
-def _parameter(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates before the ups."""
+def _parameter(name: str, weights: dict[str, torch.Tensor], interleaved: bool) -> torch.Tensor:
+    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates before the ups.
+
+    gpt-oss alone has [experts, in, out], gates and ups by turns, and biases.
+    """
     if name in weights:
         return weights.pop(name)
     experts, _, fused = name.rpartition(".")
+    local = "bias" if fused.endswith("_bias") else "weight"
+    fused = fused.removesuffix("_bias")
     parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
-    count = len({key.split(".")[-3] for key in weights if key.startswith(f"{experts}.") and key.endswith(f"{parts[0]}.weight")})
-    return torch.stack([torch.cat([weights.pop(f"{experts}.{e}.{part}.weight") for part in parts]) for e in range(count)])
+    found = []
+    for expert in range(len({key.split(".")[-3] for key in weights if key.startswith(f"{experts}.")})):
+        values = [weights.pop(f"{experts}.{expert}.{part}.{local}") for part in parts]
+        found.append(torch.stack(values, dim=1).flatten(0, 1) if interleaved else torch.cat(values))
+    return torch.stack(found).transpose(1, -1) if interleaved and local == "weight" else torch.stack(found)
 
 
 def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: str | None = None) -> None:
@@ -140,7 +158,8 @@ def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: s
     if config.tie_word_embeddings and "lm_head.weight" not in weights:
         weights["lm_head.weight"] = next(tensor for name, tensor in weights.items() if re.search(r"embed_tokens|wte", name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.load_state_dict({name: _parameter(name, weights) for name in model.state_dict()})
+    interleaved = config.model_type == "gpt_oss"
+    model.load_state_dict({name: _parameter(name, weights, interleaved) for name in model.state_dict()})
     tokens = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         logits = model(tokens).logits

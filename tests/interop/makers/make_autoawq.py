@@ -27,10 +27,10 @@ def import_autoawq() -> None:
 
 
 import_autoawq()
-from awq.modules.linear.gemm import WQLinear_GEMM
-from awq.modules.linear.gemv import WQLinear_GEMV
-from awq.modules.linear.gemv_fast import WQLinear_GEMVFast
-from awq.utils.packing_utils import dequantize_gemm
+from awq.modules.linear.gemm import WQLinear_GEMM  # noqa: E402
+from awq.modules.linear.gemv import WQLinear_GEMV  # noqa: E402
+from awq.modules.linear.gemv_fast import WQLinear_GEMVFast  # noqa: E402
+from awq.utils.packing_utils import dequantize_gemm  # noqa: E402
 
 PACKERS = {"gemm": WQLinear_GEMM, "gemv": WQLinear_GEMV, "gemv_fast": WQLinear_GEMVFast}
 NO_UNPACKER = (
@@ -95,7 +95,8 @@ def make(folder: Path, kind: str = "llama", version: str = "gemm", group: int = 
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "float16"
-    config["quantization_config"] = quantization_config(version, group, "gate" if "experts" in "".join(dense) and not router else None)
+    kept = "gate" if not router and any(".experts." in name for name in dense) else None
+    config["quantization_config"] = quantization_config(version, group, kept)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     common.write_reference(folder, weights, None if version == "gemm" else NO_UNPACKER)
 

@@ -21,6 +21,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32,
 }  # fmt: skip
+UNTOLD = ("observer", "observer_kwargs", "zp_dtype", "lm_head", "pack_dtype", "method")
 Golden = tuple[dict[str, torch.Tensor], torch.Tensor, dict]  # stored tensors, weight, quantization config
 
 
@@ -38,19 +39,19 @@ def of_gptqmodel() -> dict[str, Callable[[], Golden]]:
     import make_gptqmodel as peer
 
     def golden(config, edit=None) -> Callable[[], Golden]:
-        dequantize = lambda maker, tensors, config: peer.DEQUANTIZE[config["quant_method"]](tensors, config)  # noqa: E731
         return lambda: from_maker(peer.Maker(config, edit=edit, **TINY), dequantize)
 
+    def dequantize(maker, tensors, config) -> torch.Tensor:
+        return peer.DEQUANTIZE[config["quant_method"]](tensors, config)
+
     zeros = common.some_rows_positive
-    made = {f"gptqp-w{bits}g32": golden(peer.gptq(bits=bits, format="gptq_p")) for bits in (3, 5, 6, 7)}
+    made = {f"gptqp-w{bits}g32": golden(peer.gptq(bits=bits, format="gptq_p")) for bits in (3, 5, 7)}
     made["gptq-w2g32-sym"] = golden(peer.gptq(bits=2))
-    made["gptq-w4g32-descact"] = golden(peer.gptq(desc_act=True))
     made["gptq-w4g32-zero0-v2"] = golden(peer.gptq(sym=False, format="gptq_v2"), zeros)
-    for bits in (3, 4, 8):
+    for bits in (3, 4):
         made[f"gptq-w{bits}g32-zero0-v1"] = golden(peer.gptq(bits=bits, sym=False), zeros)
-    made["awq-gemm-g32-asym"] = golden(peer.awq(32, sym=False))
+    made["gptq-w8gall-zero0-v1"] = golden(peer.gptq(bits=8, group_size=-1, sym=False), zeros)
     made["fp8-row"] = golden(peer.float8("row"))
-    made["fp8-block"] = golden(peer.float8("block", weight_block_size=[16, 32]))
     return made
 
 
@@ -58,8 +59,10 @@ def of_llmcompressor() -> dict[str, Callable[[], Golden]]:
     import make_llmcompressor as peer
 
     def golden(recipe, data: bool = False) -> Callable[[], Golden]:
-        dequantize = lambda maker, tensors, config: peer.dequantize_module(tensors, maker.schemes[MODULE])  # noqa: E731
         return lambda: from_maker(peer.Maker(recipe, data=data, **TINY), dequantize)
+
+    def dequantize(maker, tensors, config) -> torch.Tensor:
+        return peer.dequantize_module(tensors, maker.schemes[MODULE])
 
     blocks = {**peer.BLOCKS, "block_structure": [24, 48]}  # the last block of either direction is not full
     token = peer.FLOAT8 | peer.PER_TOKEN
@@ -85,7 +88,7 @@ def of_autoawq() -> dict[str, Callable[[], Golden]]:
     return {
         "gemm-g32": golden("gemm", 32),
         "gemv-g32": golden("gemv", 32, 16),
-        "gemv-g64": golden("gemv", 64),
+        "gemv-g64": golden("gemv", 64, 16),
         "gemv_fast-g64": golden("gemv_fast", 64, 16),
     }
 
@@ -93,10 +96,17 @@ def of_autoawq() -> dict[str, Callable[[], Golden]]:
 PEERS = {"gptqmodel": of_gptqmodel, "llmcompressor": of_llmcompressor, "autoawq": of_autoawq}
 
 
+def short(config):
+    """The config without what is long and says nothing about the tensors: empty values, settings of gptqmodel's run."""
+    if not isinstance(config, dict):
+        return config
+    kept = {key: short(value) for key, value in config.items() if value not in (None, {}) and key not in UNTOLD}
+    return {key: {"quantizer": value["quantizer"]} if key == "meta" else value for key, value in kept.items()}
+
+
 def write(name: str, golden: Golden) -> None:
     tensors, weight, config = golden
-    if "meta" in config:  # the rest of gptqmodel's `meta` is as long as the tensors
-        config = {**config, "meta": {"quantizer": config["meta"]["quantizer"]}}
+    config = short(config)
     peer = name.partition("-")[0]
     metadata = {
         "quantization_config": json.dumps(config, separators=(",", ":")), "rows": "every fourth",

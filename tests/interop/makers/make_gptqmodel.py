@@ -6,6 +6,7 @@ Run where tests/interop/requirements*.txt are installed: python make_gptqmodel.p
 import os
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
@@ -19,6 +20,7 @@ from gptqmodel.quantization.config import FP8Config
 from gptqmodel.quantization.dtype import dequantize_fp8
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 
+LAYOUTS = {"v1": "gptq", "v2": "gptq_v2"}
 MOE_LAYOUTS = {"sym": {}, "asym-v2": {"sym": False, "format": "gptq_v2"}}
 
 
@@ -111,14 +113,12 @@ def gptq(**options):
 
 def gptq_makers() -> dict:
     made = {}
-    for bits in (2, 3, 4, 8):
-        for group in (32, 64, -1):
-            made[f"gptq-w{bits}g{group if group > 0 else 'all'}-sym"] = Maker(config=gptq(bits=bits, group_size=group))
-        for version, layout in {"v1": "gptq", "v2": "gptq_v2"}.items():
-            options = gptq(bits=bits, sym=False, format=layout)
-            made[f"gptq-w{bits}g32-asym-{version}"] = Maker(config=options)
-            made[f"gptq-w{bits}g32-zero0-{version}"] = Maker(config=options, edit=common.some_rows_positive)
-    made["gptq-w4g64-sym-v2"] = Maker(config=gptq(group_size=64, format="gptq_v2"))
+    for bits, group, sym, (version, layout) in product((2, 3, 4, 8), (32, 64, -1), (True, False), LAYOUTS.items()):
+        name = f"gptq-w{bits}g{group if group > 0 else 'all'}-{'sym' if sym else 'asym'}-{version}"
+        made[name] = Maker(config=gptq(bits=bits, group_size=group, sym=sym, format=layout))
+    for bits, (version, layout) in product((2, 3, 4, 8), LAYOUTS.items()):
+        options = gptq(bits=bits, sym=False, format=layout)
+        made[f"gptq-w{bits}g32-zero0-{version}"] = Maker(config=options, edit=common.some_rows_positive)
     made["gptq-w4g32-descact"] = Maker(config=gptq(desc_act=True))
     made["gptq-w4gall-descact-asym-v2"] = Maker(config=gptq(group_size=-1, desc_act=True, sym=False, format="gptq_v2"))
     for bits in (3, 5, 6, 7):
@@ -129,7 +129,11 @@ def gptq_makers() -> dict:
     made["gptq-qwen2tied-w4g32"] = Maker(kind="qwen2-tied", config=gptq())
     made["gptq-gpt2-w4g32"] = Maker(kind="gpt2", config=gptq())
     made["gptq-lmhead-w4g32"] = Maker(config=gptq(lm_head=True))
-    overrides = {r"-:.*layers\.1\.self_attn\.o_proj": {}, r"+:.*down_proj": {"bits": 8, "group_size": 64}, r".*k_proj": {"bits": 2}}
+    overrides = {
+        r"-:.*layers\.1\.self_attn\.o_proj": {},
+        r"+:.*down_proj": {"bits": 8, "group_size": 64},
+        r".*k_proj": {"bits": 2},
+    }
     made["gptq-dynamic-w4g32"] = Maker(config=gptq(dynamic=overrides))
     made["gptq-sharded-w4g32"] = Maker(config=gptq(), shard="64KB")
     return made
@@ -137,10 +141,10 @@ def gptq_makers() -> dict:
 
 def moe_makers() -> dict:
     made = {}
-    for kind in ("mixtral", "qwen3moe", "qwen2moe", "deepseek-v3"):
+    for kind in ("mixtral", "qwen3moe", "qwen2moe", "deepseek-v3", "glm4moe", "olmoe"):
         for layout, options in MOE_LAYOUTS.items():
             made[f"gptq-{kind}-w4g32-{layout}"] = Maker(kind=kind, config=gptq(**options))
-    for version, layout in {"v1": "gptq", "v2": "gptq_v2"}.items():
+    for version, layout in LAYOUTS.items():
         zeros = gptq(sym=False, format=layout)
         made[f"gptq-mixtral-w4g32-zero0-{version}"] = Maker(kind="mixtral", config=zeros, edit=common.some_rows_positive)
     for kind in ("mixtral", "qwen3moe"):
@@ -149,6 +153,9 @@ def moe_makers() -> dict:
         made[f"gptq-{kind}-sharded-w4g32"] = Maker(kind=kind, config=gptq(), shard="64KB")
         made[f"awq-{kind}-g32"] = Maker(kind=kind, config=awq(32))
         made[f"fp8-{kind}-row"] = Maker(kind=kind, config=float8("row"))
+        made[f"gptq-{kind}-w2g32"] = Maker(kind=kind, config=gptq(bits=2))
+        made[f"gptqp-{kind}-w5g32"] = Maker(kind=kind, config=gptq(bits=5, format="gptq_p"))
+        made[f"fp8-{kind}-block"] = Maker(kind=kind, config=float8("block", weight_block_size=[64, 64]))
     made["gptq-qwen3moe-w8gall"] = Maker(kind="qwen3moe", config=gptq(bits=8, group_size=-1))
     overrides = {r"-:.*experts\.3\..*": {}, r"+:.*experts\.\d+\.down_proj": {"bits": 8, "group_size": 64}}
     made["gptq-qwen3moe-dynamic"] = Maker(kind="qwen3moe", config=gptq(dynamic=overrides))
@@ -157,7 +164,8 @@ def moe_makers() -> dict:
 
 
 def awq(group: int, **options):
-    return lambda: QuantizeConfig(**{"bits": 4, "group_size": group, "method": "awq", "format": "gemm", "offload_to_disk": False, **options})
+    fixed = {"bits": 4, "group_size": group, "method": "awq", "offload_to_disk": False}
+    return lambda: QuantizeConfig(**{**fixed, "format": "gemm", **options})
 
 
 def float8(method: str, **options):

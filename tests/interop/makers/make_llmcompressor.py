@@ -1,4 +1,4 @@
-"""Makes compressed-tensors checkpoints with llmcompressor, and the logits of their weights as compressed-tensors dequantizes them.
+"""Makes compressed-tensors checkpoints with llmcompressor, and the logits of their weights as the peer dequantizes them.
 
 Run where requirements-llmcompressor.txt is installed: python make_llmcompressor.py OUTPUT_DIR [PART_OF_A_NAME ...]
 """
@@ -21,7 +21,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.utils import load_context
 from transformers import AutoModelForCausalLM
 
-IGNORE = ["lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$", r"re:.*shared_expert_gate$"]
+IGNORE = ["lm_head", r"re:.*mlp\.(gate|router)$", r"re:.*block_sparse_moe\.gate$", r"re:.*shared_expert_gate$"]
 KEY_VALUE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 PACKED_FLOAT4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
@@ -50,8 +50,7 @@ def dequantized(folder: Path, schemes: dict[str, QuantizationScheme]) -> dict[st
             scheme = schemes.get(module) or schemes[module.replace("block_sparse_moe", "mlp")]
             weights[f"{module}.weight"] = dequantize_module(tensors, scheme)
             tensors = {key: value for key, value in tensors.items() if key == "bias"}
-        elif module.endswith("self_attn"):  # the scales of the key-value cache
-            tensors = {}
+        tensors = {key: value for key, value in tensors.items() if key not in ("k_scale", "v_scale")}
         weights.update({f"{module}.{local}": tensor for local, tensor in tensors.items()})
     return weights
 
@@ -95,11 +94,11 @@ def preset(name: str, targets=("Linear",), ignore=(), **options):
 
 
 def groups(*schemes, modifier=QuantizationModifier, **options):
-    """A maker of recipes whose groups are `schemes`: (targets, weights, activations, format)."""
+    """A maker of recipes with these groups."""
 
     def recipe():
         found = {f"group_{index}": scheme() for index, scheme in enumerate(schemes)}
-        return modifier(config_groups=found, ignore=IGNORE, **options)
+        return modifier(**{"config_groups": found, "ignore": IGNORE, **options})
 
     return recipe
 
@@ -145,6 +144,13 @@ def integer_makers() -> dict:
     made["opt-w4a16-asym"] = Maker(groups(scheme(integer(4, 32, False))), kind="opt")
     made["qwen2tied-w4a16"] = Maker(groups(scheme(integer(4, 32))), kind="qwen2-tied")
     made["w4a16-sharded"] = Maker(groups(scheme(integer(4, 32))), shard="64KB")
+    odd = {"hidden_size": 136, "intermediate_size": 200}  # 3-bit rows of either length end within a word
+    made["w3a16-channel-ragged"] = Maker(groups(scheme(integer(3, None))), **odd)
+    made["w3a16-channel-asym-ragged"] = Maker(groups(scheme(integer(3, None, False))), **odd)
+    made["w4a16-g32-ragged"] = Maker(groups(scheme(integer(4, 32)), bypass_divisibility_checks=True), **odd)
+    made["w4a16-lmhead"] = Maker(groups(scheme(integer(4, 32)), ignore=[]))
+    embedding = scheme(integer(8, None), targets=["Embedding"])
+    made["w4a16-embedding"] = Maker(groups(scheme(integer(4, 32)), embedding))
     return made
 
 
@@ -174,7 +180,7 @@ def float_makers() -> dict:
 
 def moe_makers() -> dict:
     made = {}
-    for kind in ("mixtral", "qwen3moe", "qwen2moe", "deepseek-v3"):
+    for kind in ("mixtral", "qwen3moe", "qwen2moe", "deepseek-v3", "glm4moe", "olmoe", "gptoss"):
         made[f"{kind}-w4a16"] = Maker(groups(scheme(integer(4, 32))), kind=kind)
         made[f"{kind}-fp8-dynamic"] = Maker(preset("FP8_DYNAMIC"), kind=kind)
     for kind in ("mixtral", "qwen3moe"):

@@ -40,7 +40,8 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dim() == 1:
         return quantized.dequantize(torch.float32, scale=scale[:, None])
     grid = scale.reshape(scale.shape[0], -1)  # four dimensions on disk
-    return quantized.dequantize(torch.float32, scale=grid, block_sizes={-1: 128, -2: 128})
+    block = {-1: weight.shape[1] // grid.shape[1], -2: weight.shape[0] // grid.shape[0]}
+    return quantized.dequantize(torch.float32, scale=grid, block_sizes=block)
 
 
 def dequantize_fp4(weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None) -> torch.Tensor:
@@ -71,6 +72,17 @@ def dequantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         wide = dequantize_weight(weight, scale, tensors.get(f"{module}.weight_scale_2"))
         dense[f"{module}.weight"] = wide if smoothing is None else wide * smoothing.float()
     return dense
+
+
+def with_blocks(config: dict, size: int) -> dict:
+    """The same with blocks of this size."""
+    config = copy.deepcopy(config)
+    for entry in config["quant_cfg"]:
+        settings = entry.get("cfg") or {}
+        for axis in (settings.get("block_sizes") or {}) if isinstance(settings, dict) else ():
+            if isinstance(axis, int):
+                settings["block_sizes"][axis] = size
+    return config
 
 
 def make(config: dict, kind: str = "llama", kv: dict | None = None, sizes: dict | None = None, shard: str | None = None):

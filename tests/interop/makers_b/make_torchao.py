@@ -26,6 +26,7 @@ from torchao.quantization import (
     PerAxis,
     PerGroup,
     PerTensor,
+    quantize_,
 )
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
@@ -54,8 +55,15 @@ def dequantize(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> di
     return dense
 
 
+def probe(quant_type) -> None:
+    """Raises torchao's own error where it cannot quantize here; transformers would hide it in a report."""
+    if not isinstance(quant_type, FqnToConfig):
+        quantize_(torch.nn.Sequential(torch.nn.Linear(128, 128, dtype=torch.bfloat16)), quant_type)
+
+
 def make(quant_type, kind: str = "llama", shard: str | None = None, sizes: dict | None = None, **options):
     def maker(folder):
+        probe(quant_type)
         with tempfile.TemporaryDirectory() as dense:
             save_dense(build(kind, **(sizes or {})), Path(dense))
             config = TorchAoConfig(quant_type, **options)

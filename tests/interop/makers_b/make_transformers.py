@@ -15,7 +15,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-BLOCK = 128
+BLOCK = (128, 128)
 DENSE = r"embed|lm_head|norm|\.gate\.weight|shared_expert_gate|block_sparse_moe\.(router|input_linear|output_linear)"
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BIG = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -24,19 +24,19 @@ BIG = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 def quantize_blocks(weight: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scales, float32 weight), each by transformers' own op over the zero-padded matrix."""
     quantizer = SimpleNamespace(quantization_config=config)
-    rows, columns = weight.shape
-    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    (rows, columns), (height, width) = weight.shape, config.weight_block_size
+    padded = pad(weight, (0, -columns % width, 0, -rows % height))
     codes, scales = Fp8Quantize(quantizer).convert({"m.weight": padded}).values()
     wide = Fp8Dequantize(quantizer)._dequantize_one(codes, scales, output_dtype=torch.float32)
     return codes[:rows, :columns], scales, wide[:rows, :columns]
 
 
-def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, **sizes):
+def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, block: tuple = BLOCK, **sizes):
     """`as_bytes` stores ue8m0 scales as U8."""
 
     def make(folder):
         model = build(kind, **{**BIG, **sizes})
-        config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), scale_fmt=scale_fmt)
+        config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_fmt)
         config.modules_to_not_convert = ["lm_head", *unquantized]
         save_dense(model, folder)
         packed, dense = {}, {}
@@ -47,7 +47,7 @@ def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: 
             codes, scales, dense[name] = quantize_blocks(tensor, config)
             packed[name] = codes
             packed[f"{name}_scale_inv"] = scales.view(torch.uint8) if as_bytes else scales
-        rewrite(folder, packed, {**config.to_dict(), "weight_block_size": [BLOCK, BLOCK]})
+        rewrite(folder, packed, {**config.to_dict(), "weight_block_size": list(block)})
         method = "transformers' Fp8Dequantize._dequantize_one into float32, over a zero-padded matrix where it does not tile"
         expected = write_reference(folder, dense, method)
         return stock_error(folder, expected)
@@ -64,9 +64,8 @@ def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
 
 
-def mxfp4(folder):
-    model = build("gpt_oss", hidden_size=256, intermediate_size=128)
-    save_dense(model, folder)
+def mxfp4(folder, **sizes):
+    save_dense(build("gpt_oss", **{"hidden_size": 256, "intermediate_size": 128, **sizes}), folder)
     packed, dense = {}, {}
     for name, tensor in stored(folder).items():
         if re.search(r"experts\.(gate_up|down)_proj$", name):
@@ -77,8 +76,8 @@ def mxfp4(folder):
             assert (dense[name] - tensor).norm() < 0.2 * tensor.norm()
         else:
             packed[name] = dense[name] = tensor
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    rewrite(folder, packed, {"quant_method": "mxfp4", "modules_to_not_convert": skipped})
+    unquantized = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    rewrite(folder, packed, {"quant_method": "mxfp4", "modules_to_not_convert": unquantized})
     expected = write_reference(folder, dense, "transformers convert_moe_packed_tensors(dtype=float32)")
     return stock_error(folder, expected)
 
