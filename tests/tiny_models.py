@@ -9,6 +9,7 @@ import torch
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats.dtypes import safetensors_dtype, torch_dtype
 from hfq.modules.row import read_tensor
+from hfq.spec import ByteRange, TensorInfo
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared" / "checkpoints"
@@ -23,6 +24,11 @@ _PROJECTIONS = {
     "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128), "mlp.down_proj": (128, 256),
 }  # fmt: skip
 FIRST = "model.layers.0.self_attn.q_proj"
+
+
+def size_of(module: str) -> tuple[int, int]:
+    """(out, in) of a packed module."""
+    return next(size for local, size in _PROJECTIONS.items() if module.endswith(local))
 
 
 def packed_tensors(weight_format) -> dict[str, torch.Tensor]:
@@ -43,14 +49,45 @@ def packed_tensors(weight_format) -> dict[str, torch.Tensor]:
     return tensors | {"lm_head.weight": random(96, 128).bfloat16()}
 
 
-def write_model(folder: Path, tensors: dict[str, torch.Tensor], quantization_config: dict | None) -> Path:
+def write_model(
+    folder: Path, tensors: dict[str, torch.Tensor], quantization_config: dict | None, metadata: dict | None = None
+) -> Path:
     """Writes tensors and config.json into a folder that `from_pretrained` takes."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
-    write_safetensors(folder / "model.safetensors", stored, {"format": "pt"})
+    widest_first = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # as safetensors' own writer: all aligned
+    stored = {name: as_stored(tensor) for name, tensor in widest_first}
+    write_safetensors(folder / "model.safetensors", stored, {"format": "pt", **(metadata or {})})
     config = CONFIG | ({"quantization_config": quantization_config} if quantization_config else {})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def schemas(tensors: dict[str, torch.Tensor], schema) -> dict[str, str]:
+    """The metadata of a dialect that describes each packed module there: {"<module>.weight": schema(its tensors)}."""
+    if schema is None:
+        return {}
+    modules: dict[str, dict] = {}
+    for name, tensor in tensors.items():
+        module, _, local = name.rpartition(".")
+        modules.setdefault(module, {})[local] = tensor
+    return {f"{module}.weight": schema(local) for module, local in modules.items() if "weight" not in local}
+
+
+def described(module: str, tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """The tensors of one module as a header describes them, by local name."""
+    return {
+        name: TensorInfo(
+            f"{module}.{name}", safetensors_dtype(t.dtype), tuple(t.shape), ByteRange("x.safetensors", 0, t.nbytes)
+        )
+        for name, t in tensors.items()
+    }
+
+
+def settled(weight_format, tensors: dict[str, torch.Tensor], config: dict | None, size: tuple[int, int], schema=None):
+    """The format of tensors that `quantize` made, as it is after detection: it knows its layer's size [out, in]."""
+    hints = {**(config or {}), "__metadata__": schemas({f"m.{name}": t for name, t in tensors.items()}, schema)}
+    found = type(weight_format).detect("m", described("m", tensors), hints)
+    return found.sized(size[1], size[0]).resolve("m", tensors)
 
 
 def as_stored(tensor: torch.Tensor):
@@ -76,3 +113,10 @@ def digests(folder: Path) -> dict[str, tuple]:
 
 def dtypes_of(names) -> list[torch.dtype]:
     return [torch_dtype(name) for name in names]
+
+
+def poison(scales: torch.Tensor, index: int) -> None:
+    """Makes one scale NaN, in its own dtype."""
+    scales.view(torch.uint8)[index] = 255 if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else 127
+    if scales.dtype.itemsize > 1:
+        scales[index] = float("nan")

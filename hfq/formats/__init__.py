@@ -85,7 +85,7 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
     names = sorted({local for tensors in modules.values() for local in tensors})
     dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
     method = config.get("quant_method")
-    unknown = [name for name in dtypes if name not in _DENSE_DTYPES] or len(names) > 3
+    unknown = [name for name in dtypes if name not in _DENSE_DTYPES]
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
         return NotPackedError(
@@ -101,4 +101,4 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
 
 
 def _names() -> str:
-    return ", ".join(name for name, cls in FORMATS.items() if cls.dialects)
+    return " or ".join(name for name, cls in FORMATS.items() if cls is not Dense)

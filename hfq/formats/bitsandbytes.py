@@ -33,7 +33,7 @@ from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
 __all__ = ["Bnb4Bit", "BnbInt8"]
 
 _STATE = "weight.quant_state.bitsandbytes__"
-_STORAGES = ("U8", "I8", "BF16", "F16", "F32")
+_STORAGES = ("U8", "BF16", "F16", "F32")
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -140,7 +140,7 @@ class Bnb4Bit(Format):
         words = -(-nbytes * 8 // DTYPE_BITS[self.storage])
         specs = [
             TensorSpec("weight", (self.storage,), (words, 1), "codes"),
-            TensorSpec("weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "scale"),
+            TensorSpec("weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "codes" if self.is_nested else "scale"),
             TensorSpec("weight.quant_map", ("F32",), (16,), "scale"),
             TensorSpec(_STATE + self.quant_type, ("U8",), (self.state_nbytes,), "meta"),
         ]

@@ -26,9 +26,9 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, refuse_transforms
-from hfq.formats.groups import apply_groups, rows_of
+from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
-from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_index
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -60,6 +60,7 @@ class IntQuantized(ScaledCodes):
         refuse_transforms(config)
         group = group_of(module, config)
         weights = group.get("weights") or {}
+        refuse_float(module, weight, weights, config)
         is_asymmetric = weights.get("symmetric") is False or "weight_zero_point" in tensors
         zero = tensors.get("weight_zero_point")
         detected = cls(
@@ -71,7 +72,7 @@ class IntQuantized(ScaledCodes):
         )
         hinted = bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module)
         groups = detected.scale_shape[1] if detected.strategy == "group" and len(detected.scale_shape) == 2 else 1
-        if hinted and hinted > 0 and groups > 1 and -(-weight.shape[1] // hinted) != groups:
+        if hinted and hinted > 0 and groups > 1 and weight.shape[1] != hinted * groups:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
                 tensor=f"{module}.weight_scale", expected=f"groups of {hinted}", found=str(scale),
@@ -96,6 +97,7 @@ class PackQuantized(Format):
         is_symmetric: Whether there are no zero points.
         zero_dtype: I32 where they are packed, I8 where they lie as they are.
         has_g_idx: Whether the group of each channel is stored.
+        group_size: What the config says of it.
         scheme: How the checkpoint wants activations quantized.
         others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
         size: (out, in) of the layer.
@@ -117,8 +119,9 @@ class PackQuantized(Format):
     is_symmetric: bool = True
     zero_dtype: str = "I32"
     has_g_idx: bool = False
+    group_size: int | None = None
     scheme: ActivationScheme | None = None
-    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    others: Others = ()
     size: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -129,6 +132,7 @@ class PackQuantized(Format):
         refuse_transforms(config)
         group = group_of(module, config)
         weights = group.get("weights") or {}
+        refuse_float(module, packed, weights, config)
         zero = tensors.get("weight_zero_point")
         bits = bounded_int(weights, "num_bits", lambda bits: 1 <= bits <= 8, "1 to 8", module, default=0)
         return cls(
@@ -138,12 +142,21 @@ class PackQuantized(Format):
             is_symmetric=zero is None and weights.get("symmetric") is not False,
             zero_dtype=zero.dtype if zero is not None and zero.dtype == "I8" else "I32",
             has_g_idx="weight_g_idx" in tensors or weights.get("actorder") == "group",
+            group_size=bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module),
             scheme=read_activations(group.get("input_activations"), tensors),
             others=other_tensors(tensors, ("input_scale", "input_zero_point", "input_global_scale")),
         )
 
     def sized(self, in_features: int, out_features: int) -> PackQuantized:
         """Settles the bits by the width of a row, which must agree with the config."""
+        groups = self._groups(in_features)
+        if groups > 1 and not self.has_g_idx:
+            check_divides(in_features, self.group_size or in_features // groups or 1, "pack-quantized")
+            if in_features != groups * (self.group_size or in_features // groups):
+                raise FormatError(
+                    "The scales of a layer contradict the config.", expected=f"groups of {self.group_size or 'one size'}",
+                    found=f"{groups} groups of {in_features} channels", fix="correct group_size in config_groups of config.json",
+                )  # fmt: skip
         candidates = [self.num_bits] if self.num_bits else list(range(1, 9))
         for is_straddling in (True, False):
             for bits in candidates:
@@ -170,8 +183,7 @@ class PackQuantized(Format):
             specs.append(TensorSpec("weight_zero_point", (self.zero_dtype,), zero, "zero_point"))
         if self.has_g_idx:
             specs.append(TensorSpec("weight_g_idx", ("I32",), (in_features,), "index", bound=groups))
-        specs += [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     @property
     def codes_name(self) -> str:
@@ -267,6 +279,15 @@ class PackQuantized(Format):
         words = stored[first : -(-stop * self.num_bits // 32)]
         zeros = unpack_stream(words, self.num_bits, stop - first * 32 // self.num_bits)
         return (zeros - (1 << (self.num_bits - 1))).to(torch.float32)
+
+
+def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mapping) -> None:
+    """Refuses integer codes under a config that calls them floats."""
+    if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
+        raise FormatError(
+            f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected="float codes, as config.json says", found=str(codes), fix="correct config_groups in config.json",
+        )  # fmt: skip
 
 
 def _words(in_features: int, num_bits: int, is_straddling: bool) -> int:

@@ -24,7 +24,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides
-from hfq.formats.scaled import other_tensors
+from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -48,7 +48,7 @@ class PackedFp4(Format):
 
     num_bits: ClassVar[int] = 4
     scheme: ActivationScheme | None = None
-    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    others: Others = ()
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
@@ -85,8 +85,7 @@ class PackedFp4(Format):
         return packed
 
     def _other_specs(self, out_features: int) -> tuple[TensorSpec, ...]:
-        specs = [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (*other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
         """float32 [rows, groups]."""
@@ -204,7 +203,8 @@ class Mxfp4(PackedFp4):
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
         codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
-        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and codes_name == "weight"):
+        is_named = codes_name == "weight_packed" or str(config.get("quant_algo")).lower() == "mxfp4"
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and not is_named):
             return None
         if scale is not None and scale.dtype not in ("U8", "F8_E8M0"):
             return None

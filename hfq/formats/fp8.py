@@ -36,7 +36,8 @@ Strategy = Literal["tensor", "channel", "group", "block"]
 _CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALE_NAMES = ("activation_scale", "input_scale")
-_SCALES = (*FLOATS, "F8_E8M0", "U8")
+_POWERS = ("F8_E8M0", "U8")
+_SCALES = (*FLOATS, *_POWERS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Fp8(Format):
         group_size: Channels of a group, for `strategy="group"`.
         scale_name: The scale's name on disk.
         scale_shape: The scale's shape on disk; None for the strategy's usual one.
+        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float.
         reciprocal: Whether the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
         input_scale_name: The static activation scale's name on disk, None where there is none.
         input_scale_shape: Its shape.
@@ -80,6 +82,7 @@ class Fp8(Format):
     group_size: int | None = None
     scale_name: str = "weight_scale"
     scale_shape: tuple[int, ...] | None = None
+    scale_dtype: str = "F32"
     reciprocal: bool = False
     input_scale_name: str | None = None
     input_scale_shape: tuple[int, ...] = ()
@@ -100,6 +103,7 @@ class Fp8(Format):
         detected = cls(
             codes_dtype=weight.dtype,
             scale_name=scale_name,
+            scale_dtype=scale.dtype if scale is not None and scale.dtype in _POWERS else "F32",
             reciprocal=hints.reciprocal and scale_name == "weight_scale_inv",
             input_scale_name=input_scale_name or ("input_scale" if hints.is_static else None),
             input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
@@ -179,6 +183,9 @@ class Fp8(Format):
             )  # fmt: skip
         scale = self._amax(weight).reshape(shape) / top
         scale = torch.where(scale == 0, 1, scale)
+        if self.scale_dtype in _POWERS:
+            exponents = (torch.ceil(torch.log2(scale)) + 127).clamp(0, 254).to(torch.uint8)
+            scale = exponents if self.scale_dtype == "U8" else exponents.view(torch.float8_e8m0fnu)
         stored = {"weight": weight, self.scale_name: 1 / scale if self.reciprocal else scale}
         ones = self.dequantize({**stored, "weight": torch.ones_like(weight)})
         stored["weight"] = (weight / ones).clamp(-top, top).to(dtype)

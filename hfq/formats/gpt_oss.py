@@ -63,7 +63,7 @@ class GptOssMxfp4(PackedFp4):
         return powers(tensors["scales"][start:stop])
 
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"scales": storepowers(amax)}
+        return {"scales": store_powers(amax)}
 
     def _shape_codes(self, packed: torch.Tensor) -> torch.Tensor:
         return packed.unflatten(1, (-1, 16))

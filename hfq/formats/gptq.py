@@ -89,7 +89,7 @@ class Gptq(Format):
             return None
         options = module_options(module, config)
         allowed = PLANAR_BITS if is_planar(config) else BITS
-        hinted = bounded_int(options, "bits", lambda bits: bits in allowed, f"one of {allowed}", module)
+        hinted = bounded_int(options, "bits", lambda bits: bits in allowed, _listed(allowed), module)
         stored = stored_bits(tensors, allowed)
         if stored is not None and hinted is not None and stored != hinted:
             raise FormatError(
@@ -236,7 +236,7 @@ class Gptq(Format):
     def _zeros(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
         first = start * self.num_bits // 32
-        words = qzeros[:, first : -(-stop * self.num_bits // 32)].t()
+        words = qzeros[:, first : self._words(stop)].t()
         if self.zero_reading == "word_plus_one":
             words = words + _WORD_ONES[self.num_bits]
         zeros = self._unpack(words, stop - first * 32 // self.num_bits).t()
@@ -273,3 +273,7 @@ class Gptq(Format):
             logger.warning("%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module)
             return "stored"
         return self.zero_reading
+
+
+def _listed(bits: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, bits[:-1]))} or {bits[-1]}"

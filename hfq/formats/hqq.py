@@ -31,10 +31,14 @@ _SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 _PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 _STORED_BITS = {8: (8, 7, 6, 5), 4: (4,), 3: (3,), 2: (2,), 1: (1,)}
 """hqq stores 5 to 7 bits as bytes."""
-_META = (
-    "nbits", "group_size", "axis", "packing", "shape", "channel_wise", "encoded_state_dict", "compute_dtype", "unpack_view_dtype",
-    "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero", "stores_quant_config", "view_as_float",
-)  # fmt: skip
+_META: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
+    "nbits": (("I32", "I64", "F32"), ()), "group_size": (("I32", "I64"), ()), "axis": (("I32", "I64"), ()),
+    "shape": (("I64", "I32"), (2,)), "packing": (("U8",), None), "compute_dtype": (("U8",), None),
+    "unpack_view_dtype": (("U8",), None),
+    **dict.fromkeys(("channel_wise", "encoded_state_dict", "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero",
+                     "stores_quant_config", "view_as_float"), (("U8", "BOOL", "I32"), ())),
+}  # fmt: skip
+"""What hqq stores of itself: the dtypes, and the shape, which is any length for a text."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Hqq(Format):
             TensorSpec("W_q", (self.codes_dtype,), (-(-rows // _SLABS[self.num_bits]), width), "codes"),
             TensorSpec("scale", FLOATS, scale, "scale"),
             TensorSpec("zero", FLOATS, scale, "zero_point"),
-            *(TensorSpec(name, (dtype,), shape, "meta") for name, dtype, shape in self.meta),
+            *(_meta_spec(name, shape) for name, _, shape in self.meta),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
 
@@ -128,7 +132,7 @@ class Hqq(Format):
             "packing": list(_PACKINGS[self.num_bits].encode()), "quant_zero": [0], "quant_scale": [0],
             "view_as_float": [int(self.codes_dtype in FLOATS)],
         }  # fmt: skip
-        stored = {name: tensors[name].flatten().tolist() for name in expected if name in tensors}
+        stored = {name: tensors[name].to(torch.int64).flatten().tolist() for name in expected if name in tensors}
         wrong = [f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]]
         nbits = float(tensors["nbits"]) if "nbits" in tensors else self.num_bits
         if nbits not in _STORED_BITS[self.num_bits]:
@@ -181,3 +185,8 @@ class Hqq(Format):
         packed = packed if self.num_bits == 3 else packed.to(torch.uint8)
         packed = packed.view(torch_dtype(self.codes_dtype)) if self.codes_dtype in FLOATS else packed
         return {"W_q": packed, "scale": scale, "zero": zero, **stored}
+
+
+def _meta_spec(name: str, found: tuple[int, ...]) -> TensorSpec:
+    dtypes, shape = _META[name]
+    return TensorSpec(name, dtypes, found[:1] if shape is None else shape, "meta", optional=True)

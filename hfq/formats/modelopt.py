@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
 from hfq.formats.groups import apply_groups, rows_of
-from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -45,6 +45,12 @@ class SmoothQuant(ScaledCodes):
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or config.get("quant_method") != "modelopt":
             return None
+        algorithm = str(config.get("quant_algo") or "")
+        if algorithm and "SQ" not in algorithm and "INT8" not in algorithm.upper() and "W8A" not in algorithm.upper():
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
+                tensor=weight.name, expected=f"a weight of {algorithm}", found=str(weight), fix="correct quant_algo in config.json",
+            )  # fmt: skip
         return cls(
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (weight.shape[0],),
             has_columns="pre_quant_scale" in tensors or "SQ" in str(config.get("quant_algo")),
@@ -73,7 +79,7 @@ class ModeloptInt4(Format):
     )  # fmt: skip
     group_size: int = 128
     has_columns: bool = False
-    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    others: Others = ()
     num_bits = 4
 
     @classmethod
@@ -81,16 +87,24 @@ class ModeloptInt4(Format):
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "U8" or len(weight.shape) != 2:
             return None
+        is_named = config.get("quant_method") == "modelopt" and "AWQ" in str(config.get("quant_algo"))
         if scale is None or scale.dtype not in FLOATS or len(scale.shape) != 2:
-            return None
+            return cls(has_columns="pre_quant_scale" in tensors) if is_named else None
         if not scale.shape[1] or weight.shape[1] % scale.shape[1] or scale.shape[0] != 2 * weight.shape[0]:
             raise FormatError(
                 f"The scales of {module} do not fit its weight; nothing was loaded.", file=scale.range.file, tensor=scale.name,
                 expected=f"[{2 * weight.shape[0]}, groups] whose groups divide {weight.shape[1]}", found=str(scale),
                 fix="the checkpoint is damaged: download it again",
             )  # fmt: skip
+        group_size = weight.shape[1] // scale.shape[1]
+        hinted = bounded_int(config, "group_size", lambda size: size >= 0, "a group size", module)
+        if hinted and scale.shape[1] > 1 and hinted != group_size:
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=scale.range.file,
+                tensor=scale.name, expected=f"groups of {hinted}", found=str(scale), fix="correct group_size in config.json",
+            )  # fmt: skip
         return cls(
-            group_size=weight.shape[1] // scale.shape[1],
+            group_size=group_size,
             has_columns="pre_quant_scale" in tensors,
             others=other_tensors(tensors, ("weight_scale_2", "input_scale")),
         )
@@ -106,9 +120,8 @@ class ModeloptInt4(Format):
             TensorSpec("weight_scale", FLOATS, (out_features, in_features // self.group_size), "scale"),
         ]
         if self.has_columns:
-            specs.append(TensorSpec("pre_quant_scale", FLOATS, (in_features,), "scale"))
-        specs += [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+            specs.append(TensorSpec("pre_quant_scale", FLOATS, (in_features,), "scale", optional=True))
+        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     @property
     def codes_name(self) -> str:

@@ -23,7 +23,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.groups import check_divides
-from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -88,7 +88,7 @@ class QuantoBits(Format):
     group_size: int = 128
     packed_rows: int = 0
     shift_dtype: str = "BF16"
-    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    others: Others = ()
     scheme: ActivationScheme | None = None
     size: tuple[int, int] = (0, 0)
 
@@ -124,8 +124,7 @@ class QuantoBits(Format):
             TensorSpec("weight._scale", FLOATS, (rows, 1), "scale"),
             TensorSpec("weight._shift", (self.shift_dtype,), (rows, 1), "zero_point"),
         ]
-        specs += [TensorSpec(name, (dtype,), shape, "scale" if dtype in FLOATS else "meta") for name, dtype, shape in self.others]
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     @property
     def codes_name(self) -> str:

@@ -7,6 +7,7 @@ The shape of the scale tells what shares one: [] or [1] the tensor, [out] or [ou
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,10 +19,14 @@ from hfq.formats.base import FLOATS, Format
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.groups import apply_groups, rows_of
 from hfq.formats.values import check_finite
-from hfq.spec import Role, TensorInfo, TensorSpec
+from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["ScaledCodes"]
+__all__ = ["Others", "ScaledCodes", "other_specs", "other_tensors"]
 
+Others = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""(name, dtype, shape) of tensors that a save writes back and no weight depends on, as the scale of an activation."""
+
+_INTEGERS = ("U8", "I8", "I32", "I64")
 _TOPS = {"I8": 127.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 
 
@@ -47,7 +52,7 @@ class ScaledCodes(Format):
     scale_shape: tuple[int, ...] = (1,)
     zero_dtype: str | None = None
     has_columns: bool = False
-    others: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    others: Others = ()
 
     @property
     def codes_name(self) -> str:
@@ -63,10 +68,7 @@ class ScaledCodes(Format):
             specs.append(TensorSpec(self.zero, (self.zero_dtype,), shape, "zero_point"))
         if self.has_columns:
             specs.append(TensorSpec(self.columns, FLOATS, (in_features,), "scale"))
-        for name, dtype, other in self.others:
-            role: Role = "scale" if dtype in FLOATS else "meta"
-            specs.append(TensorSpec(name, (dtype,), other, role))
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         out_features, in_features = tensors[self.codes].shape
@@ -136,8 +138,6 @@ class ScaledCodes(Format):
 
     def _bare(self) -> ScaledCodes:
         """This format without zero points and column scales: what one step of a code is worth."""
-        import dataclasses
-
         return dataclasses.replace(self, zero_dtype=None, has_columns=False)
 
     def _scale_shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
@@ -154,6 +154,15 @@ class ScaledCodes(Format):
         return (out_features, groups)
 
 
-def other_tensors(tensors: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def other_tensors(tensors: Mapping[str, TensorInfo], names: tuple[str, ...]) -> Others:
     """(name, dtype, shape) of those of `names` that stand beside a module."""
     return tuple((name, tensors[name].dtype, tensors[name].shape) for name in names if name in tensors)
+
+
+def other_specs(others: Others) -> tuple[TensorSpec, ...]:
+    """What those tensors must be: one number each."""
+    return tuple(
+        TensorSpec(name, _INTEGERS if name.endswith(("zero_point", "format")) else FLOATS, shape if shape == (1,) else (), "meta",
+                   optional=True)
+        for name, _, shape in others
+    )  # fmt: skip

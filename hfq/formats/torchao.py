@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfq.errors import FormatError
-from hfq.formats.base import ActivationScheme, Dialect
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect
 from hfq.formats.scaled import ScaledCodes, other_tensors
 from hfq.spec import TensorInfo
 
@@ -56,19 +56,24 @@ class Torchao(ScaledCodes):
         schema = _read_schema(module, config, file)
         kind = str(schema.get("_type"))
         codes, scale, zero = (tensors.get(_PREFIX + part) for part in _PARTS[:3])
-        unknown = [name for name in stored if name.removeprefix(_PREFIX) not in _PARTS]
-        if kind not in _TYPES or unknown or (codes is not None and codes.dtype not in _TYPES[kind]):
+        if kind not in _TYPES or (codes is not None and codes.dtype not in _TYPES[kind]):
             raise FormatError(
-                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.", file=file, tensor=f"{module}.weight",
-                expected=" or ".join(_TYPES), found=f"{kind} of {', '.join(f'{name} {tensors[name]}' for name in stored)}",
+                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.", file=file,
+                tensor=codes.name if codes is not None else module, expected=" or ".join(_TYPES), found=f"{kind} of {', '.join(f'{name} {tensors[name]}' for name in stored)}",
                 fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or intx config",
             )  # fmt: skip
         data = schema.get("_data")
+        block = data.get("block_size") if isinstance(data, Mapping) else None
+        if codes is not None and scale is not None and not _fits(block, codes.shape, scale.shape):
+            raise FormatError(
+                f"The metadata of {module}.weight contradicts its tensors; nothing was loaded.", file=file, tensor=scale.name,
+                expected=f"scales of blocks {block}", found=str(scale), fix="download the original file",
+            )  # fmt: skip
         is_dynamic = isinstance(data, Mapping) and (data.get("act_quant_kwargs") or data.get("activation_quantization"))
         return cls(
             codes_dtype=codes.dtype if codes is not None else _TYPES[kind][0],
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (1, 1),
-            zero_dtype=zero.dtype if zero is not None else None,
+            zero_dtype=_zero_dtype(zero, schema),
             others=other_tensors(tensors, tuple(_PREFIX + part for part in _PARTS[3:])),
             scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
         )
@@ -76,6 +81,23 @@ class Torchao(ScaledCodes):
     @property
     def activation_scheme(self) -> ActivationScheme | None:
         return self.scheme
+
+
+def _zero_dtype(zero: TensorInfo | None, schema: Mapping) -> str | None:
+    """The dtype of the zero points, which the metadata may promise where the file has none."""
+    if zero is None:
+        names = schema.get("_tensor_data_names")
+        return "I8" if isinstance(names, list) and "zero_point" in names else None
+    return zero.dtype if zero.dtype in ("I8", "I32", "I64", *FLOATS) else "I8"
+
+
+def _fits(block: object, codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    """Whether scales of this shape are those of blocks of whole rows, or of groups of a row; the metadata may not say."""
+    if len(codes) != 2 or len(scale) > 2:
+        return True  # not of a linear layer: the shapes themselves are refused
+    rows, groups = (*scale, 1, 1)[:2] if len(scale) != 0 else (1, 1)
+    found = [codes[0] // max(rows, 1), codes[1] // max(groups, 1)]
+    return block is None or (isinstance(block, list) and block == found)
 
 
 def _read_schema(module: str, config: Mapping, file: str) -> Mapping:

@@ -1,21 +1,38 @@
 """The table of the contract suite: a format joins by one row for each of its variants."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hfq.formats.awq import Awq
 from hfq.formats.base import Format
+from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
+from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
+from hfq.formats.fp4 import Mxfp4, Nvfp4
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
+from hfq.formats.hqq import Hqq
+from hfq.formats.modelopt import ModeloptInt4, SmoothQuant
+from hfq.formats.quanto import QuantoBits, QuantoBytes
+from hfq.formats.torchao import Torchao
 
 GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors."""
+    """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors.
+
+    `schema` gives the file's metadata for one module, where the dialect keeps any there; `text` is what the format says of
+    itself, where the quantizing instance does not know it before it has seen a weight.
+    """
 
     id: str
     format: Format
-    config: dict
+    config: dict | None
+    text: str | None = None
+    schema: Callable[[dict], str] | None = None
 
 
 def gptq(id: str, zero_reading: str, config: dict, **options) -> Case:
@@ -25,14 +42,37 @@ def gptq(id: str, zero_reading: str, config: dict, **options) -> Case:
 
 
 V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+PLANAR = {"quant_method": "gptq", "checkpoint_format": "gptq_p"}
 AUTOGPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}
 
 
-def compressed_tensors(strategy: str, **options) -> dict:
+def compressed_tensors(strategy: str, format: str = "float-quantized", **options) -> dict:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **options}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
+
+def integers(format: str, strategy: str, num_bits: int, **options) -> dict:
+    return compressed_tensors(strategy, format, type="int", num_bits=num_bits, **options)
+
+
+def awq(version: str, group_size: int) -> dict:
+    return {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": version}
+
+
+def torchao(kind: str) -> Callable[[dict], str]:
+    def schema(tensors: dict) -> str:
+        parts = [name.removeprefix("_weight_") for name in tensors]
+        codes, scale = tensors["_weight_qdata"].shape, tensors["_weight_scale"].shape
+        data = {"block_size": [codes[0] // scale[0], codes[1] // scale[1]]}
+        return json.dumps({"_type": kind, "_data": data, "_tensor_data_names": parts})
+
+    return schema
+
+
+SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))
 
 CASES = [
     gptq("gptq-v1-w4-sym", "word_plus_one", GPTQMODEL, num_bits=4, group_size=64),
@@ -42,6 +82,11 @@ CASES = [
     gptq("gptq-v1-w2-sym", "word_plus_one", GPTQMODEL, num_bits=2, group_size=32),
     gptq("gptq-v1-w8-channel", "word_plus_one", GPTQMODEL, num_bits=8, group_size=-1),
     gptq("gptq-autogptq-w4", "field_plus_one", AUTOGPTQ, num_bits=4, group_size=128),
+    gptq("gptq-planar-w3", "stored", PLANAR, num_bits=3, group_size=64, is_planar=True, symmetric=False),
+    gptq("gptq-planar-w5", "stored", PLANAR, num_bits=5, group_size=32, is_planar=True),
+    Case("awq-gemm", Awq(version="gemm", group_size=64), awq("gemm", 64)),
+    Case("awq-gemv", Awq(version="gemv", group_size=64), awq("gemv", 64)),
+    Case("awq-gemv-fast", Awq(version="gemv_fast", group_size=64), awq("gemv_fast", 64)),
     Case(
         "fp8-block",
         Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv"),
@@ -52,9 +97,19 @@ CASES = [
         Fp8(strategy="block", block_structure=(48, 80), scale_name="weight_scale_inv"),
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 80]},
     ),
+    Case(
+        "fp8-block-ue8m0",
+        Fp8(strategy="block", block_structure=(64, 64), scale_name="weight_scale_inv", scale_dtype="F8_E8M0"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
+    ),
     Case("fp8-tensor", Fp8(strategy="tensor"), compressed_tensors("tensor")),
     Case("fp8-channel", Fp8(strategy="channel"), compressed_tensors("channel")),
     Case("fp8-group", Fp8(strategy="group", group_size=64), compressed_tensors("group", group_size=64)),
+    Case(
+        "fp8-mxfp8",
+        Fp8(strategy="group", group_size=32, scale_dtype="U8"),
+        compressed_tensors("group", "mxfp8-quantized", group_size=32),
+    ),
     Case(
         "fp8-autofp8-static",
         Fp8(strategy="tensor", scale_shape=(), input_scale_name="input_scale"),
@@ -67,4 +122,83 @@ CASES = [
         {"quant_method": "fp8", "format": "float8_e4m3fn", "bits": 8, "weight_scale_semantics": "inverse"},
     ),
     Case("fp8-e5m2", Fp8(strategy="channel", codes_dtype="F8_E5M2"), compressed_tensors("channel")),
+    Case("fp8-modelopt-tensor", Fp8(strategy="tensor", scale_shape=()), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    Case(
+        "int-quantized-channel",
+        IntQuantized(scale_shape=(2, 1)),
+        integers("int-quantized", "channel", 8),
+        "int-quantized int8 channel",
+    ),
+    Case(
+        "int-quantized-group-asym",
+        IntQuantized(scale_shape=(2, 2), zero_dtype="I8"),
+        integers("naive-quantized", "group", 8, symmetric=False),
+    ),
+    Case("pack-quantized-w4", PackQuantized(num_bits=4, scale_shape=(1, 2)), integers("pack-quantized", "group", 4)),
+    Case(
+        "pack-quantized-w4-asym",
+        PackQuantized(num_bits=4, scale_shape=(1, 4), is_symmetric=False),
+        integers("pack-quantized", "group", 4, symmetric=False),
+    ),
+    Case("pack-quantized-w3-channel", PackQuantized(num_bits=3, scale_shape=(1, 1)), integers("pack-quantized", "channel", 3)),
+    Case("pack-quantized-w8", PackQuantized(num_bits=8, scale_shape=(1, 1)), integers("pack-quantized", "channel", 8)),
+    Case(
+        "pack-quantized-w3-words",
+        PackQuantized(num_bits=3, scale_shape=(1, 2), is_straddling=False),
+        integers("pack-quantized", "group", 3),
+    ),
+    Case("nvfp4", Nvfp4(), compressed_tensors("tensor_group", "nvfp4-pack-quantized", num_bits=4, group_size=16)),
+    Case(
+        "nvfp4-modelopt",
+        Nvfp4(stored_codes_name="weight", global_shape=()),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
+    Case("mxfp4", Mxfp4(), compressed_tensors("group", "mxfp4-pack-quantized", num_bits=4, group_size=32)),
+    Case("mxfp4-modelopt", Mxfp4(stored_codes_name="weight"), {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
+    Case("mxfp4-blocks", GptOssMxfp4(), {"quant_method": "mxfp4"}),
+    Case(
+        "bitsandbytes-int8",
+        BnbInt8(scale_shape=(2,), others=(("weight_format", "U8", ()),)),
+        {**BNB, "load_in_4bit": False, "load_in_8bit": True},
+        "bitsandbytes-int8 int8 channel",
+    ),
+    Case("bitsandbytes-nf4", Bnb4Bit(), {**BNB, "bnb_4bit_quant_type": "nf4"}),
+    Case("bitsandbytes-nf4-bf16", Bnb4Bit(storage="BF16"), {**BNB, "bnb_4bit_quant_storage": "bfloat16"}),
+    Case("bitsandbytes-nf4-nested", Bnb4Bit(is_nested=True), {**BNB, "bnb_4bit_use_double_quant": True}),
+    Case("bitsandbytes-fp4", Bnb4Bit(quant_type="fp4"), {**BNB, "bnb_4bit_quant_type": "fp4"}),
+    Case(
+        "torchao-float8",
+        Torchao(codes_dtype="F8_E4M3", scale_shape=(2, 1)),
+        TORCHAO,
+        schema=torchao("Float8Tensor"),
+    ),
+    Case("torchao-int8", Torchao(scale_shape=(2, 1)), TORCHAO, schema=torchao("Int8Tensor")),
+    Case(
+        "torchao-intx-asym",
+        Torchao(scale_shape=(2, 4), zero_dtype="I8"),
+        TORCHAO,
+        schema=torchao("IntxUnpackedToInt8Tensor"),
+    ),
+    Case("quanto-qint8", QuantoBytes(scale_shape=(2, 1), others=SCALARS), None),
+    Case("quanto-qfloat8", QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS), None),
+    Case("quanto-qint4", QuantoBits(num_bits=4, group_size=64, others=SCALARS), None),
+    Case("quanto-qint2", QuantoBits(num_bits=2, group_size=32, others=SCALARS), None),
+    Case("hqq-8bit", Hqq(num_bits=8, group_size=64), None),
+    Case("hqq-4bit", Hqq(num_bits=4, group_size=64), None),
+    Case("hqq-4bit-axis0", Hqq(num_bits=4, group_size=64, axis=0), None),
+    Case("hqq-4bit-as-float", Hqq(num_bits=4, group_size=64, codes_dtype="BF16"), None),
+    Case("hqq-3bit", Hqq(num_bits=3, group_size=64), None),
+    Case("hqq-2bit", Hqq(num_bits=2, group_size=32), None),
+    Case("hqq-1bit", Hqq(num_bits=1, group_size=32), None),
+    Case(
+        "modelopt-w8a8",
+        SmoothQuant(scale_shape=(2,), has_columns=True),
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
+        "modelopt-w8a8 int8 channel pre-scaled",
+    ),
+    Case(
+        "modelopt-int4",
+        ModeloptInt4(group_size=64, has_columns=True),
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64},
+    ),
 ]

@@ -7,6 +7,9 @@ from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
+from hfq.formats import detect_formats, tensors_by_module
+from hfq.formats.source import detection_hints
 
 
 def pytest_generate_tests(metafunc):
@@ -29,7 +32,24 @@ def indexed_tensors(tensors):
 
 @pytest.fixture(scope="module")
 def checkpoint(case, tensors, tmp_path_factory):
-    return tiny_models.write_model(tmp_path_factory.mktemp(case.id), tensors, case.config)
+    return write(tmp_path_factory.mktemp(case.id), tensors, case)
+
+
+def write(folder, tensors, case):
+    return tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema))
+
+
+@pytest.fixture(scope="module")
+def detected(case, checkpoint):
+    """{module: (format as detected on disk, sized and resolved, its tensors)} of the written checkpoint."""
+    opened, stored = Checkpoint.open(checkpoint), tiny_models.stored_tensors(checkpoint)
+    modules = tensors_by_module(opened.tensors)
+    found = {}
+    for module, weight_format in detect_formats(modules, detection_hints(opened, case.config)).items():
+        tensors = {local: stored[info.name] for local, info in modules[module].items()}
+        size = tiny_models.size_of(module)
+        found[module] = weight_format.sized(size[1], size[0]).resolve(module, tensors), tensors
+    return found
 
 
 @pytest.fixture(scope="module")

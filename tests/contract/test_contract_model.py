@@ -4,9 +4,9 @@ import pytest
 import tiny_models
 import torch
 
+from transformers import AutoModelForCausalLM
+
 from hfq import FormatError
-from hfq.checkpoint import Checkpoint
-from hfq.formats import detect_formats, tensors_by_module
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {
@@ -40,15 +40,10 @@ def test_both_backings_give_the_same_logits(load, checkpoint, resident, backing)
     assert torch.equal(logits(load(checkpoint, backing=backing)), resident)
 
 
-def test_the_logits_are_those_of_the_dequantized_weights(case, load, checkpoint, resident, tensors, tmp_path):
-    modules = tensors_by_module(Checkpoint.open(checkpoint).tensors)
-    formats = detect_formats(modules, case.config)
-    dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in formats}
-    for module, found in formats.items():
-        local = {name: tensors[f"{module}.{name}"] for name in modules[module]}
-        dense[f"{module}.weight"] = found.resolve(module, local).dequantize(local)
-    from transformers import AutoModelForCausalLM
-
+def test_the_logits_are_those_of_the_dequantized_weights(detected, load, resident, tensors, tmp_path):
+    packed = {f"{module}.{name}" for module, (_, local) in detected.items() for name in local}
+    dense = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    dense |= {f"{module}.weight": found.dequantize(local) for module, (found, local) in detected.items()}
     plain = AutoModelForCausalLM.from_pretrained(tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32)
     # the same weights bit for bit; the products of panels may sum in another order
     assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
@@ -70,15 +65,16 @@ def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_
 def damaged(tensors, tmp_path, case, name, change) -> str:
     broken = dict(tensors)
     change(broken, name)
-    return tiny_models.write_model(tmp_path, broken, case.config)
+    return tiny_models.write_model(tmp_path, broken, case.config, tiny_models.schemas(tensors, case.schema))
 
 
-def required(case) -> list[str]:
-    return [spec.name for spec in case.format.tensor_specs(128, 128) if not spec.optional]
+@pytest.fixture
+def required(detected) -> list[str]:
+    return [spec.name for spec in detected[tiny_models.FIRST][0].tensor_specs(128, 128) if not spec.optional]
 
 
-def test_a_missing_tensor_is_refused_by_name(case, tensors, load, tmp_path):
-    for local in required(case):
+def test_a_missing_tensor_is_refused_by_name(case, required, tensors, load, tmp_path):
+    for local in required:
         name = f"{tiny_models.FIRST}.{local}"
         path = damaged(tensors, tmp_path / local, case, name, lambda t, n: t.pop(n))
         with pytest.raises(FormatError) as caught:
@@ -87,8 +83,8 @@ def test_a_missing_tensor_is_refused_by_name(case, tensors, load, tmp_path):
         assert "nothing was loaded" in str(caught.value)
 
 
-def test_a_renamed_tensor_is_refused_by_both_names(case, tensors, load, tmp_path):
-    name = f"{tiny_models.FIRST}.{required(case)[1]}"
+def test_a_renamed_tensor_is_refused_by_both_names(case, required, tensors, load, tmp_path):
+    name = f"{tiny_models.FIRST}.{required[1]}"
     path = damaged(tensors, tmp_path, case, name, lambda t, n: t.__setitem__(f"{n}x", t.pop(n)))
     with pytest.raises(FormatError) as caught:
         load(path)
@@ -103,18 +99,19 @@ def test_an_extra_tensor_is_refused_by_name(case, tensors, load, tmp_path):
         load(path)
 
 
-def test_a_wrong_dtype_is_refused_by_name(case, tensors, load, tmp_path):
-    for local in required(case):
+def test_a_wrong_dtype_is_refused_by_name(case, required, tensors, load, tmp_path):
+    for local in required:
         name = f"{tiny_models.FIRST}.{local}"
-        cast = {torch.int32: torch.float32}.get(tensors[name].dtype, torch.int8)
+        others = {torch.int32: torch.float32, torch.int8: torch.int32, torch.uint8: torch.int16}
+        cast = others.get(tensors[name].dtype, torch.int8)
         path = damaged(tensors, tmp_path / local, case, name, lambda t, n, cast=cast: t.__setitem__(n, t[n].to(cast)))
         with pytest.raises(FormatError) as caught:
             load(path)
         assert name in str(caught.value), local
 
 
-def test_a_wrong_shape_is_refused_by_name(case, tensors, load, tmp_path):
-    for local in required(case):
+def test_a_wrong_shape_is_refused_by_name(case, required, tensors, load, tmp_path):
+    for local in required:
         name = f"{tiny_models.FIRST}.{local}"
         longer = lambda t, n: t.__setitem__(n, torch.cat([t[n].reshape(-1, *t[n].shape[1:])] * 3))  # noqa: E731
         path = damaged(tensors, tmp_path / local, case, name, longer)
@@ -124,12 +121,13 @@ def test_a_wrong_shape_is_refused_by_name(case, tensors, load, tmp_path):
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "disk"}], ids=["resident", "disk"])
-def test_a_scale_that_is_not_finite_is_refused_while_loading(case, tensors, load, tmp_path, device_map):
-    local = next(spec.name for spec in case.format.tensor_specs(128, 128) if spec.role == "scale")
+def test_a_scale_that_is_not_finite_is_refused_while_loading(case, detected, tensors, load, tmp_path, device_map):
+    specs = detected[tiny_models.FIRST][0].tensor_specs(128, 128)
+    local = next(spec.name for spec in specs if spec.role == "scale")
 
     def poison(t, n):
         t[n] = t[n].clone()
-        t[n].view(-1)[-1] = float("nan")
+        tiny_models.poison(t[n].view(-1), -1)
 
     path = damaged(tensors, tmp_path, case, f"{tiny_models.FIRST}.{local}", poison)
     with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*{tiny_models.FIRST}.{local}"):

@@ -1,5 +1,6 @@
 """What the makers share: tiny random models, a tokenizer, and the reference logits of exactly dequantized weights."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -171,15 +172,16 @@ def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: s
 
 
 def run(output: Path, makers: dict[str, Callable[[Path], None]]) -> None:
-    """Makes each checkpoint, and says what could not be made and why."""
+    """Makes each checkpoint, and says what could not be made and why; the peers' logs stay out of the current folder."""
+    output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
-        with tempfile.TemporaryDirectory(dir=output) as temporary:
+        with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
             try:
                 make(Path(temporary) / name)
             except Exception as error:  # a peer may raise anything; the other checkpoints are made all the same
                 print(f"\nSKIPPED {name}: {type(error).__name__}: {error}", flush=True)
                 continue
             shutil.rmtree(output / name, ignore_errors=True)
-            (Path(temporary) / name).rename(output / name)
+            shutil.move(Path(temporary) / name, output / name)
             print(f"\nmade {name}", flush=True)

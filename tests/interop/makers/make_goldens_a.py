@@ -4,6 +4,7 @@ Run in each peer's environment (see the maker of that peer):
     python make_goldens_a.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
 """
 
+import contextlib
 import importlib.metadata
 import json
 import sys
@@ -15,7 +16,7 @@ import common
 import torch
 from safetensors.torch import save_file
 
-OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
+OUTPUT = Path(__file__).resolve().parents[2] / "data" / "goldens"
 MODULE = "model.layers.0.self_attn.k_proj"  # [32, 64]
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -27,7 +28,7 @@ Golden = tuple[dict[str, torch.Tensor], torch.Tensor, dict]  # stored tensors, w
 
 def from_maker(maker, dequantize: Callable[[Path, dict, dict], torch.Tensor]) -> Golden:
     """A golden cut out of a checkpoint that the peer writes of a model with one tiny layer."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         maker.prepare(Path(temporary))
         maker(Path(temporary) / "packed")
         config = common.quantization_config(Path(temporary) / "packed")

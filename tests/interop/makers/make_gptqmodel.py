@@ -156,6 +156,7 @@ def moe_makers() -> dict:
         made[f"gptq-{kind}-w2g32"] = Maker(kind=kind, config=gptq(bits=2))
         made[f"gptqp-{kind}-w5g32"] = Maker(kind=kind, config=gptq(bits=5, format="gptq_p"))
         made[f"fp8-{kind}-block"] = Maker(kind=kind, config=float8("block", weight_block_size=[64, 64]))
+    made["awq-qwen2moe-g32"] = Maker(kind="qwen2moe", config=awq(32))
     made["gptq-qwen3moe-w8gall"] = Maker(kind="qwen3moe", config=gptq(bits=8, group_size=-1))
     overrides = {r"-:.*experts\.3\..*": {}, r"+:.*experts\.\d+\.down_proj": {"bits": 8, "group_size": 64}}
     made["gptq-qwen3moe-dynamic"] = Maker(kind="qwen3moe", config=gptq(dynamic=overrides))
@@ -175,10 +176,13 @@ def float8(method: str, **options):
 def other_makers() -> dict:
     made = {f"awq-gemm-g{group}": Maker(config=awq(group)) for group in (32, 128)}
     made["awq-gemm-g32-asym"] = Maker(config=awq(32, sym=False))
+    for bits in (2, 3, 5, 6, 7, 8):
+        made[f"awq-gemm-w{bits}g32"] = Maker(config=awq(32, bits=bits, sym=False))
     made["awq-gemv-g64"] = Maker(config=awq(64, format="gemv"))
     made["awq-gemvfast-g64"] = Maker(config=awq(64, format="gemv_fast"))
     for method in ("row", "tensor"):
         made[f"fp8-{method}"] = Maker(config=float8(method))
+    made["fp8-row-dynamic"] = Maker(config=float8("row", dynamic={r"-:.*down_proj": {}}))
     made["fp8-block"] = Maker(config=float8("block", weight_block_size=[64, 64]))
     made["fp8-row-e5m2"] = Maker(config=float8("row", format="float8_e5m2"))
     return made

@@ -140,6 +140,10 @@ def integer_makers() -> dict:
     made["w8a8-int-asym"] = Maker(groups(scheme(integer(8, None, False), TOKEN_INTEGER)))
     made["w4afp8"] = Maker(groups(scheme(integer(4, 32), FLOAT8 | PER_TOKEN)))
     made["naive-w4"] = Maker(groups(scheme(integer(4, 32), layout="naive-quantized")))
+    made["naive-w4-asym"] = Maker(groups(scheme(integer(4, 32, False), layout="naive-quantized")))
+    made["w8a8-int-tensor"] = Maker(groups(scheme(integer(8) | {"strategy": "tensor", "group_size": None}, TOKEN_INTEGER)))
+    made["w8a8-int-block64"] = Maker(groups(scheme({**BLOCKS, "type": "int"}, TOKEN_INTEGER)))
+    made["w4a16-tensor"] = Maker(groups(scheme(integer(4) | {"strategy": "tensor", "group_size": None})))
     made["opt-w8a8-int"] = Maker(preset("W8A8"), kind="opt")
     made["opt-w4a16-asym"] = Maker(groups(scheme(integer(4, 32, False))), kind="opt")
     made["qwen2tied-w4a16"] = Maker(groups(scheme(integer(4, 32))), kind="qwen2-tied")
@@ -164,6 +168,7 @@ def float_makers() -> dict:
         "fp8-weightonly": Maker(groups(scheme(FLOAT8 | {"strategy": "channel"}))),
         "fp8-group32": Maker(groups(scheme(FLOAT8 | {"strategy": "group", "group_size": 32}, FLOAT8 | PER_TOKEN))),
         "fp8-kvcache": Maker(preset("FP8", kv_cache_scheme=KEY_VALUE), data=True),
+        "fp8-kvcache-head": Maker(preset("FP8", kv_cache_scheme={**KEY_VALUE, "strategy": "attn_head"}), data=True),
         "fp8-sharded": Maker(preset("FP8_DYNAMIC"), shard="64KB"),
         "fp8-opt": Maker(preset("FP8_DYNAMIC"), kind="opt"),
         "fp8-qwen2tied": Maker(preset("FP8_DYNAMIC"), kind="qwen2-tied"),
@@ -191,6 +196,9 @@ def moe_makers() -> dict:
         made[f"{kind}-sharded-w4a16"] = Maker(groups(scheme(integer(4, 32))), kind=kind, shard="64KB")
         for name in ("NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8"):
             made[f"{kind}-{name.lower()}"] = Maker(preset(name), kind=kind, data=name == "NVFP4")
+    for kind in ("qwen2moe", "deepseek-v3", "glm4moe", "gptoss"):
+        made[f"{kind}-w8a8-int"] = Maker(preset("W8A8"), kind=kind)
+        made[f"{kind}-nvfp4a16"] = Maker(preset("NVFP4A16"), kind=kind)
     experts, attention = [r"re:.*experts\..*_proj$"], [r"re:.*self_attn\..*_proj$"]
     mixed = groups(named("FP8_DYNAMIC", attention), scheme(integer(4, 32), targets=experts))
     made["qwen3moe-mixed"] = Maker(mixed, kind="qwen3moe")

@@ -111,7 +111,11 @@ def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
     wrong = {key: value for key, value in loading.items() if value}
     assert not wrong, f"the dense tensors do not fit the model: {wrong}"
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    return logits(model)
+    found = logits(model)
+    model.set_attn_implementation("eager")
+    # a router near a tie would choose by the order of sums: no reference for others
+    assert (logits(model) - found).norm() <= 1e-5 * found.norm()
+    return found
 
 
 def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str) -> torch.Tensor:
@@ -121,12 +125,6 @@ def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str)
     result = {"input_ids": tokens(), "logits_fp32_weightonly": expected}
     save_file(result, folder / "reference_weightonly.safetensors", {"method": method})
     return expected
-
-
-def close(found: torch.Tensor, peers: torch.Tensor, *, eps: float, name: str) -> None:
-    """Our formula against the peer's own dequantization: within some roundings of the peer's dtype."""
-    worst = (found.float() - peers.float()).abs().max() / peers.float().abs().max()
-    assert worst <= eps, f"{name}: the formula is {worst:.2e} of the largest weight away from the peer's own dequantization"
 
 
 def stock_error(folder: Path, expected: torch.Tensor) -> str:

@@ -68,7 +68,7 @@ def by_layer(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
 
 def by_fp8(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
-    if "weight_scale_inv" in parts or scale.shape[-1] > 1 and scale.dim() == 2:
+    if "weight_scale_inv" in parts or (scale.shape[-1] > 1 and scale.dim() == 2):
         return Fp8Dequantize(None)._dequantize_one(parts["weight"], scale, output_dtype=torch.float32)
     layer = WeightFP8ActFP8StaticQuantLinear(*parts["weight"].shape[::-1], bias=None, dtype=torch.float32)
     layer.weight = torch.nn.Parameter(parts["weight"], requires_grad=False)
@@ -110,10 +110,10 @@ def dequantize(tensors: dict[str, torch.Tensor], scheme: str, awq: bool) -> dict
 
 
 def as_on_the_hub(dense: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """AutoRound writes Mixtral's experts under names of its own."""
+    """AutoRound gives the projections of Mixtral's experts other names."""
     if kind != "mixtral":
         return dense
-    names = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+    names = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
     renamed = {}
     for name, tensor in dense.items():
         for old, new in names.items():

@@ -24,14 +24,16 @@ BIG = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 def quantize_blocks(weight: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scales, float32 weight), each by transformers' own op over the zero-padded matrix."""
     quantizer = SimpleNamespace(quantization_config=config)
-    (rows, columns), (height, width) = weight.shape, config.weight_block_size
+    (rows, columns), (height, width) = weight.shape, config.weight_block_size or weight.shape
     padded = pad(weight, (0, -columns % width, 0, -rows % height))
     codes, scales = Fp8Quantize(quantizer).convert({"m.weight": padded}).values()
     wide = Fp8Dequantize(quantizer)._dequantize_one(codes, scales, output_dtype=torch.float32)
-    return codes[:rows, :columns], scales, wide[:rows, :columns]
+    return codes[:rows, :columns], scales if config.weight_block_size else scales.squeeze(), wide[:rows, :columns]
 
 
-def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, block: tuple = BLOCK, **sizes):
+def fp8(
+    kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, block: tuple | None = BLOCK, **sizes
+):
     """`as_bytes` stores ue8m0 scales as U8."""
 
     def make(folder):
@@ -47,7 +49,7 @@ def fp8(kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: 
             codes, scales, dense[name] = quantize_blocks(tensor, config)
             packed[name] = codes
             packed[f"{name}_scale_inv"] = scales.view(torch.uint8) if as_bytes else scales
-        rewrite(folder, packed, {**config.to_dict(), "weight_block_size": list(block)})
+        rewrite(folder, packed, {**config.to_dict(), "weight_block_size": list(block) if block else None})
         method = "transformers' Fp8Dequantize._dequantize_one into float32, over a zero-padded matrix where it does not tile"
         expected = write_reference(folder, dense, method)
         return stock_error(folder, expected)
@@ -92,6 +94,7 @@ MAKERS = {
     "mxfp4-gptoss": mxfp4,
     "fp8-granitemoe": fp8("granitemoe", intermediate_size=64, unquantized=GRANITE),
     "fp8-block": fp8("llama"),
+    "fp8-tensor": fp8("llama", block=None),
     "fp8-ue8m0": fp8("llama", scale_fmt="ue8m0"),
     "fp8-ue8m0-u8": fp8("llama", scale_fmt="ue8m0", as_bytes=True),
     "fp8-ragged": fp8("llama", hidden_size=192, intermediate_size=416, head_dim=48),
