@@ -50,10 +50,18 @@ def packed_tensors(weight_format) -> dict[str, torch.Tensor]:
 
 
 def write_model(
-    folder: Path, tensors: dict[str, torch.Tensor], quantization_config: dict | None, metadata: dict | None = None
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    quantization_config: dict | None,
+    metadata: dict | None = None,
+    kind: str | None = None,
 ) -> Path:
-    """Writes tensors and config.json into a folder that `from_pretrained` takes."""
+    """Writes tensors, config.json, and optimum-quanto's side file, into a folder that `from_pretrained` takes."""
     folder.mkdir(parents=True, exist_ok=True)
+    if kind is not None:
+        modules = {name.partition(".weight._data")[0] for name in tensors if ".weight._data" in name}
+        qmap = {module: {"weights": kind, "activations": "none"} for module in sorted(modules)}
+        (folder / "quanto_qmap.json").write_text(json.dumps(qmap))
     widest_first = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # as safetensors' own writer: all aligned
     stored = {name: as_stored(tensor) for name, tensor in widest_first}
     write_safetensors(folder / "model.safetensors", stored, {"format": "pt", **(metadata or {})})

@@ -1,8 +1,9 @@
-"""AWQ in its three layouts, 4 bits a code.
+"""AWQ in its three layouts; 4 bits a code, but for the gemm files of gptqmodel, of 2 to 8.
 
 gemm (AutoAWQ, gptqmodel, auto-round):
     qweight I32 [in, out / 8], qzeros I32 [groups, out / 8], scales [groups, out]
     Nibble i of a word holds column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i].          W[n, k] = (q - z) * s
+    Other than 4 bits: qweight [in, out * bits / 32] and qzeros [groups, out * bits / 32], plain bit streams along the output.
 gemv:
     qweight I32 [out, in / 8], qzeros I32 [out, w], scales [out, 8 w]
     Nibbles in order; groups first, then padding.                              W[n, k] = (q - z) * s
@@ -44,30 +45,31 @@ class Awq(Format):
         version: The layout.
         group_size: Input channels that share a scale; -1 for all.
         zeros_name: `qzeros`, or `scaled_zeros` in files of llm-awq.
+        num_bits: 4; 2 to 8 for gemm.
     """
 
     name = "awq"
     dialects = (
         Dialect(
-            "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales", ("awq-gemm",),
-            ("gptqmodel-awq-gemm",),
+            "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales",
+            ("awq-gemm", "awq-gemm-w3"), ("autoawq-gemm-g32",),
         ),
-        Dialect("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv",)),
+        Dialect("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv-g32", "autoawq-gemv-g64")),
         Dialect("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
-                ("autoawq-gemv_fast",)),
+                ("autoawq-gemv_fast-g64",)),
     )  # fmt: skip
     version: Version = "gemm"
     group_size: int = 128
     zeros_name: str = "qzeros"
-    num_bits = 4
+    num_bits: int = 4
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Awq | None:
         if "qweight" not in tensors or not is_awq(tensors, config):
             return None
-        _check_config(module, config)
+        bits = _read_bits(module, config)
         qweight, scales = tensors["qweight"], tensors.get("scales")
-        is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] == 8 * qweight.shape[-1]
+        is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] * bits == 32 * qweight.shape[-1]
         is_gemm = is_gemm and not (scales is not None and scales.shape[:1] == qweight.shape[:1] and names_gemv(config))
         version: Version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
         hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
@@ -75,23 +77,29 @@ class Awq(Format):
         if hinted is None:
             hinted = _guess_group_size(version, in_features, scales)
         zeros_name = "scaled_zeros" if "scaled_zeros" in tensors else "qzeros"
-        return cls(version=version, group_size=hinted, zeros_name=zeros_name)
+        if bits != 4 and version != "gemm":
+            raise FormatError(
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=qweight.range.file,
+                tensor=qweight.name, expected=f"{bits} bits, as config.json says", found=f"qweight {qweight} beside scales {scales}",
+                fix="correct `bits` in config.json",
+            )  # fmt: skip
+        return cls(version=version, group_size=hinted, zeros_name=zeros_name, num_bits=bits)
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         span = in_features if self.group_size == -1 else self.group_size
         check_divides(in_features, span, "AWQ")
         multiple = {"gemm": 1, "gemv": 8, "gemv_fast": 64}[self.version]
         check_divides(in_features, multiple, f"AWQ {self.version}", "a word")
-        share = {"gemm": 8, "gemv": 1, "gemv_fast": 4}[self.version]
+        share = {"gemm": 8 if self.num_bits in (4, 8) else 32, "gemv": 1, "gemv_fast": 4}[self.version]
         if out_features % share:
             raise FormatError(
                 f"AWQ {self.version} cannot hold a layer of this output size.", expected=f"a multiple of {share}",
                 found=f"{out_features} output channels", fix="check the config's sizes, or leave this layer dense",
             )  # fmt: skip
         groups = in_features // span
-        width = zeros_width(in_features, span)
+        width, words = zeros_width(in_features, span), out_features * self.num_bits // 32
         codes, zeros, scales, dtype, zero_dtypes = {
-            "gemm": ((in_features, out_features // 8), (groups, out_features // 8), (groups, out_features), "I32", ("I32",)),
+            "gemm": ((in_features, words), (groups, words), (groups, out_features), "I32", ("I32",)),
             "gemv": ((out_features, in_features // 8), (out_features, width), (out_features, 8 * width), "I32", ("I32",)),
             "gemv_fast": ((out_features // 4, in_features), (8 * width, out_features), (8 * width, out_features), "I16", FLOATS),
         }[self.version]
@@ -108,14 +116,14 @@ class Awq(Format):
 
     @property
     def row_multiple(self) -> int:
-        return {"gemm": 8, "gemv": 1, "gemv_fast": 4}[self.version]
+        return {"gemm": 8 if self.num_bits == 4 else 32, "gemv": 1, "gemv_fast": 4}[self.version]
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         first, second = tensors["qweight"].shape
-        return {"gemm": (8 * second, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[self.version]
+        return {"gemm": (second * 32 // self.num_bits, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[self.version]
 
     def describe(self) -> str:
-        return f"awq {self.version} int4 g{self.group_size}"
+        return f"awq {self.version} int{self.num_bits} g{self.group_size}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Awq:
         check_finite(module, "scales", tensors["scales"])
@@ -129,8 +137,8 @@ class Awq(Format):
         groups = in_features // span
         qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
         if self.version == "gemm":
-            panel.copy_(_unpack_columns(qweight, start, stop).t())
-            zero, scale = _unpack_columns(zeros, start, stop).t(), scales[:, start:stop].t()
+            panel.copy_(self._unpack_columns(qweight, start, stop).t())
+            zero, scale = self._unpack_columns(zeros, start, stop).t(), scales[:, start:stop].t()
         elif self.version == "gemv":
             panel.copy_(unpack_stream(qweight[start:stop].t(), 4, in_features).t())
             zero, scale = unpack_stream(zeros[start:stop].t(), 4, groups).t(), scales[start:stop, :groups]
@@ -149,12 +157,14 @@ class Awq(Format):
         span = in_features if self.group_size == -1 else self.group_size
         grouped = weight.detach().to(torch.float32).unflatten(1, (-1, span))
         low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        scale = torch.where(high == low, 1, (high - low) / 15).to(torch.float16)
-        zero = (-low / scale.float()).round().clamp(0, 15)
-        codes = (grouped / scale.float()[:, :, None] + zero[:, :, None]).round().clamp(0, 15)
+        top = (1 << self.num_bits) - 1
+        scale = torch.where(high == low, 1, (high - low) / top).to(torch.float16)
+        zero = (-low / scale.float()).round().clamp(0, top)
+        codes = (grouped / scale.float()[:, :, None] + zero[:, :, None]).round().clamp(0, top)
         codes, zero = codes.flatten(1).to(torch.int32), zero.to(torch.int32)
         if self.version == "gemm":
-            return {"qweight": _pack_columns(codes.t()), "qzeros": _pack_columns(zero.t()), "scales": scale.t().contiguous()}
+            packed = {"qweight": self._pack_columns(codes.t()), "qzeros": self._pack_columns(zero.t())}
+            return packed | {"scales": scale.t().contiguous()}
         padding = (0, 8 * zeros_width(in_features, span) - zero.shape[1])
         zero, scale = torch.nn.functional.pad(zero, padding), torch.nn.functional.pad(scale, padding)
         if self.version == "gemv":
@@ -162,6 +172,20 @@ class Awq(Format):
             return {name: words.t().contiguous() for name, words in packed.items()} | {"scales": scale}
         scaled = -(zero.float() * scale.float()).to(torch.float16)
         return {"qweight": _interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
+
+
+    def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
+        part = words[:, start * self.num_bits // 32 : -(-stop * self.num_bits // 32)]
+        if self.num_bits != 4:
+            return unpack_stream(part.t(), self.num_bits, stop - start).t()
+        shifts = torch.tensor(_PLACES, dtype=torch.int32, device=words.device) * 4
+        return ((part[:, :, None] >> shifts) & 15).flatten(1)[:, : stop - start]
+
+    def _pack_columns(self, codes: torch.Tensor) -> torch.Tensor:
+        if self.num_bits == 4:
+            codes = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
+        return pack_stream(codes.t(), self.num_bits).t().contiguous()
 
 
 def zeros_width(in_features: int, group_size: int) -> int:
@@ -175,14 +199,15 @@ def names_gemv(config: Mapping) -> bool:
     return str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "").lower() == "gemv"
 
 
-def _check_config(module: str, config: Mapping) -> None:
-    bounded_int(config, "bits", lambda bits: bits == 4, "4, the bits of AWQ's layouts", module)
+def _read_bits(module: str, config: Mapping) -> int:
+    """The bits of a code; and a layout that is none of AWQ's is refused."""
     version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
     if config.get("quant_method") == "awq" and str(version).lower() not in ("gemm", "gemv", "gemv_fast", "llm-awq"):
         raise FormatError(
             f"version={version!r} is an AWQ layout that hfq does not read; nothing was loaded.", tensor=module, file="config.json",
             expected="gemm, gemv, gemv_fast or llm-awq", found=repr(version), fix="re-export the checkpoint with version='gemm'",
         )  # fmt: skip
+    return bounded_int(config, "bits", lambda bits: 2 <= bits <= 8, "2 to 8", module) or 4
 
 
 def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | None) -> int:
@@ -193,18 +218,6 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
         return max(in_features // scales.shape[0], 1)
     width = scales.shape[1 if version == "gemv" else 0] // 8
     return next((size for size in (128, 64, 32) if in_features >= size and zeros_width(in_features, size) == width), 128)
-
-
-def _unpack_columns(words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Columns [start, stop) of gemm's words; start is a multiple of 8."""
-    shifts = torch.tensor(_PLACES, dtype=torch.int32, device=words.device) * 4
-    part = words[:, start // 8 : -(-stop // 8)]
-    return ((part[:, :, None] >> shifts) & 15).flatten(1)[:, : stop - start]
-
-
-def _pack_columns(codes: torch.Tensor) -> torch.Tensor:
-    ordered = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
-    return pack_stream(ordered.t(), 4).t().contiguous()
 
 
 def _deinterleave(words: torch.Tensor) -> torch.Tensor:

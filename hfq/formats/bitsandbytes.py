@@ -92,10 +92,10 @@ class Bnb4Bit(Format):
     name = "bitsandbytes-4bit"
     dialects = (
         Dialect("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
-                ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16"), ("bitsandbytes-nf4",)),
+                ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16")),
         Dialect("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers", "also weight.nested_absmax, weight.nested_quant_map",
                 ("bitsandbytes-nf4-nested",), ("bitsandbytes-nf4-dq",)),
-        Dialect("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4",)),
+        Dialect("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4-storage-bf16",)),
     )  # fmt: skip
     quant_type: str = "nf4"
     storage: str = "U8"

@@ -25,7 +25,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
-from hfq.formats.compressed_config import group_of, read_activations, refuse_transforms
+from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -45,7 +45,7 @@ class IntQuantized(ScaledCodes):
         Dialect(
             "compressed-tensors int-quantized, naive-quantized", "llmcompressor, compressed-tensors",
             "weight I8, weight_scale, weight_zero_point I8",
-            ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-int-quantized",),
+            ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
         ),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
@@ -62,11 +62,13 @@ class IntQuantized(ScaledCodes):
         weights = group.get("weights") or {}
         refuse_float(module, weight, weights, config)
         is_asymmetric = weights.get("symmetric") is False or "weight_zero_point" in tensors
-        zero = tensors.get("weight_zero_point")
+        is_blocked = weights.get("strategy") == "block" and (scale is None or len(scale.shape) == 2)
+        block = read_block(weights.get("block_structure"), "block_structure") if is_blocked else None
         detected = cls(
             codes_dtype="I8",
             scale_shape=scale.shape if scale is not None else (weight.shape[0], 1),
-            zero_dtype=(zero.dtype if zero is not None else "I8") if is_asymmetric else None,
+            block=block,
+            zero_dtype="I8" if is_asymmetric else None,
             others=other_tensors(tensors, ("input_scale", "input_zero_point", "output_scale")),
             scheme=read_activations(group.get("input_activations"), tensors),
         )
@@ -108,8 +110,8 @@ class PackQuantized(Format):
         Dialect(
             "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
-            ("pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8"),
-            ("llmcompressor-pack-w4", "llmcompressor-pack-w4-asym", "llmcompressor-pack-w3"),
+            ("pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8", "pack-quantized-w3-words"),
+            ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
         ),
     )  # fmt: skip
     num_bits: int = 4

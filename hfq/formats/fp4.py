@@ -3,6 +3,7 @@
 NVFP4 (compressed-tensors nvfp4-pack-quantized, ModelOpt):
     weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32)
     weight_global_scale F32 [1] divides (compressed-tensors); weight_scale_2 F32 [] multiplies (ModelOpt)
+MXINT4 (auto-round's data_type mx_int): as MXFP4, each code sign and magnitude in quarters
 MXFP4 (compressed-tensors mxfp4-pack-quantized, auto-round, ModelOpt):
     weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]: 2**(u - 127)
 (The experts of gpt-oss are in gpt_oss.py.)
@@ -33,6 +34,8 @@ __all__ = ["E2M1", "Mxfp4", "Nvfp4", "PackedFp4", "powers", "store_powers"]
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The value of each 4-bit code."""
+_MXINT4 = (*(code / 4 for code in range(8)), *(-code / 4 for code in range(8)))
+"""The value of each code of MXINT4: sign and magnitude, in quarters."""
 
 _OTHERS = ("input_scale", "input_global_scale", "output_scale")
 
@@ -61,7 +64,7 @@ class PackedFp4(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         packed = tensors[self.codes_name][start:stop].flatten(1)
-        panel.view(*packed.shape, 2).copy_(_pairs(panel.device)[packed.to(torch.int32)])
+        panel.view(*packed.shape, 2).copy_(_pairs(self._values, panel.device)[packed.to(torch.int32)])
         apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self._span)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,10 +74,16 @@ class PackedFp4(Format):
         stored = self._quantize_scales(grouped.abs().amax(2))
         steps = self._multiplier(stored, 0, out_features)
         scaled = (grouped / torch.where(steps == 0, 1, steps)[:, :, None]).flatten(1)
-        bounds = torch.tensor([(low + high) / 2 for low, high in zip(_MAGNITUDES, _MAGNITUDES[1:], strict=False)])
+        values = self._values[:8]
+        bounds = torch.tensor([(low + high) / 2 for low, high in zip(values, values[1:], strict=False)])
         codes = torch.bucketize(scaled.abs(), bounds) + 8 * (scaled < 0)
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return {self.codes_name: self._shape_codes(packed), **stored}
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        """The value of each 4-bit code."""
+        return E2M1
 
     @property
     def _span(self) -> int:
@@ -111,7 +120,10 @@ class Nvfp4(PackedFp4):
             "NVFP4 (compressed-tensors nvfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
             "weight_packed U8, weight_scale F8_E4M3, weight_global_scale", ("nvfp4",), ("llmcompressor-nvfp4",),
         ),
-        Dialect("NVFP4 (ModelOpt)", "nvidia-modelopt (on CUDA)", "weight U8, weight_scale F8_E4M3, weight_scale_2", ("nvfp4-modelopt",)),
+        Dialect(
+            "NVFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale F8_E4M3, weight_scale_2", ("nvfp4-modelopt",),
+            ("modelopt-nvfp4",),
+        ),
     )  # fmt: skip
     stored_codes_name: str = "weight_packed"
     global_shape: tuple[int, ...] = (1,)
@@ -185,18 +197,21 @@ class Mxfp4(PackedFp4):
     Attributes:
         scale_dtype: U8 or F8_E8M0.
         stored_codes_name: `weight_packed`, or `weight` (ModelOpt).
+        is_integer: Whether the codes are those of MXINT4.
     """
 
     name = "mxfp4"
     dialects = (
         Dialect(
             "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
-            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4",),
+            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",),
         ),
-        Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",), ("modelopt-mxfp4",)),
+        Dialect("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",)),
+        Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),
     )  # fmt: skip
     scale_dtype: str = "U8"
     stored_codes_name: str = "weight_packed"
+    is_integer: bool = False
     group_size: ClassVar[int] = 32
 
     @classmethod
@@ -213,9 +228,14 @@ class Mxfp4(PackedFp4):
         return cls(
             scale_dtype=scale.dtype if scale is not None else "U8",
             stored_codes_name=codes_name,
+            is_integer=_is_mxint4(module, codes, config),
             scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
             others=other_tensors(tensors, _OTHERS),
         )
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return _MXINT4 if self.is_integer else E2M1
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MXFP4")
@@ -230,7 +250,8 @@ class Mxfp4(PackedFp4):
         return self.stored_codes_name
 
     def describe(self) -> str:
-        return "mxfp4" if self.stored_codes_name == "weight_packed" else "mxfp4 modelopt"
+        kind = "mxint4" if self.is_integer else "mxfp4"
+        return kind if self.stored_codes_name == "weight_packed" else f"{kind} modelopt"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4:
         check_finite(module, "weight_scale", powers(tensors["weight_scale"]))
@@ -240,13 +261,13 @@ class Mxfp4(PackedFp4):
         return powers(tensors["weight_scale"][start:stop])
 
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = store_powers(amax)
+        scale = store_powers(amax, 0 if self.is_integer else 2)
         return {"weight_scale": scale if self.scale_dtype == "U8" else scale.view(torch.float8_e8m0fnu)}
 
 
-def _pairs(device: torch.device) -> torch.Tensor:
+def _pairs(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """The two values of each byte, the low nibble's first: float32 [256, 2]."""
-    values = torch.tensor(E2M1, device=device)
+    values = torch.tensor(codes, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([values[byte & 15], values[byte >> 4]], 1)
 
@@ -256,10 +277,21 @@ def powers(scale: torch.Tensor) -> torch.Tensor:
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)
 
 
-def store_powers(amax: torch.Tensor) -> torch.Tensor:
-    """The shared exponents of MX groups: floor(log2(amax)) - 2 (OCP MX 1.0, 6.3), as U8."""
-    exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-120))) - 2
+def store_powers(amax: torch.Tensor, emax: int = 2) -> torch.Tensor:
+    """The shared exponents of MX groups, floor(log2(amax)) less the largest exponent of a code (OCP MX 1.0, 6.3), as U8."""
+    exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-120))) - emax
     return (exponent + 127).clamp(0, 254).to(torch.uint8)
+
+
+def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
+    """Whether auto-round says that the codes, whose tensors look as those of MXFP4, are integers."""
+    kind = str(config.get("data_type") or "")
+    if config.get("quant_method") in ("auto-round", "intel/auto-round") and kind.startswith("mx") and kind[:5] not in ("mx_fp", "mx_in"):
+        raise FormatError(
+            f"data_type={kind!r} is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected="mx_fp or mx_int", found=repr(kind), fix="re-export the checkpoint with data_type mx_fp",
+        )  # fmt: skip
+    return kind.startswith("mx_int")
 
 
 def _refuse_others(module: str, codes: TensorInfo, scale: TensorInfo | None, config: Mapping) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,17 +63,20 @@ class Fp8(Format):
     dialects = (
         Dialect(
             "FP8 fine-grained (fp32, bf16 or ue8m0 scales)", "transformers, DeepSeek, Qwen, auto-round", "weight, weight_scale_inv",
-            ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"), ("hf-fp8-block128",), is_emitted=True,
+            ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"), ("hf-fp8-block128", "transformers-fp8-ragged"), is_emitted=True,
         ),
         Dialect(
             "compressed-tensors float-quantized, mxfp8-quantized", "llmcompressor, compressed-tensors, auto-round",
             "weight, weight_scale, input_scale", ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
-            ("ct-fp8-static-tensor", "ct-fp8-dynamic-channel"), is_emitted=True,
+            ("ct-fp8-static-tensor", "ct-fp8-dynamic-channel", "llmcompressor-fp8-block-ragged", "llmcompressor-mxfp8", "autoround-fp8-static"), is_emitted=True,
         ),
         Dialect("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
         Dialect("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
-        Dialect("ModelOpt FP8 (tensor, channel, 2-D blocks)", "nvidia-modelopt", "weight, weight_scale, input_scale", ("fp8-modelopt-blocks",)),
-        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",)),
+        Dialect(
+            "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "nvidia-modelopt", "weight, weight_scale, input_scale",
+            ("fp8-modelopt-tensor",), ("modelopt-fp8-2d-blockwise",),
+        ),
+        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",), ("gptqmodel-fp8-row",)),
         Dialect("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
     )  # fmt: skip
     codes_dtype: str = "F8_E4M3"
@@ -141,8 +144,9 @@ class Fp8(Format):
         return f"fp8 {codes} {self.strategy}{sizes.replace(', ', 'x').replace('(', '').replace(')', '')}{reading}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Fp8:
-        check_finite(module, self.scale_name, _as_multiplier(tensors[self.scale_name], reciprocal=False))
-        check_finite(module, self.scale_name, _as_multiplier(tensors[self.scale_name], self.reciprocal))
+        scale = _as_float(tensors[self.scale_name])
+        check_finite(module, self.scale_name, scale.reciprocal() if self.reciprocal else scale)
+        check_finite(module, self.scale_name, scale)
         if self.input_scale_name:
             check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
             check_positive(module, self.input_scale_name, tensors[self.input_scale_name])
@@ -150,7 +154,7 @@ class Fp8(Format):
         if (
             undeclared
             and not self.is_declared
-            and float(_as_multiplier(tensors[self.scale_name], reciprocal=False).median()) > 1
+            and float(scale.median()) > 1
         ):
             logger.warning("%s: its row scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
             return dataclasses.replace(self, reciprocal=True)
@@ -160,15 +164,16 @@ class Fp8(Format):
         stop = start + panel.shape[0]
         panel.copy_(tensors["weight"][start:stop])
         scale = tensors[self.scale_name]
+        apply = torch.Tensor.div_ if self.reciprocal else torch.Tensor.mul_
         if self.strategy == "tensor":
-            panel.mul_(_as_multiplier(scale.reshape(1, 1), self.reciprocal))
+            apply(panel, _as_float(scale.reshape(1, 1)))
         elif self.strategy == "channel":
-            panel.mul_(_as_multiplier(scale.reshape(-1, 1)[start:stop], self.reciprocal))
+            apply(panel, _as_float(scale.reshape(-1, 1)[start:stop]))
         elif self.strategy == "group":
-            groups = _as_multiplier(scale[start:stop], self.reciprocal)
-            panel.unflatten(1, (groups.shape[1], -1)).mul_(groups[:, :, None])
+            groups = _as_float(scale[start:stop])
+            apply(panel.unflatten(1, (groups.shape[1], -1)), groups[:, :, None])
         else:
-            self._multiply_blocks(panel, scale, start)
+            self._apply_blocks(apply, panel, scale, start)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         dtype = _CODES[self.codes_dtype]
@@ -218,6 +223,9 @@ class Fp8(Format):
                 )  # fmt: skip
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or (128, 128)
+        if is_grid_of_4 and hints.block is None and grid != _grid(out_features, in_features, block) and all(grid):
+            side = out_features // grid[0]  # ModelOpt's config names no size; its blocks are square, and divide the weight
+            block = (side, side) if (side * grid[0], side * grid[1]) == weight.shape else block
         shape = scale.shape if is_grid_of_4 else None
         if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(
@@ -238,15 +246,15 @@ class Fp8(Format):
             return (out_features, -(-in_features // (self.group_size or 1)))
         return _grid(out_features, in_features, self.block_structure or (128, 128))
 
-    def _multiply_blocks(self, panel: torch.Tensor, scale: torch.Tensor, start: int) -> None:
-        """Multiplies each row of blocks in the panel by its scales; the last block of a row or column may be ragged."""
+    def _apply_blocks(self, apply: Callable[..., object], panel: torch.Tensor, scale: torch.Tensor, start: int) -> None:
+        """Applies its scales to each row of blocks in the panel; the last block of a row or column may be ragged."""
         block_out, block_in = self.block_structure or (128, 128)
         if scale.dim() == 4:
             scale = scale.reshape(scale.shape[0], scale.shape[2])
         in_features, stop = panel.shape[1], start + panel.shape[0]
         for first in range(start // block_out, -(-stop // block_out)):
-            multiplier = _as_multiplier(scale[first], self.reciprocal).repeat_interleave(block_in)[:in_features]
-            panel[max(first * block_out - start, 0) : (first + 1) * block_out - start].mul_(multiplier)
+            columns = _as_float(scale[first]).repeat_interleave(block_in)[:in_features]
+            apply(panel[max(first * block_out - start, 0) : (first + 1) * block_out - start], columns)
 
     def _amax(self, weight: torch.Tensor) -> torch.Tensor:
         if self.strategy == "tensor":
@@ -266,12 +274,9 @@ def _grid(out_features: int, in_features: int, block: tuple[int, int]) -> tuple[
     return -(-out_features // block[0]), -(-in_features // block[1])
 
 
-def _as_multiplier(scale: torch.Tensor, reciprocal: bool) -> torch.Tensor:
-    """The stored scale as the float32 number that multiplies the codes."""
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.to(torch.float32)
-    return scale.reciprocal() if reciprocal else scale
+def _as_float(scale: torch.Tensor) -> torch.Tensor:
+    """The stored scale in float32; a byte is a power of two."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)
 
 
 def _scheme(hints: Hints, input_scale_name: str | None) -> ActivationScheme | None:

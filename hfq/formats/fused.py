@@ -16,7 +16,7 @@ from hfq.spec import ByteRange, TensorInfo
 
 __all__ = ["split_experts"]
 
-_GPT_OSS = re.compile(r"^(.*\bexperts)\.(\w+_proj)_(blocks|scales|bias)$")
+_GPT_OSS = re.compile(r"^(.*)\.(\w+_proj)_(blocks|scales|bias)$")
 _FUSED = re.compile(r"^(.*?)\.?(experts\.\w+_proj|input_linear|output_linear)\.(\w+)$")
 _GRANITE = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 _CODES = ("weight_packed", "weight")

@@ -32,7 +32,8 @@ class GptOssMxfp4(PackedFp4):
     name = "mxfp4-blocks"
     group_size = 32
     dialects = (
-        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_proj_blocks U8, …_proj_scales U8, …_proj_bias", ("mxfp4-blocks",)),
+        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_proj_blocks U8, …_proj_scales U8, …_proj_bias", ("mxfp4-blocks",),
+                ("transformers-mxfp4-gptoss",)),
     )  # fmt: skip
 
     @classmethod

@@ -66,13 +66,20 @@ class Gptq(Format):
         Dialect(
             "GPTQ v1 (checkpoint_format gptq)", "gptqmodel, AutoGPTQ, auto-round (auto_gptq)", "qweight, qzeros, scales, g_idx",
             ("gptq-v1-w4-sym", "gptq-v1-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w2-sym", "gptq-v1-w8-channel", "gptq-autogptq-w4"),
-            ("gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact"), is_emitted=True,
+            (
+                "gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact", "gptqmodel-gptq-w2g32-sym",
+                "gptqmodel-gptq-w4g32-asym-v1", "gptqmodel-gptq-w3g32-zero0-v1", "gptqmodel-gptq-w4g32-zero0-v1",
+                "gptqmodel-gptq-w8gall-zero0-v1", "gptqmodel-gptq-dynamic-lmhead", "autoround-w2g32",
+            ), is_emitted=True,
         ),
         Dialect(
             "GPTQ v2 (gptq_v2)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-v2-w4-asym",),
-            ("gptqmodel-gptq-w4g32-asym-v2",), is_emitted=True,
+            ("gptqmodel-gptq-w4g32-asym-v2", "gptqmodel-gptq-w4g32-zero0-v2"), is_emitted=True,
         ),
-        Dialect("GPTQ planar (gptq_p)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-planar-w3", "gptq-planar-w5")),
+        Dialect(
+            "GPTQ planar (gptq_p)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-planar-w3", "gptq-planar-w5"),
+            ("gptqmodel-gptqp-w3g32", "gptqmodel-gptqp-w5g32", "gptqmodel-gptqp-w7g32"),
+        ),
     )  # fmt: skip
     num_bits: int = 4
     group_size: int = 128

@@ -58,7 +58,8 @@ class Hqq(Format):
     name = "hqq"
     dialects = (
         Dialect("HQQ (8, 4, 3, 2, 1 bits)", "hqq", "W_q, scale, zero, shape, nbits, …",
-                ("hqq-4bit", "hqq-8bit", "hqq-3bit", "hqq-2bit", "hqq-1bit", "hqq-4bit-axis0"), ("hqq-4bit", "hqq-3bit")),
+                ("hqq-4bit", "hqq-8bit", "hqq-3bit", "hqq-2bit", "hqq-1bit", "hqq-4bit-axis0",
+                 "hqq-4bit-as-float"), ("hqq-4bit-g64", "hqq-3bit-g64", "hqq-2bit-g64-axis0")),
     )  # fmt: skip
     num_bits: int = 4
     axis: int = 1
@@ -134,6 +135,8 @@ class Hqq(Format):
         }  # fmt: skip
         stored = {name: tensors[name].to(torch.int64).flatten().tolist() for name in expected if name in tensors}
         wrong = [f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]]
+        if self.codes_dtype in FLOATS and "view_as_float" not in stored:
+            wrong.append(f"W_q: expected U8 or I32, found {self.codes_dtype} without view_as_float")
         nbits = float(tensors["nbits"]) if "nbits" in tensors else self.num_bits
         if nbits not in _STORED_BITS[self.num_bits]:
             wrong.append(f"nbits: expected {self.num_bits}, found {nbits:g}")
@@ -180,6 +183,7 @@ class Hqq(Format):
             packed |= codes[slab] << ((slabs - 1 - slab) * self.num_bits)
         scalars = {"nbits": self.num_bits, "group_size": self.group_size, "axis": self.axis}
         stored = {name: torch.tensor(value, dtype=torch.int32) for name, value in scalars.items()}
+        stored["view_as_float"] = torch.tensor(int(self.codes_dtype in FLOATS), dtype=torch.uint8)
         stored["shape"] = torch.tensor([out_features, in_features])
         stored["packing"] = torch.tensor(list(_PACKINGS[self.num_bits].encode()), dtype=torch.uint8)
         packed = packed if self.num_bits == 3 else packed.to(torch.uint8)

@@ -6,7 +6,7 @@ qint8, qfloat8 (e4m3), qfloat8_e5m2:
 qint4, qint2, in groups of `g` consecutive weights of the flattened matrix [out * in / g, g]:
     <m>.weight._data._data U8 [rows / (8 / bits), g]   the low bits hold the first slab of rows, the next bits the second, …
     <m>.weight._scale, <m>.weight._shift [rows, 1]
-    W = data * scale - shift for a float shift, (data - shift) * scale for an integer one
+    W = data * scale - shift
 Both have <m>.input_scale and <m>.output_scale, which no weight depends on.
 
 Format: optimum-quanto's `QBytesTensor`, `WeightQBitsTensor` and `pack_weights`.
@@ -30,6 +30,8 @@ from hfq.spec import TensorInfo, TensorSpec
 __all__ = ["QuantoBits", "QuantoBytes"]
 
 _ACTIVATION_SCALES = ("input_scale", "output_scale")
+_KINDS = {"I8": ("qint8",), "F8_E4M3": ("qfloat8", "qfloat8_e4m3fn"), "F8_E5M2": ("qfloat8_e5m2",)}
+"""What quanto_qmap.json calls weights of these dtypes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class QuantoBytes(ScaledCodes):
     codes, scale = "weight._data", "weight._scale"
     dialects = (
         Dialect("optimum-quanto qint8, qfloat8", "optimum-quanto", "weight._data, weight._scale, quanto_qmap.json",
-                ("quanto-qint8", "quanto-qfloat8"), ("quanto-qint8", "quanto-qfloat8")),
+                ("quanto-qint8", "quanto-qfloat8"), ("quanto-qfloat8-e5m2",)),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
 
@@ -54,6 +56,7 @@ class QuantoBytes(ScaledCodes):
                 "A tensor of optimum-quanto is of a kind that hfq does not read; nothing was loaded.", file=codes.range.file,
                 tensor=codes.name, expected="I8, F8_E4M3 or F8_E5M2", found=str(codes), fix="quantize the model as qint8 or qfloat8",
             )  # fmt: skip
+        _check_qmap(module, codes, config, _KINDS[codes.dtype])
         return cls(
             codes_dtype=codes.dtype,
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (codes.shape[0], 1),
@@ -74,7 +77,6 @@ class QuantoBits(Format):
         num_bits: 4 or 2.
         group_size: Weights of a group.
         packed_rows: Rows of the packed tensor.
-        shift_dtype: The dtype of the shift.
         others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
         size: (out, in) of the layer.
     """
@@ -82,26 +84,25 @@ class QuantoBits(Format):
     name = "quanto-bits"
     dialects = (
         Dialect("optimum-quanto qint4, qint2", "optimum-quanto", "weight._data._data U8, weight._scale, weight._shift",
-                ("quanto-qint4", "quanto-qint2"), ("quanto-qint4", "quanto-qint2")),
+                ("quanto-qint4", "quanto-qint2"), ("quanto-qint4", "quanto-qint2-g32")),
     )  # fmt: skip
     num_bits: int = 4
     group_size: int = 128
     packed_rows: int = 0
-    shift_dtype: str = "BF16"
     others: Others = ()
     scheme: ActivationScheme | None = None
     size: tuple[int, int] = (0, 0)
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> QuantoBits | None:
-        packed, shift = tensors.get("weight._data._data"), tensors.get("weight._shift")
+        packed = tensors.get("weight._data._data")
         if packed is None or len(packed.shape) != 2:
             return None
+        _check_qmap(module, packed, config, ("qint4", "qint2"))
         return cls(
             num_bits=0,  # settled by the size of the layer
             group_size=packed.shape[1],
             packed_rows=packed.shape[0],
-            shift_dtype=shift.dtype if shift is not None else "BF16",
             others=other_tensors(tensors, _ACTIVATION_SCALES),
             scheme=_scheme(module, config),
         )
@@ -122,7 +123,7 @@ class QuantoBits(Format):
         specs = [
             TensorSpec("weight._data._data", ("U8",), (-(-rows * self.num_bits // 8), self.group_size), "codes"),
             TensorSpec("weight._scale", FLOATS, (rows, 1), "scale"),
-            TensorSpec("weight._shift", (self.shift_dtype,), (rows, 1), "zero_point"),
+            TensorSpec("weight._shift", FLOATS, (rows, 1), "zero_point"),
         ]
         return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
@@ -156,11 +157,7 @@ class QuantoBits(Format):
                 part = packed[low - slab * packed.shape[0] : high - slab * packed.shape[0]]
                 codes[low - top : high - top] = (part >> (slab * self.num_bits)) & mask
         scale = tensors["weight._scale"][top:bottom].to(torch.float32)
-        shift = tensors["weight._shift"][top:bottom]
-        if shift.is_floating_point():
-            codes.mul_(scale).sub_(shift.to(torch.float32))
-        else:
-            codes.sub_(shift.to(torch.float32)).mul_(scale)
+        codes.mul_(scale).sub_(tensors["weight._shift"][top:bottom].to(torch.float32))
         panel.view(-1).copy_(codes.view(-1)[first - top * self.group_size :][:count])
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -177,6 +174,18 @@ class QuantoBits(Format):
             packed |= codes[slab] << (slab * self.num_bits)
         others = {name: torch.ones(shape, dtype=torch.bfloat16) for name, _, shape in self.others}
         return {"weight._data._data": packed, "weight._scale": scale, "weight._shift": shift, **others}
+
+
+def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[str, ...]) -> None:
+    """Refuses codes that quanto_qmap.json calls something else."""
+    qmap = config.get("quanto_qmap")
+    entry = qmap.get(module) if isinstance(qmap, Mapping) else None
+    named = entry.get("weights") if isinstance(entry, Mapping) else None
+    if named is not None and named not in kinds:
+        raise FormatError(
+            f"quanto_qmap.json contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected=f"weights of {named!r}", found=str(codes), fix="restore the checkpoint's own quanto_qmap.json",
+        )  # fmt: skip
 
 
 def _scheme(module: str, config: Mapping) -> ActivationScheme | None:

@@ -3,6 +3,7 @@
     W[n, k] = (codes[n, k] - zero_point[n, g]) * weight_scale[n, g] (* column_scale[k])  with  g = k // group_size
 
 The shape of the scale tells what shares one: [] or [1] the tensor, [out] or [out, 1] a row, [out, groups] a group of a row.
+Only for a grid of blocks does a dialect need its config's word on their size.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class ScaledCodes(Format):
     Attributes:
         codes_dtype: `I8`, `F8_E4M3` or `F8_E5M2`.
         scale_shape: The shape of the scale on disk.
+        block: (out, in) of a block, where blocks share a scale.
         zero_dtype: The dtype of the zero points on disk; None where there are none.
         has_columns: Whether a scale for each input channel is stored, too.
         others: Further tensors that a save writes back and no weight depends on: (name, dtype, shape).
@@ -50,6 +52,7 @@ class ScaledCodes(Format):
 
     codes_dtype: str = "I8"
     scale_shape: tuple[int, ...] = (1,)
+    block: tuple[int, int] | None = None
     zero_dtype: str | None = None
     has_columns: bool = False
     others: Others = ()
@@ -82,7 +85,9 @@ class ScaledCodes(Format):
 
     @property
     def strategy(self) -> str:
-        """What shares a scale: `tensor`, `channel` or `group`."""
+        """What shares a scale: `tensor`, `channel`, `group` or `block`."""
+        if self.block:
+            return "block"
         if self.scale_shape in ((), (1,), (1, 1)):
             return "tensor"
         return "channel" if len(self.scale_shape) == 1 or self.scale_shape[1] == 1 else "group"
@@ -96,10 +101,10 @@ class ScaledCodes(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         panel.copy_(tensors[self.codes][start:stop])
-        scale = rows_of(tensors[self.scale], start, stop)
-        group_size = -(-panel.shape[1] // scale.shape[1])
+        scale = self._rows_of(tensors[self.scale], start, stop)
+        group_size = self.block[1] if self.block else -(-panel.shape[1] // scale.shape[1])
         if self.zero_dtype:
-            apply_groups(panel, torch.Tensor.sub_, rows_of(tensors[self.zero], start, stop), group_size)
+            apply_groups(panel, torch.Tensor.sub_, self._rows_of(tensors[self.zero], start, stop), group_size)
         apply_groups(panel, torch.Tensor.mul_, scale, group_size)
         if self.multiplier != 1.0:
             panel.mul_(self.multiplier)
@@ -109,6 +114,11 @@ class ScaledCodes(Format):
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape
         shape = self._scale_shape(in_features, out_features)
+        if self.block:
+            raise FormatError(
+                "hfq does not pack int8 codes under a grid of blocks.", expected="a scale for each row or group",
+                found=f"blocks of {self.block}", fix="choose strategy channel or group",
+            )  # fmt: skip
         groups = shape[1] if len(shape) == 2 and shape[0] == out_features else 1
         weight = weight.detach().to(torch.float32)
         stored: dict[str, torch.Tensor] = {}
@@ -136,11 +146,20 @@ class ScaledCodes(Format):
         stored[self.codes] = codes.clamp(-max(top, 128), top).to(torch_dtype(self.codes_dtype))
         return stored | {name: torch.zeros(other, dtype=torch_dtype(dtype)) for name, dtype, other in self.others}
 
+    def _rows_of(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The scales of output rows [start, stop), float32 [rows or 1, groups]."""
+        if not self.block:
+            return rows_of(values, start, stop)
+        row = torch.arange(start, stop, device=values.device) // self.block[0]
+        return values[row].to(torch.float32)
+
     def _bare(self) -> ScaledCodes:
         """This format without zero points and column scales: what one step of a code is worth."""
         return dataclasses.replace(self, zero_dtype=None, has_columns=False)
 
     def _scale_shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
+        if self.block:
+            return -(-out_features // self.block[0]), -(-in_features // self.block[1])
         if self.strategy == "tensor":
             return self.scale_shape
         if self.strategy == "channel":

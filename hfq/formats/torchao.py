@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect
+from hfq.formats.base import ActivationScheme, Dialect
 from hfq.formats.scaled import ScaledCodes, other_tensors
 from hfq.spec import TensorInfo
 
@@ -41,9 +41,9 @@ class Torchao(ScaledCodes):
     codes, scale, zero = "_weight_qdata", "_weight_scale", "_weight_zero_point"
     dialects = (
         Dialect("torchao float8 (e4m3, e5m2)", "torchao, transformers", "_weight_qdata F8, _weight_scale, metadata",
-                ("torchao-float8",), ("torchao-float8",)),
+                ("torchao-float8",), ("torchao-float8wo-e4m3-row",)),
         Dialect("torchao int8, intx", "torchao, transformers", "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
-                ("torchao-int8", "torchao-intx-asym"), ("torchao-int8", "torchao-intx4")),
+                ("torchao-int8", "torchao-intx-asym"), ("torchao-int8wo", "torchao-intx3-g32-asym")),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
 
@@ -73,7 +73,7 @@ class Torchao(ScaledCodes):
         return cls(
             codes_dtype=codes.dtype if codes is not None else _TYPES[kind][0],
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (1, 1),
-            zero_dtype=_zero_dtype(zero, schema),
+            zero_dtype="I8" if zero is not None or "zero_point" in (schema.get("_tensor_data_names") or ()) else None,
             others=other_tensors(tensors, tuple(_PREFIX + part for part in _PARTS[3:])),
             scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
         )
@@ -81,14 +81,6 @@ class Torchao(ScaledCodes):
     @property
     def activation_scheme(self) -> ActivationScheme | None:
         return self.scheme
-
-
-def _zero_dtype(zero: TensorInfo | None, schema: Mapping) -> str | None:
-    """The dtype of the zero points, which the metadata may promise where the file has none."""
-    if zero is None:
-        names = schema.get("_tensor_data_names")
-        return "I8" if isinstance(names, list) and "zero_point" in names else None
-    return zero.dtype if zero.dtype in ("I8", "I32", "I64", *FLOATS) else "I8"
 
 
 def _fits(block: object, codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:

@@ -197,11 +197,11 @@ def test_a_side_file_is_read_or_absent_or_refused(folder, checkpoint):
         checkpoint.side_file("bad.json")
 
 
-def test_metadata_is_what_all_files_agree_on(tmp_path):
+def test_metadata_is_that_of_all_files_but_for_what_they_disagree_on(tmp_path):
     write_raw(tmp_path / "x.safetensors", {"__metadata__": {"format": "pt", "k": "1", "x": "2"}, "a": entry()}, b"1234")
     write_raw(tmp_path / "y.safetensors", {"__metadata__": {"format": "pt", "k": "2"}, "b": entry()}, b"1234")
     files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
-    assert Checkpoint.from_files(files).metadata() == {"format": "pt"}
+    assert Checkpoint.from_files(files).metadata() == {"format": "pt", "x": "2"}
     assert Checkpoint.from_files(files[:1]).metadata() == {"format": "pt", "k": "1", "x": "2"}
 
 

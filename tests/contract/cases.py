@@ -24,7 +24,8 @@ GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quan
 class Case:
     """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors.
 
-    `schema` gives the file's metadata for one module, where the dialect keeps any there; `text` is what the format says of
+    `schema` gives the file's metadata for one module, where the dialect keeps any there; `kind` is what optimum-quanto's side
+    file calls the weights; `text` is what the format says of
     itself, where the quantizing instance does not know it before it has seen a weight.
     """
 
@@ -33,6 +34,7 @@ class Case:
     config: dict | None
     text: str | None = None
     schema: Callable[[dict], str] | None = None
+    kind: str | None = None
 
 
 def gptq(id: str, zero_reading: str, config: dict, **options) -> Case:
@@ -85,6 +87,7 @@ CASES = [
     gptq("gptq-planar-w3", "stored", PLANAR, num_bits=3, group_size=64, is_planar=True, symmetric=False),
     gptq("gptq-planar-w5", "stored", PLANAR, num_bits=5, group_size=32, is_planar=True),
     Case("awq-gemm", Awq(version="gemm", group_size=64), awq("gemm", 64)),
+    Case("awq-gemm-w3", Awq(version="gemm", group_size=64, num_bits=3), {**awq("gemm", 64), "bits": 3}),
     Case("awq-gemv", Awq(version="gemv", group_size=64), awq("gemv", 64)),
     Case("awq-gemv-fast", Awq(version="gemv_fast", group_size=64), awq("gemv_fast", 64)),
     Case(
@@ -154,6 +157,7 @@ CASES = [
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     ),
     Case("mxfp4", Mxfp4(), compressed_tensors("group", "mxfp4-pack-quantized", num_bits=4, group_size=32)),
+    Case("mxint4", Mxfp4(is_integer=True), {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4, "group_size": 32}),
     Case("mxfp4-modelopt", Mxfp4(stored_codes_name="weight"), {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
     Case("mxfp4-blocks", GptOssMxfp4(), {"quant_method": "mxfp4"}),
     Case(
@@ -179,10 +183,10 @@ CASES = [
         TORCHAO,
         schema=torchao("IntxUnpackedToInt8Tensor"),
     ),
-    Case("quanto-qint8", QuantoBytes(scale_shape=(2, 1), others=SCALARS), None),
-    Case("quanto-qfloat8", QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS), None),
-    Case("quanto-qint4", QuantoBits(num_bits=4, group_size=64, others=SCALARS), None),
-    Case("quanto-qint2", QuantoBits(num_bits=2, group_size=32, others=SCALARS), None),
+    Case("quanto-qint8", QuantoBytes(scale_shape=(2, 1), others=SCALARS), None, kind="qint8"),
+    Case("quanto-qfloat8", QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS), None, kind="qfloat8"),
+    Case("quanto-qint4", QuantoBits(num_bits=4, group_size=64, others=SCALARS), None, kind="qint4"),
+    Case("quanto-qint2", QuantoBits(num_bits=2, group_size=32, others=SCALARS), None, kind="qint2"),
     Case("hqq-8bit", Hqq(num_bits=8, group_size=64), None),
     Case("hqq-4bit", Hqq(num_bits=4, group_size=64), None),
     Case("hqq-4bit-axis0", Hqq(num_bits=4, group_size=64, axis=0), None),

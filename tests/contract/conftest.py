@@ -36,7 +36,7 @@ def checkpoint(case, tensors, tmp_path_factory):
 
 
 def write(folder, tensors, case):
-    return tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema))
+    return tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_
 def damaged(tensors, tmp_path, case, name, change) -> str:
     broken = dict(tensors)
     change(broken, name)
-    return tiny_models.write_model(tmp_path, broken, case.config, tiny_models.schemas(tensors, case.schema))
+    return tiny_models.write_model(tmp_path, broken, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
 
 
 @pytest.fixture

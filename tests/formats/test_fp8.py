@@ -25,25 +25,25 @@ def decode(byte: int, exponent_bits: int) -> float:
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
-def multiplier(scale: torch.Tensor, reciprocal: bool = False) -> np.ndarray:
+def multiplier(scale: torch.Tensor) -> np.ndarray:
     """The scales as float32, F8_E8M0 and U8 as powers of two."""
     if scale.dtype in (E8M0, torch.uint8):
         numbers = [2.0 ** (byte - 127) for byte in scale.reshape(-1).view(torch.uint8).tolist()]
     else:
         numbers = scale.reshape(-1).double().tolist()
-    numbers = np.array(numbers, dtype=np.float32)
-    return np.float32(1) / numbers if reciprocal else numbers
+    return np.array(numbers, dtype=np.float32)
 
 
 def dequantize_by_hand(codes: torch.Tensor, scale: torch.Tensor, position, reciprocal: bool = False) -> np.ndarray:
-    """float32 code × float32 scale, element by element; `position(n, k)` is the scale's place in its flat tensor."""
+    """float32 code × (or, for a reciprocal, ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its flat tensor."""
     raw, exponent_bits = codes.view(torch.uint8).numpy(), 4 if codes.dtype == E4M3 else 5
-    scales = multiplier(scale, reciprocal)
+    scales = multiplier(scale)
     values = [np.float32(decode(byte, exponent_bits)) for byte in range(256)]
     weight = np.empty(raw.shape, dtype=np.float32)
     for n in range(raw.shape[0]):
         for k in range(raw.shape[1]):
-            weight[n, k] = values[raw[n, k]] * scales[position(n, k)]
+            value, factor = values[raw[n, k]], scales[position(n, k)]
+            weight[n, k] = value / factor if reciprocal else value * factor
     return weight
 
 

@@ -163,8 +163,8 @@ def dynamic(strategy: str, **more) -> dict:
         (compressed((["Linear"], CHANNEL), **dynamic("token")), ActivationScheme("token")),
         (compressed((["Linear"], CHANNEL), **dynamic("tensor")), ActivationScheme("tensor")),
         (compressed((["Linear"], CHANNEL), **dynamic("group", group_size=64)), ActivationScheme("group", group_size=64)),
-        (compressed((["Linear"], CHANNEL), **dynamic("token", dynamic=False)), None),
-        (compressed((["Linear"], CHANNEL), **dynamic("token", type="int")), None),
+        (compressed((["Linear"], CHANNEL), **dynamic("token", dynamic=False)), ActivationScheme("token", dtype="8-bit float")),
+        (compressed((["Linear"], CHANNEL), **dynamic("token", type="int")), ActivationScheme("token", dtype="int8")),
     ],
 )
 def test_the_config_says_how_activations_are_quantized(detect, config, scheme):

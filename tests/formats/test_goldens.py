@@ -1,4 +1,4 @@
-"""Real peers' tensors, dequantized as the peer's own code did: bit for bit in the peer's dtype."""
+"""Real peers' tensors, dequantized as the peer's own code did: bit for bit in the dtype that it was kept in."""
 
 import json
 
@@ -8,28 +8,36 @@ import torch
 
 from hfq.checkpoint import Reader, read_header
 from hfq.checkpoint.index import Checkpoint
-from hfq.formats import detect_formats, tensors_by_module
+from hfq.formats import FORMATS, detect_formats, tensors_by_module
+from hfq.formats.source import detection_hints
 from hfq.modules.row import read_tensor
 
 GOLDENS = sorted((tiny_models.DATA / "goldens").glob("*.safetensors"))
+STEPS = {"every eighth": 8, "every fourth": 4}
 
 
-def test_there_are_goldens_of_every_family():
-    assert {path.name.split("-")[0] for path in GOLDENS} == {"ct", "gptqmodel", "hf"}
+def test_every_golden_that_a_dialect_names_is_there():
+    named = {name for cls in FORMATS.values() for dialect in cls.dialects for name in dialect.goldens}
+    assert named == {path.stem for path in GOLDENS}
 
 
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
 def test_the_weights_are_the_peers_bit_for_bit(path):
-    config = json.loads(read_header(path).metadata["quantization_config"])
+    metadata = read_header(path).metadata
     checkpoint = Checkpoint.from_files([path])
     reader = Reader(checkpoint)
-    expected = read_tensor(reader, checkpoint.tensors["expected"])
+    hints = detection_hints(checkpoint, json.loads(metadata["quantization_config"]))
+    hints |= {"quanto_qmap": json.loads(metadata["quanto_qmap"])} if "quanto_qmap" in metadata else {}
     modules = tensors_by_module(checkpoint.tensors)
-    ((module, found),) = detect_formats(modules, config).items()
-    tensors = {local: read_tensor(reader, info) for local, info in modules[module].items()}
-    specs = {spec.name: spec for spec in found.tensor_specs(256, 64)}
-    assert {name: info.shape for name, info in modules[module].items()} == {
-        name: specs[name].shape for name in modules[module]
-    }
-    weight = found.resolve(module, tensors).dequantize(tensors, expected.dtype)
-    assert torch.equal(weight[::8], expected)
+    size = int(metadata.get("in_features", 256)), int(metadata.get("out_features", 64))
+    weights = []
+    for module, found in detect_formats(modules, hints).items():
+        infos = modules[module]
+        tensors = {local: read_tensor(reader, info) for local, info in infos.items()}
+        sized = found.sized(*size)
+        specs = {spec.name: spec for spec in sized.tensor_specs(*size)}
+        assert {name: info.shape for name, info in infos.items()} == {name: specs[name].shape for name in infos}
+        weights.append(sized.resolve(module, tensors).dequantize(tensors))
+    expected = read_tensor(reader, checkpoint.tensors["expected"])
+    rows = (torch.stack(weights) if expected.dim() == 3 else weights[0])[..., :: STEPS[metadata["rows"]], :]
+    assert torch.equal(rows.to(expected.dtype), expected)

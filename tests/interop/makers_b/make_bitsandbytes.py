@@ -18,8 +18,9 @@ PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_m
 
 def dequantize_4bit(weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     state = functional.QuantState.from_dict(dict(parts), device=torch.device("cpu"))
-    state.dtype = torch.float32
-    return functional.dequantize_4bit(weight, state)
+    state.dtype, shape = torch.float32, state.shape
+    state.shape = torch.Size([1, shape.numel()])  # on a CPU it misplaces blocks that run across rows (0.50.2)
+    return functional.dequantize_4bit(weight, state).view(shape)
 
 
 def dequantize(tensors: dict[str, torch.Tensor], transposed: bool = False) -> dict[str, torch.Tensor]:
