@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,12 @@ check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed  ## write docs/formats.md from the registry
+	$(BIN)/hfq formats --markdown > docs/formats.md
+
+interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
+	tests/interop/run.sh
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import demo, inspect
+from hfq.cli import demo, formats, inspect
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
@@ -30,6 +30,7 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 
 
 app.command("inspect")(inspect.inspect)
+app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
 
 

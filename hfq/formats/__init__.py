@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
 from hfq.errors import FormatError
-from hfq.formats import (
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fp4,
-    fp8,
-    gpt_oss,
-    gptq,
-    hqq,
-    modelopt,
-    quanto,
-    torchao,
-)
 from hfq.formats.base import FORMATS, ActivationScheme, Dialect, Format
 from hfq.formats.dense import Dense
 from hfq.formats.fused import split_experts
@@ -26,9 +15,11 @@ from hfq.formats.refusals import refuse_unreadable
 from hfq.spec import TensorInfo
 
 __all__ = [
-    "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "awq", "bitsandbytes", "compressed_tensors",
-    "detect_formats", "fp4", "fp8", "gpt_oss", "gptq", "hqq", "modelopt", "quanto", "tensors_by_module", "torchao",
+    "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "detect_formats", "tensors_by_module",
 ]  # fmt: skip
+
+for _module in pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 _DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
 _NESTED = ".weight."

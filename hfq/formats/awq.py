@@ -101,7 +101,13 @@ class Awq(Format):
         codes, zeros, scales, dtype, zero_dtypes = {
             "gemm": ((in_features, words), (groups, words), (groups, out_features), "I32", ("I32",)),
             "gemv": ((out_features, in_features // 8), (out_features, width), (out_features, 8 * width), "I32", ("I32",)),
-            "gemv_fast": ((out_features // 4, in_features), (8 * width, out_features), (8 * width, out_features), "I16", FLOATS),
+            "gemv_fast": (
+                (out_features // 4, in_features),
+                (8 * width, out_features),
+                (8 * width, out_features),
+                "I16",
+                FLOATS,
+            ),
         }[self.version]
         return (
             TensorSpec("qweight", (dtype,), codes, "codes"),
@@ -120,7 +126,9 @@ class Awq(Format):
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         first, second = tensors["qweight"].shape
-        return {"gemm": (second * 32 // self.num_bits, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[self.version]
+        return {"gemm": (second * 32 // self.num_bits, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[
+            self.version
+        ]
 
     def describe(self) -> str:
         return f"awq {self.version} int{self.num_bits} g{self.group_size}"
@@ -173,7 +181,6 @@ class Awq(Format):
         scaled = -(zero.float() * scale.float()).to(torch.float16)
         return {"qweight": _interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
 
-
     def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
         part = words[:, start * self.num_bits // 32 : -(-stop * self.num_bits // 32)]
@@ -191,7 +198,8 @@ class Awq(Format):
 def zeros_width(in_features: int, group_size: int) -> int:
     """The words of zero points in a row: AutoAWQ's `calculate_zeros_width`."""
     multiple = {64: 2, 32: 4}.get(group_size, 1)
-    return multiple * -(-(-(-(in_features // group_size) // 8)) // multiple)
+    words = -(-(in_features // group_size) // 8)
+    return multiple * -(-words // multiple)
 
 
 def names_gemv(config: Mapping) -> bool:

@@ -93,7 +93,8 @@ class Bnb4Bit(Format):
     dialects = (
         Dialect("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
                 ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16")),
-        Dialect("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers", "also weight.nested_absmax, weight.nested_quant_map",
+        Dialect("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers",
+                "also weight.nested_absmax, weight.nested_quant_map",
                 ("bitsandbytes-nf4-nested",), ("bitsandbytes-nf4-dq",)),
         Dialect("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4-storage-bf16",)),
     )  # fmt: skip
@@ -140,7 +141,9 @@ class Bnb4Bit(Format):
         words = -(-nbytes * 8 // DTYPE_BITS[self.storage])
         specs = [
             TensorSpec("weight", (self.storage,), (words, 1), "codes"),
-            TensorSpec("weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "codes" if self.is_nested else "scale"),
+            TensorSpec(
+                "weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "codes" if self.is_nested else "scale"
+            ),
             TensorSpec("weight.quant_map", ("F32",), (16,), "scale"),
             TensorSpec(_STATE + self.quant_type, ("U8",), (self.state_nbytes,), "meta"),
         ]
@@ -171,7 +174,9 @@ class Bnb4Bit(Format):
         expected = {"quant_type": self.quant_type, "blocksize": self.blocksize, "shape": list(self.size)}
         if self.is_nested:
             expected["nested_blocksize"] = self.nested_blocksize
-        wrong = [f"{key}: expected {value}, found {state.get(key)!r}" for key, value in expected.items() if state.get(key) != value]
+        wrong = [
+            f"{key}: expected {value}, found {state.get(key)!r}" for key, value in expected.items() if state.get(key) != value
+        ]
         offset = state.get("nested_offset", 0.0)
         if type(offset) not in (int, float) or not abs(offset) < 1e30:
             wrong.append(f"nested_offset: expected a finite number, found {offset!r}")

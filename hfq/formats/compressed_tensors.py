@@ -110,7 +110,9 @@ class PackQuantized(Format):
         Dialect(
             "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
-            ("pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8", "pack-quantized-w3-words"),
+            (
+                "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8", "pack-quantized-w3-words",
+            ),
             ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
         ),
     )  # fmt: skip
@@ -176,7 +178,9 @@ class PackQuantized(Format):
         groups = self._groups(in_features)
         scale = self.scale_shape if self.scale_shape in ((), (1,)) else (out_features, groups)
         specs = [
-            TensorSpec("weight_packed", ("I32",), (out_features, _words(in_features, self.num_bits, self.is_straddling)), "codes"),
+            TensorSpec(
+                "weight_packed", ("I32",), (out_features, _words(in_features, self.num_bits, self.is_straddling)), "codes"
+            ),
             TensorSpec("weight_scale", FLOATS, scale, "scale"),
             TensorSpec("weight_shape", ("I64", "I32"), (2,), "meta", optional=True),
         ]
@@ -254,7 +258,9 @@ class PackQuantized(Format):
             scale = (high - low) / (2 * half - 1)
             scale = torch.where(scale == 0, 1, scale)
             zero = (-half - low / scale).round().clamp(-half, half - 1)
-        codes = (grouped / scale[:, :, None] + zero[:, :, None]).round().clamp(-half, half - 1).reshape(out_features, in_features)
+        codes = (
+            (grouped / scale[:, :, None] + zero[:, :, None]).round().clamp(-half, half - 1).reshape(out_features, in_features)
+        )
         pack = pack_stream if self.is_straddling else pack_words
         stored = {
             "weight_packed": pack((codes + half).to(torch.int32).t(), self.num_bits).t().contiguous(),

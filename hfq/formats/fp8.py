@@ -68,7 +68,10 @@ class Fp8(Format):
         Dialect(
             "compressed-tensors float-quantized, mxfp8-quantized", "llmcompressor, compressed-tensors, auto-round",
             "weight, weight_scale, input_scale", ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
-            ("ct-fp8-static-tensor", "ct-fp8-dynamic-channel", "llmcompressor-fp8-block-ragged", "llmcompressor-mxfp8", "autoround-fp8-static"), is_emitted=True,
+            (
+                "ct-fp8-static-tensor", "ct-fp8-dynamic-channel", "llmcompressor-fp8-block-ragged", "llmcompressor-mxfp8",
+                "autoround-fp8-static",
+            ), is_emitted=True,
         ),
         Dialect("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
         Dialect("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
@@ -76,7 +79,8 @@ class Fp8(Format):
             "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "nvidia-modelopt", "weight, weight_scale, input_scale",
             ("fp8-modelopt-tensor",), ("modelopt-fp8-2d-blockwise",),
         ),
-        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",), ("gptqmodel-fp8-row",)),
+        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",),
+                ("gptqmodel-fp8-row",)),
         Dialect("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
     )  # fmt: skip
     codes_dtype: str = "F8_E4M3"
@@ -151,11 +155,7 @@ class Fp8(Format):
             check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
             check_positive(module, self.input_scale_name, tensors[self.input_scale_name])
         undeclared = self.scale_name == "weight_scale_inv" and self.strategy == "channel" and not self.reciprocal
-        if (
-            undeclared
-            and not self.is_declared
-            and float(scale.median()) > 1
-        ):
+        if undeclared and not self.is_declared and float(scale.median()) > 1:
             logger.warning("%s: its row scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
             return dataclasses.replace(self, reciprocal=True)
         return self
@@ -224,8 +224,9 @@ class Fp8(Format):
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or (128, 128)
         if is_grid_of_4 and hints.block is None and grid != _grid(out_features, in_features, block) and all(grid):
-            side = out_features // grid[0]  # ModelOpt's config names no size; its blocks are square, and divide the weight
-            block = (side, side) if (side * grid[0], side * grid[1]) == weight.shape else block
+            rows, columns = grid
+            side = out_features // rows  # ModelOpt's config names no size; its blocks are square, and divide the weight
+            block = (side, side) if (side * rows, side * columns) == weight.shape else block
         shape = scale.shape if is_grid_of_4 else None
         if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(

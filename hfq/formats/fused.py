@@ -53,7 +53,12 @@ def _target(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str, str
         return None
     stem = name.removesuffix(f".{found[3]}")
     codes = next((tensors[f"{stem}.{local}"] for local in _CODES if f"{stem}.{local}" in tensors), None)
-    if codes is None or len(codes.shape) != 3 or codes.dtype not in _PACKED_DTYPES or codes.shape[:1] != tensors[name].shape[:1]:
+    if (
+        codes is None
+        or len(codes.shape) != 3
+        or codes.dtype not in _PACKED_DTYPES
+        or codes.shape[:1] != tensors[name].shape[:1]
+    ):
         return None
     if found[2] in _GRANITE:
         return f"{found[1]}.experts".removeprefix("."), _GRANITE[found[2]], found[3]

@@ -25,6 +25,7 @@ from hfq.spec import TensorInfo, TensorSpec
 
 __all__ = ["GptOssMxfp4"]
 
+
 @dataclass(frozen=True)
 class GptOssMxfp4(PackedFp4):
     """One expert of gpt-oss: a slice of the fused `…_blocks`, `…_scales` and `…_bias`."""
@@ -32,7 +33,7 @@ class GptOssMxfp4(PackedFp4):
     name = "mxfp4-blocks"
     group_size = 32
     dialects = (
-        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_proj_blocks U8, …_proj_scales U8, …_proj_bias", ("mxfp4-blocks",),
+        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_blocks U8, …_scales U8, …_bias", ("mxfp4-blocks",),
                 ("transformers-mxfp4-gptoss",)),
     )  # fmt: skip
 

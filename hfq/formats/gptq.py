@@ -7,8 +7,8 @@
 
     W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
-Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. `"gptq_p"` (gptqmodel's planar layout, 2 to 8
-bits) stores z, and lays 32 codes out in bit planes in place of one stream. How v1 adds the
+Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. `"gptq_p"`
+(gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place of one stream. How v1 adds the
 one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on the masked field for 3 bits),
 AutoGPTQ on each field without a mask.
 """
@@ -67,7 +67,8 @@ class Gptq(Format):
             "GPTQ v1 (checkpoint_format gptq)", "gptqmodel, AutoGPTQ, auto-round (auto_gptq)", "qweight, qzeros, scales, g_idx",
             ("gptq-v1-w4-sym", "gptq-v1-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w2-sym", "gptq-v1-w8-channel", "gptq-autogptq-w4"),
             (
-                "gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact", "gptqmodel-gptq-w2g32-sym",
+                "gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact",
+                "gptqmodel-gptq-w2g32-sym",
                 "gptqmodel-gptq-w4g32-asym-v1", "gptqmodel-gptq-w3g32-zero0-v1", "gptqmodel-gptq-w4g32-zero0-v1",
                 "gptqmodel-gptq-w8gall-zero0-v1", "gptqmodel-gptq-dynamic-lmhead", "autoround-w2g32",
             ), is_emitted=True,

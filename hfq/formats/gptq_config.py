@@ -10,7 +10,17 @@ from hfq.formats.base import bounded_int
 from hfq.formats.patterns import matches
 from hfq.spec import TensorInfo
 
-__all__ = ["BITS", "PLANAR_BITS", "ZeroReading", "is_awq", "is_planar", "module_options", "read_group_size", "read_zero_reading", "stored_bits"]
+__all__ = [
+    "BITS",
+    "PLANAR_BITS",
+    "ZeroReading",
+    "is_awq",
+    "is_planar",
+    "module_options",
+    "read_group_size",
+    "read_zero_reading",
+    "stored_bits",
+]
 
 BITS = (2, 3, 4, 8)
 PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)

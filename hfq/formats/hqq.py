@@ -134,7 +134,9 @@ class Hqq(Format):
             "view_as_float": [int(self.codes_dtype in FLOATS)],
         }  # fmt: skip
         stored = {name: tensors[name].to(torch.int64).flatten().tolist() for name in expected if name in tensors}
-        wrong = [f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]]
+        wrong = [
+            f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]
+        ]
         if self.codes_dtype in FLOATS and "view_as_float" not in stored:
             wrong.append(f"W_q: expected U8 or I32, found {self.codes_dtype} without view_as_float")
         nbits = float(tensors["nbits"]) if "nbits" in tensors else self.num_bits

@@ -9,7 +9,12 @@ from hfq.errors import FormatError
 from hfq.formats.compressed_config import format_of
 from hfq.spec import TensorInfo
 
-__all__ = ["REFUSED", "refuse_unreadable"]
+__all__ = ["REFUSED", "UnreadableDialectError", "refuse_unreadable", "refused"]
+
+
+class UnreadableDialectError(FormatError):
+    """The checkpoint is in a dialect that hfq knows by sight and does not read."""
+
 
 _AGAIN = "quantize the original model again with one of the dialects in docs/formats.md"
 REFUSED = {
@@ -51,21 +56,26 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
     label = config.get("checkpoint_format")
     for text, dialect in _LABELS:
         if label == text and config.get("quant_method") in (None, "gptq"):
-            raise _refusal(dialect, "config.json", None, f"checkpoint_format={label!r}")
+            raise refused(dialect, "config.json", None, f"checkpoint_format={label!r}")
     for module, tensors in modules.items():
         for dialect, sign in _SIGNS:
             if sign <= tensors.keys():
                 info = tensors[min(sign)]
-                raise _refusal(dialect, info.range.file, info.name, ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)))
+                raise refused(
+                    dialect, info.range.file, info.name, ", ".join(f"{local} {tensors[local]}" for local in sorted(sign))
+                )
         if config.get("quant_method") == "compressed-tensors" and "weight_packed" in tensors:
             found = _CT_LABELS.search(format_of(module, config))
             if found:
                 dialect = next((name for name in REFUSED if found[0] in name), found[0])
-                raise _refusal(dialect, tensors["weight_packed"].range.file, tensors["weight_packed"].name, f"format={found[0]!r}")
+                raise refused(
+                    dialect, tensors["weight_packed"].range.file, tensors["weight_packed"].name, f"format={found[0]!r}"
+                )
 
 
-def _refusal(dialect: str, file: str, tensor: str | None, found: str) -> FormatError:
-    return FormatError(
+def refused(dialect: str, file: str, tensor: str | None, found: str) -> UnreadableDialectError:
+    """The error for a checkpoint in one of the dialects of `REFUSED`."""
+    return UnreadableDialectError(
         f"The checkpoint is in the dialect {dialect}, which hfq does not read; nothing was loaded.", file=file, tensor=tensor,
         expected="a dialect of docs/formats.md", found=found, fix=REFUSED[dialect][1],
     )  # fmt: skip

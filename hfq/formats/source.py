@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["as_source", "detection_hints", "source_config"]
+__all__ = ["as_source", "detection_hints", "is_declared", "source_config"]
 
 
 def as_source(stored: object) -> dict:
@@ -26,11 +26,9 @@ def as_source(stored: object) -> dict:
 
 def source_config(checkpoint: Checkpoint) -> dict | None:
     """The checkpoint's own quantization config: in config.json, or in the side file of an older writer."""
-    texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
-    for config in texts:
-        stored = config.get("quantization_config")
-        if stored is not None:
-            return as_source(stored)
+    stored = _declared(checkpoint)
+    if stored is not None:
+        return as_source(stored)
     gptq = checkpoint.side_file("quantize_config.json")
     if gptq is not None:
         return {"quant_method": "gptq", **gptq}
@@ -51,3 +49,13 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
     hints = {**(source or {}), "__metadata__": checkpoint.metadata()}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
+
+
+def is_declared(checkpoint: Checkpoint) -> bool:
+    """Whether config.json itself names a quantization."""
+    return _declared(checkpoint) is not None
+
+
+def _declared(checkpoint: Checkpoint) -> object:
+    texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
+    return next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)

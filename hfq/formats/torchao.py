@@ -59,7 +59,7 @@ class Torchao(ScaledCodes):
         if kind not in _TYPES or (codes is not None and codes.dtype not in _TYPES[kind]):
             raise FormatError(
                 "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.", file=file,
-                tensor=codes.name if codes is not None else module, expected=" or ".join(_TYPES), found=f"{kind} of {', '.join(f'{name} {tensors[name]}' for name in stored)}",
+                tensor=codes.name if codes is not None else module, expected=" or ".join(_TYPES), found=f"{kind}: {codes}",
                 fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or intx config",
             )  # fmt: skip
         data = schema.get("_data")

@@ -14,6 +14,9 @@ Tested with transformers 5.17.0 and 5.23.0.
    model is built: they are validated as those of a local folder.
 4. `PreTrainedModel.device`, of a streamed model alone. Upstream answers with the device of the first parameter, which is `meta`
    for one that rests on disk, so that `inputs.to(model.device)` fails.
+5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
+   side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
+   quantization would name one.
 """
 
 from __future__ import annotations
@@ -54,11 +57,12 @@ def passed_key_mapping() -> dict[str, str] | None:
 
 
 def patch_modeling_utils(module: Any) -> None:
-    """Patch 1, and patch 2 for model classes."""
+    """Patches 1, 3 and 5, and patch 2 for model classes."""
     if not hasattr(module.get_hf_quantizer, "__wrapped__"):
         module.get_hf_quantizer = _taking_over(module.get_hf_quantizer)
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         _guard(module.PreTrainedModel)
+        module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
 
 
 def patch_auto_factory(module: Any) -> None:
@@ -103,6 +107,18 @@ def _validating(original):
         return resolved
 
     return get_resolved_checkpoint_files
+
+
+def _completing(original):
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, *args: Any, **kwargs: Any):
+        loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
+        if loading is None or not hasattr(loading, "saved_like_source"):
+            return original(self, save_directory, *args, **kwargs)
+        with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)):
+            return original(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:

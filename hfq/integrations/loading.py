@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from hfq.integrations.checks import (
 )
 from hfq.integrations.compat import passed_key_mapping, show_device
 from hfq.integrations.matching import Match, match_model
-from hfq.integrations.saving import stored_state
+from hfq.integrations.saving import like_source, stored_state
 from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.packed import PackedModule
@@ -133,6 +134,10 @@ class Loading:
         """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files' metadata."""
         state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
+
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[None]:
+        """During this, `save_pretrained` writes what the source had, and nothing that it had not: see `saving.like_source`."""
+        return like_source(model, self.checkpoint, folder, is_main_process)
 
     def _moving(self) -> dict[str, PackedModule]:
         """The packed modules that do not rest where they compute."""

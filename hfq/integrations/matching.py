@@ -145,7 +145,9 @@ class _Matcher:
             slot = slot_of(name, target)
             if slot is None:
                 kind = type(target).__name__
-                match.problems.append(f"{module}: packed {found.describe()}, but it is a {kind} in the model, which stays dense")
+                match.problems.append(
+                    f"{module}: packed {found.describe()}, but it is a {kind} in the model, which stays dense"
+                )
             else:
                 self._place(module, slot, found, tensors)
 

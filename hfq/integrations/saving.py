@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,20 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.formats.source import is_declared
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import map_tensor
 
-__all__ = ["SIDE_FILES", "copy_side_files", "stored_state"]
+__all__ = ["SIDE_FILES", "like_source", "stored_state"]
 
-SIDE_FILES = ("quantize_config.json", "quantization_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+SIDE_FILES = (
+    "quantize_config.json",
+    "quantization_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+    "quanto_qmap.json",
+)
 """What other tools keep beside the weights and read again."""
 
 
@@ -53,19 +62,43 @@ def stored_state(
                 stored[info.name] = map_tensor(reader, info) if tensor.is_meta else tensor
     others: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        info = match.dense.get(name)
-        if tensor.is_meta and info is not None:
-            tensor = map_tensor(reader, info).to(tensor.dtype)
-        if info is not None and name not in match.merged:
-            stored[info.name] = tensor
+        place = match.dense.get(name)
+        if tensor.is_meta and place is not None:
+            tensor = map_tensor(reader, place).to(tensor.dtype)
+        if place is not None and name not in match.merged:
+            stored[place.name] = tensor
         elif not tensor.is_meta and not _is_tied(name, model, match):
             others[name] = tensor
     stored |= _reverted(model, others, conversions)
     return stored | {name: map_tensor(reader, checkpoint.tensors[name]) for name in match.kept}
 
 
-def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copies the side files of other tools into a saved folder, unless it is the checkpoint's own."""
+@contextlib.contextmanager
+def like_source(model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True) -> Iterator[None]:
+    """While a model is saved: copies the side files, and keeps a config.json that named no quantization from naming one.
+
+    Args:
+        model: The model.
+        checkpoint: The checkpoint it was loaded from.
+        folder: Where it is saved.
+        is_main_process: Whether this process writes what all share.
+    """
+    is_adapter = getattr(model, "_hf_peft_config_loaded", False)
+    if is_main_process and not is_adapter and not os.path.isfile(folder):
+        _copy_side_files(checkpoint, Path(folder))
+    named = getattr(model.config, "quantization_config", None)
+    if named is None or is_declared(checkpoint):
+        yield
+        return
+    del model.config.quantization_config
+    try:
+        yield
+    finally:
+        model.config.quantization_config = named
+
+
+def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in SIDE_FILES:
         source = Path(checkpoint.root, name)
         if source.is_file() and checkpoint.side_file(name) is not None and not _is_same(source, folder / name):
@@ -83,12 +116,12 @@ def _is_tied(name: str, model: nn.Module, match: Match) -> bool:
     return any(other in match.dense for other in others - {name})
 
 
-def _reverted(model: nn.Module, state: dict[str, torch.Tensor], conversions: list[Any] | None) -> dict[str, torch.Tensor]:
+def _reverted(model: Any, state: dict[str, torch.Tensor], conversions: list[Any] | None) -> dict[str, torch.Tensor]:
     if not state or not conversions:
         return state
     kept = model._weight_conversions
     try:
         model._weight_conversions = conversions
-        return revert_weight_conversion(model, state)  # type: ignore[arg-type]
+        return revert_weight_conversion(model, state)
     finally:
         model._weight_conversions = kept

@@ -84,8 +84,9 @@ def slot_of(name: str, module: nn.Module | None) -> Slot | None:
         return Slot(name, "conv1d", in_features, out_features, module.bias is not None)
     if type(module) is nn.Embedding and module.max_norm is None:
         return Slot(name, "embedding", module.embedding_dim, module.num_embeddings, False)
-    weight = module._parameters.get("weight") if module is not None else None
-    if weight is not None and weight.dim() == 2 and "bias" not in module._parameters:
+    parameters = module._parameters if module is not None else {}
+    weight = parameters.get("weight")
+    if weight is not None and weight.dim() == 2 and "bias" not in parameters:
         return Slot(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
 
@@ -93,7 +94,11 @@ def slot_of(name: str, module: nn.Module | None) -> Slot | None:
 def pack_weight(module: nn.Module, packed: nn.Module) -> None:
     """Makes a module compute with a packed weight: reading `weight` dequantizes it."""
     cls = type(module)
-    own = {"weight": property(lambda self: getattr(self, WEIGHT).weight), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    own = {
+        "weight": property(lambda self: getattr(self, WEIGHT).weight),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     del module._parameters["weight"]
     module.__class__ = type(cls.__name__, (cls,), own)
     setattr(module, WEIGHT, packed)
@@ -130,5 +135,3 @@ def gate_of(experts: FusedExperts):
     """The gating of fused experts, whose weights are dropped: it needs none."""
     experts.module._parameters.clear()
     return experts.module._apply_gate
-
-

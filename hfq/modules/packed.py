@@ -24,7 +24,7 @@ _RESERVED = (_ARENA, "kernel", "scheme", "num_embeddings", "embedding_dim")
 class PackedModule(nn.Module):
     """Holds the tensors of one packed module.
 
-    They are frozen parameters under their on-disk names (`hold`; a dot in a name becomes `__`, and a name that is taken gets `stored_` before it), or
+    They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets `stored_` before it), or
     one flat frozen uint8 parameter `packed_row` (`hold_row`); `state_dict` speaks on-disk names either way. Before either they
     are on `meta`, as they are for a module that rests on disk: then `onload` lends it a row for one forward and `offload` takes
     it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor as it is. Model code that reads `weight` is

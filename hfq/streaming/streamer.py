@@ -56,9 +56,7 @@ class Streamer:
         on_demand: Packed modules that are fetched when they compute and belong to no block, as routed experts.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = ()
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = ()) -> None:
         self.blocks, self._reader, self._device = tuple(blocks), reader, torch.device(device)
         self._lock = threading.RLock()
         sizes = [sum(arena_layout(linear.infos)[1] for linear in block.packed) for block in blocks]

@@ -8,12 +8,14 @@ from hfq.formats.awq import Awq
 from hfq.formats.base import Format
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
-from hfq.formats.fp4 import Mxfp4, Nvfp4
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.formats.modelopt import ModeloptInt4, SmoothQuant
+from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
+from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
 from hfq.formats.quanto import QuantoBits, QuantoBytes
 from hfq.formats.torchao import Torchao
 
@@ -157,6 +159,7 @@ CASES = [
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     ),
     Case("mxfp4", Mxfp4(), compressed_tensors("group", "mxfp4-pack-quantized", num_bits=4, group_size=32)),
+    Case("nvfp4-e5m3", Nvfp4E5m3(), {"quant_method": "auto-round", "data_type": "nvfp4_v2", "bits": 4, "group_size": 16}),
     Case("mxint4", Mxfp4(is_integer=True), {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4, "group_size": 32}),
     Case("mxfp4-modelopt", Mxfp4(stored_codes_name="weight"), {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
     Case("mxfp4-blocks", GptOssMxfp4(), {"quant_method": "mxfp4"}),

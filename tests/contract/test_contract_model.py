@@ -3,7 +3,6 @@
 import pytest
 import tiny_models
 import torch
-
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError

@@ -35,7 +35,7 @@ def multiplier(scale: torch.Tensor) -> np.ndarray:
 
 
 def dequantize_by_hand(codes: torch.Tensor, scale: torch.Tensor, position, reciprocal: bool = False) -> np.ndarray:
-    """float32 code × (or, for a reciprocal, ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its flat tensor."""
+    """float32 code × (or ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its flat tensor."""
     raw, exponent_bits = codes.view(torch.uint8).numpy(), 4 if codes.dtype == E4M3 else 5
     scales = multiplier(scale)
     values = [np.float32(decode(byte, exponent_bits)) for byte in range(256)]

@@ -1,7 +1,7 @@
 """Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its weight by the peer.
 
 Run in each peer's environment (see the maker of that peer):
-    python make_goldens_a.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
+    python make_goldens.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
 """
 
 import contextlib

@@ -9,11 +9,11 @@ import re
 from types import SimpleNamespace
 
 import torch
-from common import build, rewrite, run_all, save_dense, stock_error, stored, write_reference
 from torch.nn.functional import pad
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from writing import build, rewrite, run_all, save_dense, stock_error, stored, write_reference
 
 BLOCK = (128, 128)
 DENSE = r"embed|lm_head|norm|\.gate\.weight|shared_expert_gate|block_sparse_moe\.(router|input_linear|output_linear)"

@@ -10,7 +10,6 @@ import copy
 
 import modelopt.torch.quantization as mtq
 import torch
-from common import build, logits, run_all, save_tokenizer, stored, tokens, write_reference
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.export.model_config import QUANTIZATION_FP8, QUANTIZATION_INT8_SQ
 from modelopt.torch.export.quant_utils import from_quantized_weight, pack_int4_in_uint8
@@ -19,6 +18,7 @@ from modelopt.torch.quantization.qtensor.mxfp4_tensor import MXFP4QTensor
 from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
+from writing import build, logits, run_all, save_tokenizer, stored, tokens, write_reference
 
 PARTS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale", "k_bias", "v_bias")
 

@@ -6,7 +6,6 @@ its forward pass is left out: torch's int8 kernel under it crashes on some CPUs.
 """
 
 import torch
-from common import build, run_all, save_tokenizer, stored, write_reference
 from optimum.quanto import (
     QModuleMixin,
     QTensor,
@@ -19,6 +18,7 @@ from optimum.quanto import (
     qint4,
     qint8,
 )
+from writing import build, run_all, save_tokenizer, stored, write_reference
 
 PARTS = (".weight._data", ".weight._scale", ".weight._shift", ".weight._data._data", ".input_scale", ".output_scale")
 

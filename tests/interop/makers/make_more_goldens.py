@@ -4,9 +4,9 @@ Each comes out of the maker beside this file, as a checkpoint of one layer: the 
 of what the maker dequantizes for its reference, in float32, or rounded once to bfloat16 where the file would grow over 5 KiB. Run
 in each environment in turn, with the peers that it has:
 
-    python make_goldens_b.py bitsandbytes torchao quanto hqq transformers
-    python make_goldens_b.py modelopt
-    python make_goldens_b.py autoround
+    python make_more_goldens.py bitsandbytes torchao quanto hqq transformers
+    python make_more_goldens.py modelopt
+    python make_more_goldens.py autoround
 """
 
 import argparse
@@ -21,9 +21,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from common import stored
 from safetensors import safe_open
 from safetensors.torch import save_file
+from writing import stored
 
 OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
 QUERY, OUTPUT_PROJECTION, EXPERTS = "self_attn.q_proj", "self_attn.o_proj", "mlp.experts"
@@ -84,6 +84,8 @@ def autoround(m) -> dict[str, tuple]:
     return {
         "w2g32": (m.make("W2A16G32", "auto_round", sizes=TINY), QUERY),
         "fp8-static": (m.make("FP8_STATIC", "auto_round", sizes=TINY), QUERY),
+        "mxint4": (m.make("MXINT4", "auto_round", sizes=TINY), QUERY),
+        "nvfp4-e5m3": (m.make("NVFP4_E5M3", "auto_round", sizes=TINY), QUERY),
     }
 
 

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import build, run_all, save_dense, save_tokenizer, stock_error, stored, write_reference
 from safetensors import safe_open
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 from torchao.quantization import (
@@ -29,6 +28,7 @@ from torchao.quantization import (
     quantize_,
 )
 from transformers import AutoModelForCausalLM, TorchAoConfig
+from writing import build, run_all, save_dense, save_tokenizer, stock_error, stored, write_reference
 
 DTYPE = re.compile(r'("dtype": \{"_type": "torch.dtype", "_data": )"\w+"')
 

@@ -8,10 +8,10 @@ import contextlib
 import io
 
 import torch
-from common import build, run_all, save_tokenizer, stored, write_reference
 from hqq.core.quantize import _META_TYPE, BaseQuantizeConfig, Quantizer
 from hqq.core.utils import decode_safetensor_type
 from hqq.models.hf.base import AutoHQQHFModel
+from writing import build, run_all, save_tokenizer, stored, write_reference
 
 FLAGS = ("W_q", "bias", "offload_meta", "encoded_state_dict", "stores_quant_config")
 

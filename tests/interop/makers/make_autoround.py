@@ -19,10 +19,10 @@ from auto_round.experimental.qmodules.nvfp4_e5m3 import NVFP4E5M3QuantLinear
 from auto_round.export.export_to_awq.utils import dequantize_gemm
 from auto_round.schemes import preset_name_to_scheme
 from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
-from common import VOCABULARY, build, run_all, save_dense, stored, write_reference
 from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from writing import VOCABULARY, build, run_all, save_dense, stored, write_reference
 
 PARTS = (
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale",

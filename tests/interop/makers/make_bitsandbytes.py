@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from bitsandbytes import functional
-from common import build, run_all, save_dense, save_tokenizer, stock_error, stored, write_reference
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from writing import build, run_all, save_dense, save_tokenizer, stock_error, stored, write_reference
 
 PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
 

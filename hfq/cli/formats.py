@@ -1,0 +1,92 @@
+"""`hfq formats`: the dialects that hfq reads, from the registry; with `--markdown` the page docs/formats.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hfq.formats import Dialect
+
+__all__ = ["as_markdown", "formats"]
+
+# ruff: noqa: E501  (rows of a table)
+_HEAD = """# Dialects
+
+Made by `hfq formats --markdown` from the registry (`make docs`); a test compares the two.
+
+| cell | how it is tested |
+|---|---|
+| read | **golden**: a file that the named tool wrote, dequantized as the tool's own code does, bit for bit (`tests/formats/test_goldens.py`, files in `tests/data/goldens`); **contract**: files that hfq packed after the dialect's published format alone |
+| write | **emitted**: hfq writes it for other readers; **tests**: hfq packs it (round to nearest), for its own tests |
+| save back | the contract suite: every packed tensor of a loaded model is saved with the bytes it was loaded with |
+| CPU, disk | the contract suite: the same logits bit for bit resident, half on disk, all on disk; `make interop` the same on other tools' files |
+| CUDA | the code is written, and has not run: no GPU has been at hand |
+| ZeRO-3 | not yet |
+
+| dialect | written by | tensors on disk | read | write | save back | CPU | CUDA | disk | ZeRO-3 | contract rows |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+_TAIL = """
+## Experts
+
+Experts that a checkpoint stores one by one (`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe` or any name that
+transformers renames), or fused with packed codes in three dimensions, become a `PackedExperts` module in the place of transformers' fused
+experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe and every other class of gated experts. Each
+expert keeps its own packed rows; only routed experts compute, and of those that rest on disk only routed ones are read.
+
+## Refused by name
+
+| dialect | recognised by | what to do |
+|---|---|---|
+"""
+
+
+def formats(markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/formats.md.")] = False) -> None:
+    """List the dialects that hfq reads, and those it refuses by name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hfq.formats import FORMATS
+    from hfq.formats.refusals import REFUSED
+
+    if markdown:
+        print(as_markdown(), end="")
+        return
+    table = Table("dialect", "format", "tensors", "written by")
+    for name, cls in FORMATS.items():
+        for dialect in cls.dialects:
+            table.add_row(dialect.name, name, dialect.tensors, dialect.writers)
+    console = Console(markup=False)
+    console.print(table)
+    console.print(f"refused by name: {', '.join(REFUSED)}")
+
+
+def as_markdown() -> str:
+    """The text of docs/formats.md."""
+    from hfq.formats import FORMATS
+    from hfq.formats.refusals import REFUSED
+
+    rows = [_row(dialect) for cls in FORMATS.values() for dialect in cls.dialects]
+    refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]
+    return _HEAD + "\n".join(sorted(rows)) + "\n" + _TAIL + "\n".join(refused) + "\n"
+
+
+def _row(dialect: Dialect) -> str:
+    read = f"golden × {len(dialect.goldens)}" if dialect.goldens else "contract"
+    write = "emitted" if dialect.is_emitted else "tests"
+    cells = [
+        dialect.name,
+        dialect.writers,
+        dialect.tensors,
+        read,
+        write,
+        "yes",
+        "yes",
+        "not run",
+        "yes",
+        "no",
+        ", ".join(dialect.cases),
+    ]
+    return f"| {' | '.join(cells)} |"

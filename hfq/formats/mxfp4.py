@@ -1,0 +1,129 @@
+"""MXFP4: E2M1 codes under powers of two (E8M0) of 32 channels; and MXINT4, whose tensors look the same.
+
+    weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]
+    W[n, k] = code[n, k] * 2**(weight_scale[n, k // 32] - 127)
+
+A code is E2M1, or for auto-round's data_type mx_int sign and magnitude in quarters. The experts of gpt-oss are in gpt_oss.py.
+
+Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt. Format: OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import Dialect
+from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
+from hfq.formats.groups import check_divides
+from hfq.formats.refusals import refused
+from hfq.formats.scaled import other_tensors
+from hfq.formats.values import check_finite
+from hfq.spec import TensorInfo, TensorSpec
+
+__all__ = ["Mxfp4"]
+
+_MXINT4 = (*(code / 4 for code in range(8)), *(-code / 4 for code in range(8)))
+"""The value of each code of MXINT4: sign and magnitude, in quarters."""
+
+
+@dataclass(frozen=True)
+class Mxfp4(PackedFp4):
+    """MXFP4 of compressed-tensors and auto-round.
+
+    Attributes:
+        scale_dtype: U8 or F8_E8M0.
+        stored_codes_name: `weight_packed`, or `weight` (ModelOpt).
+        is_integer: Whether the codes are those of MXINT4.
+    """
+
+    name = "mxfp4"
+    dialects = (
+        Dialect(
+            "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
+            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",),
+        ),
+        Dialect("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",), ("autoround-mxint4",)),
+        Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),
+    )  # fmt: skip
+    scale_dtype: str = "U8"
+    stored_codes_name: str = "weight_packed"
+    is_integer: bool = False
+    group_size: ClassVar[int] = 32
+
+    @classmethod
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
+        codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
+        codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
+        is_named = codes_name == "weight_packed" or str(config.get("quant_algo")).lower() == "mxfp4"
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and not is_named):
+            return None
+        is_of_sixteen = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
+        if scale is not None and (scale.dtype not in ("U8", "F8_E8M0") or is_of_sixteen):
+            return None
+        _refuse_mxfp6(module, codes, config)
+        refuse_transforms(config)
+        return cls(
+            scale_dtype=scale.dtype if scale is not None else "U8",
+            stored_codes_name=codes_name,
+            is_integer=_is_mxint4(module, codes, config),
+            scheme=read_activations(group_of(module, config).get("input_activations"), tensors),
+            others=other_tensors(tensors, OTHERS),
+        )
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return _MXINT4 if self.is_integer else E2M1
+
+    def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+        check_divides(in_features, self.group_size, "MXFP4")
+        return (
+            TensorSpec(self.codes_name, ("U8",), (out_features, in_features // 2), "codes"),
+            TensorSpec("weight_scale", (self.scale_dtype,), (out_features, in_features // 32), "scale"),
+            *self._other_specs(out_features),
+        )
+
+    @property
+    def codes_name(self) -> str:
+        return self.stored_codes_name
+
+    def describe(self) -> str:
+        kind = "mxint4" if self.is_integer else "mxfp4"
+        return kind if self.stored_codes_name == "weight_packed" else f"{kind} modelopt"
+
+    def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4:
+        check_finite(module, "weight_scale", powers(tensors["weight_scale"]))
+        return self
+
+    def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        return powers(tensors["weight_scale"][start:stop])
+
+    def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = store_powers(amax, 0 if self.is_integer else 2)
+        return {"weight_scale": scale if self.scale_dtype == "U8" else scale.view(torch.float8_e8m0fnu)}
+
+
+def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
+    """Whether auto-round says that the codes, whose tensors look as those of MXFP4, are integers."""
+    kind = str(config.get("data_type") or "")
+    if (
+        config.get("quant_method") in ("auto-round", "intel/auto-round")
+        and kind.startswith("mx")
+        and kind[:5] not in ("mx_fp", "mx_in")
+    ):
+        raise FormatError(
+            f"data_type={kind!r} is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected="mx_fp or mx_int", found=repr(kind), fix="re-export the checkpoint with data_type mx_fp",
+        )  # fmt: skip
+    return kind.startswith("mx_int")
+
+
+def _refuse_mxfp6(module: str, codes: TensorInfo, config: Mapping) -> None:
+    label = format_of(module, config)
+    if "mxfp6" in label or (group_of(module, config).get("weights") or {}).get("num_bits", 4) != 4:
+        raise refused("mxfp6-pack-quantized", codes.range.file, codes.name, f"{label}: {codes}")

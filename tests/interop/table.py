@@ -1,0 +1,98 @@
+"""Loads checkpoints of other projects in three placements and prints one table; exits with 1 where a promise does not hold.
+
+    PYTHONPATH=tests python tests/interop/table.py FOLDER ...
+
+Each folder holds a checkpoint and `reference_weightonly.safetensors`: tokens, and the logits of a plain float32 model with the exactly
+dequantized weights. Columns: relative L2 error of the logits; whether they are equal bit for bit on the CPU, with one layer on disk,
+and all on disk; bytes resident over packed bytes on file; whether a save from each placement gives back every packed byte.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, logging
+
+from hfq import HfqConfig, HfqError
+from hfq.formats.refusals import UnreadableDialectError
+
+LIMIT, MOST_RESIDENT = 1e-5, 1.02
+
+
+def load(folder: Path, device_map: dict):
+    config = HfqConfig(activations="none")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
+
+
+def placements(model) -> list[dict]:
+    layer = next(
+        name for name, _ in model.named_modules() if name.endswith((".1", "layers.1", "h.1")) and name.count(".") <= 3
+    )
+    return [{"": "cpu", layer: "disk"}, {"": "disk"}]
+
+
+def logits(model, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def is_saved(model, folder: Path, names: set[str]) -> bool:
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        source, found = tiny_models.digests(folder), tiny_models.digests(Path(saved))
+    return source.keys() == found.keys() and all(found[name] == source[name] for name in names)
+
+
+def row(folder: Path) -> dict:
+    """What the table says of one checkpoint.
+
+    Raises:
+        HfqError: hfq refuses it.
+    """
+    reference = load_file(folder / "reference_weightonly.safetensors")
+    tokens, expected = reference["input_ids"], reference["logits_fp32_weightonly"]
+    resident = load(folder, {"": "cpu"})
+    models = [resident, *(load(folder, device_map) for device_map in placements(resident))]
+    found = [logits(model, tokens) for model in models]
+    packed = resident.hf_quantizer.loading.packed.values()
+    names = {info.part_of or info.name for module in packed for info in module.infos.values()}
+    stored = sum(info.nbytes for module in packed for info in module.infos.values())
+    held = sum(parameter.nbytes for module in packed for parameter in module.parameters())
+    return {
+        "dialect": resident.hf_quantizer.loading.describe_formats(),
+        "error": float((found[0] - expected).norm() / expected.norm()),
+        "equal": all(torch.equal(found[0], other) for other in found[1:]),
+        "resident": held / stored,
+        "saved": all(is_saved(model, folder, names) for model in models),
+    }
+
+
+def main(folders: list[str]) -> int:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    counts: Counter[str] = Counter()
+    print(f"{'checkpoint':44} {'dialect':44} {'error':>8} {'equal':>5} {'resident':>8} {'saved':>5}")
+    for folder in map(Path, folders):
+        if not (folder / "reference_weightonly.safetensors").is_file():
+            continue
+        try:
+            found = row(folder)
+        except HfqError as error:
+            what = "refused" if isinstance(error, UnreadableDialectError) else "FAILED"
+            counts[what] += 1
+            print(f"{folder.name:44} {what}: {str(error).splitlines()[0]}")
+            continue
+        holds = found["error"] <= LIMIT and found["equal"] and found["resident"] <= MOST_RESIDENT and found["saved"]
+        counts["hold" if holds else "FAILED"] += 1
+        marks = f"{found['error']:8.1e} {found['equal']!s:>5} {found['resident']:8.3f} {found['saved']!s:>5}"
+        print(f"{folder.name:44} {found['dialect'][:44]:44} {marks}{'' if holds else '  FAILED'}", flush=True)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    return 1 if counts["FAILED"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
