@@ -10,7 +10,7 @@ from hfq.formats.base import ActivationScheme, bounded_int
 from hfq.formats.patterns import matches
 from hfq.spec import TensorInfo
 
-__all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_transforms", "unusable"]
+__all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_float", "refuse_transforms", "unusable"]
 
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
 
@@ -90,6 +90,15 @@ def read_block(value: object, key: str) -> tuple[int, int] | None:
     if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 1 << 24 for size in sizes):
         raise unusable(key, value, "two positive sizes, as [128, 128]")
     return sizes[0], sizes[1]
+
+
+def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mapping) -> None:
+    """Refuses integer codes under a config that calls them floats."""
+    if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
+        raise FormatError(
+            f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
+            expected="float codes, as config.json says", found=str(codes), fix="correct config_groups in config.json",
+        )  # fmt: skip
 
 
 def unusable(key: str, value: object, expected: str) -> FormatError:

@@ -25,7 +25,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
-from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_transforms
+from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -111,7 +111,8 @@ class PackQuantized(Format):
             "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
             (
-                "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8", "pack-quantized-w3-words",
+                "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8",
+                "pack-quantized-w3-words",
             ),
             ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
         ),
@@ -287,15 +288,6 @@ class PackQuantized(Format):
         words = stored[first : -(-stop * self.num_bits // 32)]
         zeros = unpack_stream(words, self.num_bits, stop - first * 32 // self.num_bits)
         return (zeros - (1 << (self.num_bits - 1))).to(torch.float32)
-
-
-def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mapping) -> None:
-    """Refuses integer codes under a config that calls them floats."""
-    if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
-        raise FormatError(
-            f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
-            expected="float codes, as config.json says", found=str(codes), fix="correct config_groups in config.json",
-        )  # fmt: skip
 
 
 def _words(in_features: int, num_bits: int, is_straddling: bool) -> int:

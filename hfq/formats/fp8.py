@@ -224,7 +224,7 @@ class Fp8(Format):
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or (128, 128)
         if is_grid_of_4 and hints.block is None and grid != _grid(out_features, in_features, block) and all(grid):
-            rows, columns = grid
+            rows, columns = scale.shape[0], scale.shape[2]
             side = out_features // rows  # ModelOpt's config names no size; its blocks are square, and divide the weight
             block = (side, side) if (side * rows, side * columns) == weight.shape else block
         shape = scale.shape if is_grid_of_4 else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from hfq.errors import FormatError
 from hfq.spec import ByteRange, TensorInfo
 
 __all__ = ["split_experts"]
@@ -37,6 +38,12 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         for expert in range(count):
             part = f"{target[0]}.{expert}.{target[1]}.{target[2]}"
             source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes)
+            if part in tensors:
+                raise FormatError(
+                    "A checkpoint stores an expert twice; nothing was loaded.", file=info.range.file, tensor=part,
+                    expected="each expert fused with the others, or by itself", found=f"{part} and {name}",
+                    fix="download the checkpoint again, or remove one of the two",
+                )  # fmt: skip
             split[part] = TensorInfo(part, info.dtype, info.shape[1:], source, part_of=name)
     return split
 

@@ -113,11 +113,14 @@ class _Matcher:
     def find_missing_layers(self) -> None:
         """Every expert of a layer whose experts are stored one by one must have all its projections."""
         for name, experts in self.match.experts.items():
-            is_fused = any(f"{name}.{expert}.gate_up_proj" in self.match.packed for expert in range(experts.count))
             for expert in range(experts.count):
+                is_fused = f"{name}.{expert}.gate_up_proj" in self.match.packed
                 for projection in experts.projections(is_fused):
                     if f"{name}.{expert}.{projection}" not in self.match.packed:
                         self.match.problems.append(f"{name}.{expert}.{projection}: missing")
+                for projection in ("gate_proj", "up_proj"):
+                    if is_fused and f"{name}.{expert}.{projection}" in self.match.packed:
+                        self.match.problems.append(f"{name}.{expert}.{projection}: unexpected beside gate_up_proj")
 
     def _add_expert(
         self, module: str, experts: FusedExperts, expert: int, projection: str, found: Format, tensors: Mapping

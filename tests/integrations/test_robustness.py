@@ -47,7 +47,7 @@ def test_the_guard_stands_whichever_is_imported_first(first):
     code = (
         orders[first]
         + """
-for path, options in (("/nope/x", {}), ("/nope", {"key_mapping": {"a": "b"}})):
+for path, options in (("/nope/x", {}), ("/nope", {"gguf_file": "x.gguf"})):
     try:
         AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), **options)
     except hfq.HfqError as error:
@@ -75,8 +75,8 @@ def test_threads_that_load_without_the_patch_wait_for_each_other_too():
 
 
 def test_take_over_is_guarded_as_well():
-    with pytest.raises(SetupError, match="key_mapping"):
-        AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), key_mapping={"a": "b"})
+    with pytest.raises(SetupError, match="gguf_file"):
+        AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), gguf_file="x.gguf")
     with pytest.raises(HfqError, match="no checkpoint at this path"):
         take_over("/nope/x")
 
