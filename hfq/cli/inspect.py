@@ -41,17 +41,18 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
         FormatError: The config contradicts the tensors.
     """
     from hfq.formats import NotPackedError, detect_formats, tensors_by_module
-    from hfq.formats.source import source_config
+    from hfq.formats.source import detection_hints, source_config
 
     modules = tensors_by_module(checkpoint.tensors)
     source = source_config(checkpoint) or {}
     odd: list[str] = []
     try:
-        formats = detect_formats(modules, source)
+        formats = detect_formats(modules, detection_hints(checkpoint, source))
     except NotPackedError as error:
         formats, odd = {}, [error.what, f"found: {error.found}"]
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
-    weights = sum(entry["weights"] for entry in packed)
+    counted = [entry for entry in packed if entry["weights"]]  # headers alone do not tell the bits of every dialect
+    weights = sum(entry["weights"] for entry in counted)
     per_layer: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
         layer = _LAYER.match(name)
@@ -63,7 +64,7 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
         "nbytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
         "dialects": dict(Counter(entry["dialect"] for entry in packed)),
-        "bits_per_packed_weight": round(sum(e["nbytes"] for e in packed) * 8 / weights, 3) if weights else None,
+        "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3) if weights else None,
         "packed_nbytes": sum(entry["nbytes"] for entry in packed),
         "dense_nbytes": sum(i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()),
         "nbytes_by_layer": dict(per_layer),
@@ -74,9 +75,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
 
 
 def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> dict:
-    codes = tensors["qweight" if "qweight" in tensors else "weight"]
-    bits = getattr(found, "num_bits", 8)
-    weights = codes.nbytes * 8 // bits
+    codes, bits = tensors.get(found.codes_name), found.bits_per_code
+    weights = codes.nbytes * 8 // bits if codes is not None and bits else 0
     nbytes = sum(info.nbytes for info in tensors.values())
     entry = {"module": name, "dialect": found.describe(), "weights": weights, "nbytes": nbytes}
     return entry | {"bits_per_weight": round(nbytes * 8 / weights, 3) if weights else None}
@@ -111,12 +111,14 @@ def _print(report: dict) -> None:
     files = report["files"]
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
     bits = report["bits_per_packed_weight"]
-    console.print(f"packed {report['packed_nbytes']:,} B ({bits} bits per weight), dense {report['dense_nbytes']:,} B")
+    console.print(
+        f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense {report['dense_nbytes']:,} B"
+    )
     table = Table("dialect", "modules", "bits per weight", "bytes")
     for dialect, count in report["dialects"].items():
         entries = [entry for entry in report["modules"] if entry["dialect"] == dialect]
         nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
-        table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}", f"{nbytes:,}")
+        table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")
     console.print(table)
     layers = Table("where", "bytes")
     for where, nbytes in report["nbytes_by_layer"].items():

@@ -210,7 +210,7 @@ class PackQuantized(Format):
     def describe(self) -> str:
         kind, order = "sym" if self.is_symmetric else "asym", " act-order" if self.has_g_idx else ""
         sharing = "channel" if self.scale_shape in ((), (1,)) or self.scale_shape[1] == 1 else "group"
-        return f"pack-quantized int{self.num_bits} {sharing} {kind}{order}"
+        return f"pack-quantized int{self.num_bits or '?'} {sharing} {kind}{order}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> PackQuantized:
         check_finite(module, "weight_scale", tensors["weight_scale"])

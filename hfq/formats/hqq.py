@@ -83,7 +83,10 @@ class Hqq(Format):
                 fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and quant_scale=False",
             )  # fmt: skip
         meta = tuple((name, tensors[name].dtype, tensors[name].shape) for name in _META if name in tensors)
-        return cls(num_bits=0, axis=axis, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
+        groups = scale.shape[0] if scale is not None and axis == 1 and scale.shape else 0
+        fitting = [bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)]
+        likely = next((bits for bits in fitting if (bits == 3) == (packed.dtype == "I32")), 0)
+        return cls(num_bits=likely, axis=axis, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
 
     def sized(self, in_features: int, out_features: int) -> Hqq:
         """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in `resolve`."""
@@ -123,7 +126,7 @@ class Hqq(Format):
         return self.size
 
     def describe(self) -> str:
-        return f"hqq int{self.num_bits} g{self.group_size}{' axis 0' if self.axis == 0 else ''}"
+        return f"hqq int{self.num_bits or '?'} g{self.group_size}{' axis 0' if self.axis == 0 else ''}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Hqq:
         check_finite(module, "scale", tensors["scale"])

@@ -100,7 +100,7 @@ class QuantoBits(Format):
             return None
         _check_qmap(module, packed, config, ("qint4", "qint2"))
         return cls(
-            num_bits=0,  # settled by the size of the layer
+            num_bits=_likely_bits(packed, tensors.get("weight._scale")),
             group_size=packed.shape[1],
             packed_rows=packed.shape[0],
             others=other_tensors(tensors, _ACTIVATION_SCALES),
@@ -139,7 +139,7 @@ class QuantoBits(Format):
         return self.size
 
     def describe(self) -> str:
-        return f"quanto qint{self.num_bits} g{self.group_size}"
+        return f"quanto qint{self.num_bits or '?'} g{self.group_size}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> QuantoBits:
         check_finite(module, "weight._scale", tensors["weight._scale"])
@@ -174,6 +174,12 @@ class QuantoBits(Format):
             packed |= codes[slab] << (slab * self.num_bits)
         others = {name: torch.ones(shape, dtype=torch.bfloat16) for name, _, shape in self.others}
         return {"weight._data._data": packed, "weight._scale": scale, "weight._shift": shift, **others}
+
+
+def _likely_bits(packed: TensorInfo, scale: TensorInfo | None) -> int:
+    """The bits by the number of groups; the size of the layer settles them."""
+    groups = scale.shape[0] if scale is not None and scale.shape else 0
+    return next((bits for bits in (4, 2) if groups and packed.shape[0] == -(-groups * bits // 8)), 0)
 
 
 def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[str, ...]) -> None:

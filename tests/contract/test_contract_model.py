@@ -6,6 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError
+from hfq.checkpoint import Checkpoint
+from hfq.cli.inspect import inspect_checkpoint
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {
@@ -46,6 +48,13 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
     plain = AutoModelForCausalLM.from_pretrained(tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32)
     # the same weights bit for bit; the products of panels may sum in another order
     assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
+
+
+def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
+    report = inspect_checkpoint(Checkpoint.open(checkpoint))
+    assert sum(report["dialects"].values()) == len(detected) == 14
+    if report["bits_per_packed_weight"] is not None:
+        assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2
 
 
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
