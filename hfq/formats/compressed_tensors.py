@@ -112,7 +112,7 @@ class PackQuantized(Format):
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
             (
                 "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8",
-                "pack-quantized-w3-words",
+                "pack-quantized-w3-words", "pack-quantized-g-idx",
             ),
             ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
         ),

@@ -25,6 +25,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.fp8_config import Hints, read_hints
+from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -57,6 +58,7 @@ class Fp8(Format):
         input_scale_shape: Its shape.
         scheme: How the checkpoint wants activations quantized.
         is_declared: Whether the config says which way the scale is meant.
+        others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
     """
 
     name = "fp8"
@@ -95,6 +97,7 @@ class Fp8(Format):
     input_scale_shape: tuple[int, ...] = ()
     scheme: ActivationScheme | None = None
     is_declared: bool = False
+    others: Others = ()
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Fp8 | None:
@@ -116,6 +119,7 @@ class Fp8(Format):
             input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
             scheme=_scheme(hints, input_scale_name),
             is_declared=hints.is_declared,
+            others=other_tensors(tensors, ("input_scale_ub", "output_scale")),
         )
         return detected if scale is None else detected._with_scale(module, weight, scale, hints)
 
@@ -127,7 +131,7 @@ class Fp8(Format):
         if self.input_scale_name:
             shape = self.input_scale_shape if self.input_scale_shape in ((), (1,)) else (1,)
             specs.append(TensorSpec(self.input_scale_name, FLOATS, shape, "scale"))
-        return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
     @property
     def codes_name(self) -> str:

@@ -13,7 +13,8 @@ __all__ = ["READABLE_DTYPES", "quantize_activations"]
 READABLE_DTYPES = ("e4m3", "int8")
 """What activations can be rounded to."""
 
-_TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
+_TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.5}
+"""What an amplitude is divided by: compressed-tensors divides int8's whole range, 255, by two."""
 
 
 def quantize_activations(
@@ -23,7 +24,7 @@ def quantize_activations(
 
     Args:
         activations: [..., in_features].
-        scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448, or / 127, of what shares a scale).
+        scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448, or / 127.5, of what shares a scale).
         tensors: The module's tensors by local name.
     """
     if not activations.numel():

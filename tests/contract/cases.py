@@ -148,6 +148,11 @@ CASES = [
     Case("pack-quantized-w3-channel", PackQuantized(num_bits=3, scale_shape=(1, 1)), integers("pack-quantized", "channel", 3)),
     Case("pack-quantized-w8", PackQuantized(num_bits=8, scale_shape=(1, 1)), integers("pack-quantized", "channel", 8)),
     Case(
+        "pack-quantized-g-idx",
+        PackQuantized(num_bits=4, scale_shape=(1, 2), is_symmetric=False, has_g_idx=True),
+        integers("pack-quantized", "group", 4, symmetric=False, actorder="group"),
+    ),
+    Case(
         "pack-quantized-w3-words",
         PackQuantized(num_bits=3, scale_shape=(1, 2), is_straddling=False),
         integers("pack-quantized", "group", 3),

@@ -34,7 +34,7 @@ def shared(*parts: str) -> list:
     return [tiny_models.SHARED / name for name in names if any(part in name for part in parts) and "mixtral" not in name]
 
 
-CT = shared("ct-fp8")
+CT = shared("ct-fp8", "ct-w8a8")
 GPTQS = [GPTQ, *shared("gptq-w", "gptq-dynamic")]
 
 

@@ -128,3 +128,13 @@ def test_activations_come_back_in_their_own_dtype_computed_in_float32(dtype, sch
 )
 def test_an_empty_batch_stays_empty(shape, scheme):
     assert quantize_activations(torch.zeros(shape), scheme, {}).shape == shape
+
+
+def test_int8_is_rounded_as_compressed_tensors_rounds_it():
+    values = torch.tensor([[0.0, 1.0, -2.55, 0.013], [0.0, 0.0, 0.0, 0.0], [5.0, -1.0, 0.5, 0.49]])
+    found = quantize_activations(values, ActivationScheme("token", dtype="int8"), {})
+    steps = values.abs().amax(1, keepdim=True) / 127.5
+    assert torch.equal(found[0], (values[0] / steps[0]).round().clamp(-128, 127) * steps[0])
+    assert found[1].tolist() == [0.0] * 4
+    assert torch.equal(found[2], (values[2] / steps[2]).round().clamp(-128, 127) * steps[2])
+    assert found[2, 0] < 5.0  # the positive end is one step short: 127 of 127.5
