@@ -109,18 +109,24 @@ class Mxfp4(PackedFp4):
 
 
 def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
-    """Whether auto-round says that the codes, whose tensors look as those of MXFP4, are integers."""
+    """Whether the config says that the codes, whose tensors look as those of MXFP4, are integers.
+
+    Raises:
+        FormatError: The config says neither.
+    """
     kind = str(config.get("data_type") or "")
-    if (
-        config.get("quant_method") in ("auto-round", "intel/auto-round")
-        and kind.startswith("mx")
-        and kind[:5] not in ("mx_fp", "mx_in")
-    ):
-        raise FormatError(
-            f"data_type={kind!r} is a dialect that hfq does not read; nothing was loaded.", file=codes.range.file, tensor=codes.name,
-            expected="mx_fp or mx_int", found=repr(kind), fix="re-export the checkpoint with data_type mx_fp",
-        )  # fmt: skip
-    return kind.startswith("mx_int")
+    weights = group_of(module, config).get("weights") or {}
+    says_float = (
+        kind.startswith("mx_fp") or "mxfp4" in format_of(module, config) or weights.get("type") == "float"
+        or str(config.get("quant_algo")).lower().startswith(("mxfp4", "w4a8_mxfp4"))
+    )  # fmt: skip
+    if kind.startswith("mx_int") or says_float:
+        return kind.startswith("mx_int")
+    raise FormatError(
+        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same; nothing was loaded.",
+        file=codes.range.file, tensor=codes.name, expected="data_type, or a format, in quantization_config", found=str(codes),
+        fix="restore the checkpoint's own quantization_config in config.json",
+    )  # fmt: skip
 
 
 def _refuse_mxfp6(module: str, codes: TensorInfo, config: Mapping) -> None:

@@ -193,7 +193,9 @@ class Loading:
         owner = self.model.get_submodule(module)
         parameter = owner._parameters.get(local)
         if parameter is not None:
-            parameter = nn.Parameter(parameter.data.to(self._dtypes.get(name, parameter.dtype)), requires_grad=False)
+            # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer reads what is on meta
+            blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
+            parameter = nn.Parameter(blank, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 

@@ -87,6 +87,7 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
     if os.path.lexists(folder / "adapter_config.json") and not os.path.lexists(folder / "config.json"):
         return None
     checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
+    _check_index(checkpoint)
     if not checkpoint.config and kwargs.get("config") is None:
         found = sorted(entry.name for entry in folder.iterdir())[:12]
         raise CheckpointError(
@@ -94,6 +95,17 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
             found=", ".join(found) + nearest("config.json", found), fix="download config.json of this model into the folder",
         )  # fmt: skip
     return checkpoint
+
+
+def _check_index(checkpoint: Checkpoint) -> None:
+    """transformers reads the `metadata` of an index without asking whether there is any (`utils/hub.py`, 5.17 to 5.23)."""
+    index = checkpoint.side_file("model.safetensors.index.json") if len(checkpoint.headers) > 1 else None
+    if index is not None and not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(
+            "The index of the checkpoint has no metadata, without which transformers does not load it.", expected='"metadata": {}',
+            file=Path(checkpoint.root) / "model.safetensors.index.json", found=repr(index.get("metadata"))[:80],
+            fix='add "metadata": {} to the index, beside its weight_map',
+        )  # fmt: skip
 
 
 def check_sizes(checkpoint: Checkpoint) -> None:

@@ -101,10 +101,19 @@ class PackedModule(nn.Module):
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 
     def __getattr__(self, name: str):
-        """Gives model code the `weight` and the `bias` it may read; a stored tensor of that name is among the parameters."""
+        """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among the parameters."""
         if name == "weight":
             return self._dequantized()
-        return self.resting_tensors().get("bias") if name == "bias" else super().__getattr__(name)
+        return self._copied_bias() if name == "bias" else super().__getattr__(name)
+
+    def _copied_bias(self) -> torch.Tensor | None:
+        """The bias, if any: a copy, since transformers' initialisation may write to what it reads (SigLIP's does)."""
+        stored = self.resting_tensors().get("bias")
+        if stored is None:
+            return None
+        bias = stored.clone() if self.fetch is None or not stored.is_meta else self.packed_tensors()["bias"].clone()
+        bias._is_hf_initialized = True  # type: ignore[attr-defined]
+        return bias
 
     def _dequantized(self) -> torch.Tensor:
         """The weight in the model's dtype, as the module that was replaced held it; on meta as long as nothing is loaded."""
