@@ -1,6 +1,7 @@
 """Tiny mixtures of experts under every naming scheme that their checkpoints have, packed by hfq's own formats."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,15 @@ import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfq import HfqConfig
 from hfq.checkpoint import write_safetensors
 from hfq.formats.base import Format
+from hfq.formats.bitsandbytes import Bnb4Bit
+from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.dense import Dense
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gpt_oss import GptOssMxfp4
+from hfq.formats.gptq import Gptq
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {
@@ -35,6 +42,13 @@ MODELS = {
     "gpt-oss": {"model_type": "gpt_oss", **COMMON, "num_local_experts": EXPERTS},
     "granite": {"model_type": "granitemoe", **COMMON, "num_local_experts": EXPERTS},
 }
+FAMILIES = {
+    "olmoe": QWEN,
+    "phimoe": {**COMMON, "num_local_experts": EXPERTS},
+    "glm4_moe": {**DEEPSEEK, "first_k_dense_replace": 0},
+    "ernie4_5_moe": {**QWEN, "moe_num_experts": EXPERTS, "moe_k": CHOSEN, "moe_layer_start_index": 0},
+}
+"""Further families, with the sizes that their configs take."""
 SPLIT = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -160,3 +174,86 @@ def _parts(scheme: Scheme, local: str, weight: torch.Tensor) -> list[tuple[str, 
     if len(scheme.projections) == 2:
         return [(scheme.projections[0], weight)]
     return list(zip(scheme.projections[:2], weight.chunk(2), strict=True))
+
+
+def pack_saved(family: str, weight_format: Format, config: dict, folder: Path) -> tuple[Path, Path]:
+    """(a checkpoint under the names that transformers itself saves, packed; the same of the weights that it stands for)."""
+    torch.manual_seed(11)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).save_pretrained(folder / "saved")
+    tensors = tiny_models.stored_tensors(folder / "saved")
+    packed, plain, scheme = {}, dict(tensors), Scheme(family, family, weight_format, config)
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if tensor.dim() == 2 and re.search(r"_proj$|experts\.\d+\.\w+$", stem):
+            parts, plain[name] = pack(scheme, tensor)
+            packed |= {f"{stem}.{local}": part for local, part in parts.items()}
+        else:
+            packed[name] = tensor
+    written = json.loads((folder / "saved" / "config.json").read_text())
+    paths = folder / "packed", folder / "plain"
+    for path, state, more in zip(paths, (packed, plain), ({"quantization_config": config}, {}), strict=True):
+        path.mkdir()
+        widest_first = sorted(state.items(), key=lambda item: -item[1].dtype.itemsize)
+        stored = {name: tiny_models.as_stored(tensor) for name, tensor in widest_first}
+        write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(written | more))
+    return paths
+
+
+IDS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 70, 4, 4, 17, 79, 3]])
+GPTQ = Gptq(4, 32, True, "stored", g_idx_length=64)
+GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq_v2"}
+FP8 = Fp8(strategy="channel")
+FP8_CONFIG = {"quant_method": "fbgemm_fp8"}
+BLOCK = Fp8(strategy="block", block_structure=(32, 32), scale_name="weight_scale_inv")
+BLOCK_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}
+PACKED_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+BNB_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+OLD_MIXTRAL = {".mlp.": ".block_sparse_moe."}
+GRANITE = {".router.weight": ".router.layer.weight"}
+SCHEMES = [
+    Scheme("mixtral w1 w2 w3, gptq", "mixtral", GPTQ, GPTQ_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2")),
+    Scheme("mixtral of gptqmodel, gptq", "mixtral", GPTQ, GPTQ_CONFIG),
+    Scheme("mixtral of llmcompressor, fp8", "mixtral", FP8, FP8_CONFIG, OLD_MIXTRAL),
+    Scheme("mixtral fused gate_up, fp8", "mixtral", FP8, FP8_CONFIG, OLD_MIXTRAL, ("gate_up_proj", "down_proj")),
+    Scheme("qwen3 by expert, pack-quantized", "qwen3", PackQuantized(scale_shape=(1, 1)), PACKED_CONFIG),
+    Scheme("qwen3 by expert, bitsandbytes", "qwen3", Bnb4Bit(), BNB_CONFIG),
+    Scheme("qwen3 fused, fp8", "qwen3", FP8, FP8_CONFIG, {}, ("gate_up_proj.*", "down_proj.*")),
+    Scheme("qwen2 with a shared expert, fp8 blocks", "qwen2", BLOCK, BLOCK_CONFIG),
+    Scheme("deepseek v3, fp8 blocks", "deepseek-v3", BLOCK, BLOCK_CONFIG),
+    Scheme("deepseek v2, gptq", "deepseek-v2", GPTQ, GPTQ_CONFIG),
+    Scheme("gpt-oss blocks", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")),
+    Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
+]
+PLACEMENTS = {
+    "none": None,
+    "cpu": {"": "cpu"},
+    "half": {"": "cpu", "model.layers.1": "disk", "lm_head": "disk"},
+    "disk": {"": "disk"},
+}
+BY_EXPERT = next(scheme for scheme in SCHEMES if scheme.id.startswith("qwen3 by expert, pack"))
+ONE = "model.layers.1.mlp.experts.2"
+
+
+def load(path, device_map=None):
+    config = HfqConfig(activations="none")
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map)
+
+
+def logits(model, tokens=IDS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def is_packed(scheme: Scheme):
+    """Of gpt-oss the experts alone are packed, as in its own checkpoints."""
+    return (lambda name: False) if scheme.model == "gpt-oss" else (lambda name: name.endswith(("_proj", "_with_mqa")))
+
+
+def without(tensors, *prefixes):
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}

@@ -68,10 +68,14 @@ class Awq(Format):
         if "qweight" not in tensors or not is_awq(tensors, config):
             return None
         bits = _read_bits(module, config)
+        version: Version
         qweight, scales = tensors["qweight"], tensors.get("scales")
+        if len(qweight.shape) != 2:
+            version = "gemv_fast" if qweight.dtype == "I16" else "gemm"
+            return cls(version=version, group_size=-1, num_bits=bits)  # so that its specs can say what is wrong
         is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] * bits == 32 * qweight.shape[-1]
         is_gemm = is_gemm and not (scales is not None and scales.shape[:1] == qweight.shape[:1] and names_gemv(config))
-        version: Version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
+        version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
         hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
         in_features = {"gemm": qweight.shape[0], "gemv": 8 * qweight.shape[-1], "gemv_fast": qweight.shape[-1]}[version]
         if hinted is None:

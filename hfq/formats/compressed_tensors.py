@@ -155,6 +155,11 @@ class PackQuantized(Format):
     def sized(self, in_features: int, out_features: int) -> PackQuantized:
         """Settles the bits by the width of a row, which must agree with the config."""
         groups = self._groups(in_features)
+        if not groups:
+            raise FormatError(
+                "A layer has no scales.", expected="at least one group", found=f"weight_scale {list(self.scale_shape)}",
+                fix="the checkpoint is damaged: download it again",
+            )  # fmt: skip
         if groups > 1 and not self.has_g_idx:
             check_divides(in_features, self.group_size or in_features // groups or 1, "pack-quantized")
             if in_features != groups * (self.group_size or in_features // groups):
@@ -209,7 +214,7 @@ class PackQuantized(Format):
 
     def describe(self) -> str:
         kind, order = "sym" if self.is_symmetric else "asym", " act-order" if self.has_g_idx else ""
-        sharing = "channel" if self.scale_shape in ((), (1,)) or self.scale_shape[1] == 1 else "group"
+        sharing = "group" if self._groups(0) > 1 else "channel"
         return f"pack-quantized int{self.num_bits or '?'} {sharing} {kind}{order}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> PackQuantized:

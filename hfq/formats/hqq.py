@@ -49,6 +49,7 @@ class Hqq(Format):
         num_bits: 1, 2, 3, 4 or 8.
         axis: 1 where a row of M is a group, 0 where a column is.
         group_size: Weights of a group.
+        groups: How many groups the scales are for, where a row of M is one.
         meta: The scalars and strings beside the codes, as stored: (name, dtype, shape).
         packed_shape: The shape of `W_q`.
         codes_dtype: The dtype that `W_q` is stored as.
@@ -64,6 +65,7 @@ class Hqq(Format):
     num_bits: int = 4
     axis: int = 1
     group_size: int = 64
+    groups: int = 0
     meta: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     packed_shape: tuple[int, ...] = ()
     codes_dtype: str = "U8"
@@ -85,8 +87,8 @@ class Hqq(Format):
         meta = tuple((name, tensors[name].dtype, tensors[name].shape) for name in _META if name in tensors)
         groups = scale.shape[0] if scale is not None and axis == 1 and scale.shape else 0
         fitting = [bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)]
-        likely = next((bits for bits in fitting if (bits == 3) == (packed.dtype == "I32")), 0)
-        return cls(num_bits=likely, axis=axis, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
+        likely = next((bits for bits in fitting if packed.dtype in FLOATS or (bits == 3) == (packed.dtype == "I32")), 0)
+        return cls(num_bits=likely, axis=axis, groups=groups, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
 
     def sized(self, in_features: int, out_features: int) -> Hqq:
         """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in `resolve`."""
@@ -97,7 +99,7 @@ class Hqq(Format):
             if not (is_plain or self.codes_dtype in FLOATS) or not rows or not columns:
                 continue
             real = numel // columns
-            if numel % columns == 0 and rows == -(-real // slabs):
+            if numel % columns == 0 and rows == -(-real // slabs) and self.groups in (0, real):
                 group_size = columns if self.axis == 1 else real
                 return dataclasses.replace(self, num_bits=bits, group_size=group_size, size=(out_features, in_features))
         raise FormatError(

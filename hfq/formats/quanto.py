@@ -59,7 +59,7 @@ class QuantoBytes(ScaledCodes):
         _check_qmap(module, codes, config, _KINDS[codes.dtype])
         return cls(
             codes_dtype=codes.dtype,
-            scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (codes.shape[0], 1),
+            scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (*codes.shape[:1], 1),
             others=other_tensors(tensors, _ACTIVATION_SCALES),
             scheme=_scheme(module, config),
         )
@@ -98,9 +98,10 @@ class QuantoBits(Format):
         packed = tensors.get("weight._data._data")
         if packed is None or len(packed.shape) != 2:
             return None
-        _check_qmap(module, packed, config, ("qint4", "qint2"))
+        likely = _likely_bits(packed, tensors.get("weight._scale"))
+        _check_qmap(module, packed, config, (f"qint{likely}",) if likely else ("qint4", "qint2"))
         return cls(
-            num_bits=_likely_bits(packed, tensors.get("weight._scale")),
+            num_bits=likely,
             group_size=packed.shape[1],
             packed_rows=packed.shape[0],
             others=other_tensors(tensors, _ACTIVATION_SCALES),

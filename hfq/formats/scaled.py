@@ -165,7 +165,7 @@ class ScaledCodes(Format):
         if self.strategy == "channel":
             return (out_features,) if len(self.scale_shape) == 1 else (out_features, 1)
         groups = self.scale_shape[1]
-        if in_features % groups:
+        if not groups or in_features % groups:
             raise FormatError(
                 "The groups of a layer do not divide its input.", expected=f"a multiple of {groups} groups",
                 found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",

@@ -63,6 +63,7 @@ class Torchao(ScaledCodes):
                 fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or intx config",
             )  # fmt: skip
         data = schema.get("_data")
+        names = schema.get("_tensor_data_names")
         block = data.get("block_size") if isinstance(data, Mapping) else None
         if codes is not None and scale is not None and not _fits(block, codes.shape, scale.shape):
             raise FormatError(
@@ -73,7 +74,7 @@ class Torchao(ScaledCodes):
         return cls(
             codes_dtype=codes.dtype if codes is not None else _TYPES[kind][0],
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (1, 1),
-            zero_dtype="I8" if zero is not None or "zero_point" in (schema.get("_tensor_data_names") or ()) else None,
+            zero_dtype="I8" if zero is not None or (isinstance(names, list) and "zero_point" in names) else None,
             others=other_tensors(tensors, tuple(_PREFIX + part for part in _PARTS[3:])),
             scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
         )

@@ -55,9 +55,13 @@ class Match:
 
     def holds(self, name: str) -> bool:
         """Whether a parameter of the skeleton is stored, as it is or packed."""
+        return name in self.dense or self.is_packed(name)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a parameter of the skeleton is stored packed."""
         module, _, local = name.rpartition(".")
         is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.packed
-        return name in self.dense or module in self.packed or module in self.experts or is_weight
+        return module in self.packed or module in self.experts or is_weight
 
 
 def match_model(
@@ -80,6 +84,7 @@ def match_model(
         matcher.add(module, tensors)
     match = matcher.match
     matcher.find_missing_layers()
+    matcher.find_doubles()
     _check_ties(match, model)
     _find_missing(match, model, matcher.parameters, checkpoint.config.get("architectures"))
     if match.problems:
@@ -121,6 +126,12 @@ class _Matcher:
                 for projection in ("gate_proj", "up_proj"):
                     if is_fused and f"{name}.{expert}.{projection}" in self.match.packed:
                         self.match.problems.append(f"{name}.{expert}.{projection}: unexpected beside gate_up_proj")
+
+    def find_doubles(self) -> None:
+        """No place may be stored packed and dense."""
+        for name, info in self.match.dense.items():
+            if self.match.is_packed(name):
+                self.match.problems.append(f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed")
 
     def _add_expert(
         self, module: str, experts: FusedExperts, expert: int, projection: str, found: Format, tensors: Mapping
@@ -192,6 +203,8 @@ class _Matcher:
                 if names.is_within(name, self._submodules) and not names.is_ignored(info.name):
                     match.problems.append(f"{info.name}: unexpected{match.hint(name, self.parameters)}")
                 continue
+            if name in match.dense and not merged:
+                match.problems.append(f"{info.name}: stored a second time, beside {match.dense[name].name}")
             match.dense[name] = info
             if merged:
                 match.merged.setdefault(name, []).append(info.name)

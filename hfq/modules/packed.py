@@ -50,7 +50,9 @@ class PackedModule(nn.Module):
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
         taken = {*vars(self), *dir(type(self)), *_RESERVED}
-        self._attributes = {local: _attribute(local, taken) for local in self.infos}
+        self._attributes: dict[str, str] = {}
+        for local in self.infos:
+            self._attributes[local] = _attribute(local, taken.union(self._attributes.values()))
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -167,7 +169,9 @@ class PackedModule(nn.Module):
 def _attribute(local: str, taken: set[str]) -> str:
     """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes are taken."""
     name = local.replace(".", "__")
-    return f"stored_{name}" if name in taken else name
+    while name in taken:
+        name = f"stored_{name}"
+    return name
 
 
 def _on_meta(info: TensorInfo) -> torch.Tensor:

@@ -128,7 +128,14 @@ def test_quantizing_an_odd_size_gives_what_is_read_back(size, options):
     assert (found.dequantize(tensors) - weight).abs().max() <= 0.2 * weight.abs().max()
 
 
-GOOD = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 64], "nested_blocksize": 256, "nested_offset": 0.1}
+GOOD = {
+    "quant_type": "nf4",
+    "blocksize": 64,
+    "dtype": "bfloat16",
+    "shape": [4, 64],
+    "nested_blocksize": 256,
+    "nested_offset": 0.1,
+}
 UNREADABLE = {
     "empty": b"",
     "no utf-8": b"\xff\xfe{}",
@@ -216,7 +223,11 @@ def test_the_nested_offset_is_settled_by_the_state():
 def random_int8(out_features: int = 5, in_features: int = 33):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (out_features, in_features), generator=generator).to(torch.int8)
-    return {"weight": codes, "SCB": torch.rand(out_features, generator=generator) * 3, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return {
+        "weight": codes,
+        "SCB": torch.rand(out_features, generator=generator) * 3,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
 
 
 def test_an_int8_row_is_scaled_by_its_amplitude_over_127():

@@ -35,7 +35,9 @@ def random_layer(num_bits: int, size: tuple[int, int], groups: int, symmetric: b
     scale = torch.randn(out_features, groups, generator=generator).bfloat16()
     share = None if is_straddling else 32 // num_bits
     tensors = {
-        "weight_packed": torch.tensor([words_of([code + half for code in row], num_bits, share) for row in codes.tolist()], dtype=torch.int32),
+        "weight_packed": torch.tensor(
+            [words_of([code + half for code in row], num_bits, share) for row in codes.tolist()], dtype=torch.int32
+        ),
         "weight_scale": scale,
         "weight_shape": torch.tensor(size),
     }
@@ -48,7 +50,8 @@ def random_layer(num_bits: int, size: tuple[int, int], groups: int, symmetric: b
 def by_hand(codes, zeros, scale, groups: list[int]) -> torch.Tensor:
     scale, zeros = scale.float().numpy(), zeros.tolist()
     weight = [
-        [np.float32(code - zeros[n][groups[k]]) * scale[n, groups[k]] for k, code in enumerate(row)] for n, row in enumerate(codes.tolist())
+        [np.float32(code - zeros[n][groups[k]]) * scale[n, groups[k]] for k, code in enumerate(row)]
+        for n, row in enumerate(codes.tolist())
     ]
     return torch.from_numpy(np.array(weight, dtype=np.float32))
 
@@ -110,10 +113,15 @@ def test_a_stored_order_gives_each_channel_its_own_group(symmetric):
     tensors, straight = random_layer(num_bits, size, 4, symmetric)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(5)) // 16
     tensors["weight_g_idx"] = order.to(torch.int32)
-    codes = torch.tensor([[(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in row for i in range(8)] for row in tensors["weight_packed"].tolist()])
+    codes = torch.tensor(
+        [[(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in row for i in range(8)] for row in tensors["weight_packed"].tolist()]
+    )
     zeros = torch.zeros(37, 4, dtype=torch.int64)
     if not symmetric:
-        columns = [[(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in column for i in range(8)][:37] for column in tensors["weight_zero_point"].t().tolist()]
+        columns = [
+            [(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in column for i in range(8)][:37]
+            for column in tensors["weight_zero_point"].t().tolist()
+        ]
         zeros = torch.tensor(columns).t() - 8
     expected = by_hand(codes - 8, zeros, tensors["weight_scale"], order.tolist())
     found = detected(tensors, size, config(num_bits=4, symmetric=symmetric, actorder="group"))
@@ -153,7 +161,7 @@ def test_a_width_that_contradicts_the_config_is_refused():
 @pytest.mark.parametrize("hints", [{"group_size": 16}, {"group_size": 48}])
 def test_a_group_size_that_contradicts_the_scales_is_refused(hints):
     tensors, _ = random_layer(4, (8, 64), 2)
-    with pytest.raises(FormatError, match="Expected|groups of|group_size"):
+    with pytest.raises(FormatError, match=r"groups of|group_size"):
         detected(tensors, (8, 64), config(num_bits=4, **hints))
 
 
@@ -186,7 +194,6 @@ def test_a_scale_that_is_not_finite_is_refused_by_name():
         detected(tensors, (8, 64), config(num_bits=4))
 
 
-@pytest.mark.xfail(strict=True, reason="the spec takes [out, 0] for [out, groups]: the load succeeds, the forward divides by 0")
 def test_a_scale_without_any_groups_is_refused():
     tensors, _ = random_layer(4, (8, 64), 1)
     tensors["weight_scale"] = tensors["weight_scale"][:, :0]
@@ -194,7 +201,6 @@ def test_a_scale_without_any_groups_is_refused():
         detected(tensors, (8, 64), config(num_bits=4))
 
 
-@pytest.mark.xfail(strict=True, reason="describe takes scale_shape[1] of one dimension: IndexError", raises=IndexError)
 def test_a_scale_of_one_dimension_can_be_described():
     tensors, _ = random_layer(4, (8, 64), 1)
     tensors["weight_scale"] = tensors["weight_scale"].flatten()
@@ -215,7 +221,9 @@ def random_bytes(size: tuple[int, int], scale_shape: tuple[int, ...], symmetric:
 def test_bytes_are_scaled_as_they_are(groups, symmetric):
     tensors = random_bytes((7, 33), (7, groups), symmetric)
     zeros = tensors.get("weight_zero_point", torch.zeros(7, groups, dtype=torch.int64)).to(torch.int64)
-    expected = by_hand(tensors["weight"].to(torch.int64), zeros, tensors["weight_scale"], [k // (33 // groups) for k in range(33)])
+    expected = by_hand(
+        tensors["weight"].to(torch.int64), zeros, tensors["weight_scale"], [k // (33 // groups) for k in range(33)]
+    )
     found = detected(tensors, (7, 33), config(num_bits=8, symmetric=symmetric), IntQuantized)
     assert torch.equal(found.dequantize(tensors), expected)
     check_panels(found, tensors, expected)
@@ -250,7 +258,6 @@ def test_bytes_under_a_config_of_floats_are_a_contradiction(hints):
         IntQuantized.detect("m", described("m", random_bytes((8, 64), (8, 1))), hints)
 
 
-@pytest.mark.xfail(strict=True, reason="ScaledCodes._scale_shape takes the input modulo 0 groups", raises=ZeroDivisionError)
 def test_bytes_with_scales_of_no_groups_are_refused():
     tensors = random_bytes((8, 64), (8, 0))
     found = IntQuantized.detect("m", described("m", tensors), config(num_bits=8))

