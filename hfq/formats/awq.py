@@ -24,7 +24,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
-from hfq.formats.gptq_config import is_awq
+from hfq.formats.gptq_config import is_awq, module_options
 from hfq.formats.groups import apply_groups, check_divides
 from hfq.formats.packing import pack_stream, unpack_stream
 from hfq.formats.values import check_finite
@@ -67,6 +67,7 @@ class Awq(Format):
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Awq | None:
         if "qweight" not in tensors or not is_awq(tensors, config):
             return None
+        config = module_options(module, config)
         bits = _read_bits(module, config)
         version: Version
         qweight, scales = tensors["qweight"], tensors.get("scales")
@@ -74,7 +75,8 @@ class Awq(Format):
             version = "gemv_fast" if qweight.dtype == "I16" else "gemm"
             return cls(version=version, group_size=-1, num_bits=bits)  # so that its specs can say what is wrong
         is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] * bits == 32 * qweight.shape[-1]
-        is_gemm = is_gemm and not (scales is not None and scales.shape[:1] == qweight.shape[:1] and names_gemv(config))
+        if is_gemm and scales is not None and scales.shape[:1] == qweight.shape[:1]:
+            is_gemm = not _names_gemv(module, scales, config)
         version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
         hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
         in_features = {"gemm": qweight.shape[0], "gemv": 8 * qweight.shape[-1], "gemv_fast": qweight.shape[-1]}[version]
@@ -206,9 +208,19 @@ def zeros_width(in_features: int, group_size: int) -> int:
     return multiple * -(-words // multiple)
 
 
-def names_gemv(config: Mapping) -> bool:
-    """Whether the config calls the layout gemv: it decides where the shapes would fit gemm as well."""
-    return str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "").lower() == "gemv"
+def _names_gemv(module: str, scales: TensorInfo, config: Mapping) -> bool:
+    """Whether the config calls the layout gemv, where the shapes would fit gemm as well.
+
+    Raises:
+        FormatError: It calls it nothing.
+    """
+    version = config.get("version") or config.get("checkpoint_format") or config.get("format")
+    if version is None:
+        raise FormatError(
+            f"Whether {module} is AWQ gemm or gemv cannot be told; nothing was loaded.", file=scales.range.file, tensor=scales.name,
+            expected="version in quantization_config", found=str(scales), fix="restore the checkpoint's own version in config.json",
+        )  # fmt: skip
+    return str(version).lower() == "gemv"
 
 
 def _read_bits(module: str, config: Mapping) -> int:
@@ -229,7 +241,15 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
     if version == "gemm":
         return max(in_features // scales.shape[0], 1)
     width = scales.shape[1 if version == "gemv" else 0] // 8
-    return next((size for size in (128, 64, 32) if in_features >= size and zeros_width(in_features, size) == width), 128)
+    sizes = {size for size in (32, 64, 128, 256, 512, 1024, in_features) if size <= in_features and in_features % size == 0}
+    fitting = sorted(size for size in sizes if zeros_width(in_features, size) == width)
+    if len(fitting) != 1:
+        raise FormatError(
+            f"The group size of an AWQ {version} layer cannot be told; nothing was loaded.", file=scales.range.file,
+            tensor=scales.name, expected="group_size in quantization_config", found=f"{scales}, which fits groups of {fitting}",
+            fix="restore the checkpoint's own group_size in config.json",
+        )  # fmt: skip
+    return fitting[0]
 
 
 def _deinterleave(words: torch.Tensor) -> torch.Tensor:

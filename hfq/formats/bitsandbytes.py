@@ -33,6 +33,7 @@ from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
 __all__ = ["Bnb4Bit", "BnbInt8"]
 
 _STATE = "weight.quant_state.bitsandbytes__"
+_BLOCKSIZES = (64, 128, 32, 256, 512, 1024, 2048, 4096)
 _STORAGES = ("U8", "BF16", "F16", "F32")
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -60,7 +61,9 @@ class BnbInt8(ScaledCodes):
         says_int8 = config.get("quant_method") == "bitsandbytes" and config.get("load_in_8bit", config.get("_load_in_8bit"))
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or not ("SCB" in tensors or says_int8):
             return None
-        return cls(scale_shape=(weight.shape[0],), others=other_tensors(tensors, ("weight_format",)))
+        scale = tensors.get("SCB")
+        shape = scale.shape if scale is not None and scale.shape == (weight.shape[0], 1) else (weight.shape[0],)
+        return cls(scale_shape=shape, others=other_tensors(tensors, ("weight_format",)))
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> BnbInt8:
         check_finite(module, "SCB", tensors["SCB"])
@@ -83,6 +86,7 @@ class Bnb4Bit(Format):
         storage: The dtype that the bytes of the codes are stored as.
         is_nested: Whether the scales are quantized, too.
         blocksize: Weights that share a scale.
+        blocks: How many scales there are.
         nested_blocksize: Scales that share a scale.
         nested_offset: What is added to a double-quantized scale.
         state_nbytes: The length of the JSON.
@@ -102,6 +106,7 @@ class Bnb4Bit(Format):
     storage: str = "U8"
     is_nested: bool = False
     blocksize: int = 64
+    blocks: int = 0
     nested_blocksize: int = 256
     nested_offset: float = 0.0
     state_nbytes: int = 0
@@ -128,12 +133,15 @@ class Bnb4Bit(Format):
         return cls(
             quant_type=quant_type,
             storage=weight.dtype,
+            blocks=absmax.numel if absmax is not None else 0,
             is_nested=absmax is not None and absmax.dtype == "U8",
             state_nbytes=tensors[state].numel if state else 0,
         )
 
     def sized(self, in_features: int, out_features: int) -> Bnb4Bit:
-        return dataclasses.replace(self, size=(out_features, in_features))
+        numel = in_features * out_features
+        fitting = [size for size in _BLOCKSIZES if self.blocks == -(-numel // size)]
+        return dataclasses.replace(self, size=(out_features, in_features), blocksize=fitting[0] if fitting else 64)
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         nbytes = -(-in_features * out_features // 2)
@@ -177,15 +185,16 @@ class Bnb4Bit(Format):
         wrong = [
             f"{key}: expected {value}, found {state.get(key)!r}" for key, value in expected.items() if state.get(key) != value
         ]
-        offset = state.get("nested_offset", 0.0)
-        if type(offset) not in (int, float) or not abs(offset) < 1e30:
-            wrong.append(f"nested_offset: expected a finite number, found {offset!r}")
+        offset = state.get("nested_offset")
+        is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool)
+        if self.is_nested and not (is_number and abs(offset) < 1e6):  # type: ignore[arg-type]
+            wrong.append(f"nested_offset: expected a number, found {offset!r}")
         if wrong:
             raise FormatError(
                 "The quantization state of a layer contradicts its tensors; nothing was loaded.", problems=wrong,
                 tensor=f"{module}.{_STATE}{self.quant_type}", fix="the checkpoint is damaged, or of another model: download it again",
             )  # fmt: skip
-        return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)
+        return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)  # type: ignore[arg-type]
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         first, count = start * panel.shape[1], panel.numel()
@@ -249,7 +258,7 @@ class Bnb4Bit(Format):
     def _read_state(self, module: str, tensors: Mapping[str, torch.Tensor]) -> dict:
         name = _STATE + self.quant_type
         try:
-            state = json.loads(bytes(tensors[name].tolist()).decode("utf-8"))
+            state = json.loads(bytes(tensors[name].tolist()).decode("utf-8"), object_pairs_hook=_unique)
             if not isinstance(state, dict):
                 raise ValueError(f"a {type(state).__name__}")
         except (ValueError, RecursionError) as error:
@@ -258,6 +267,13 @@ class Bnb4Bit(Format):
                 expected="a JSON object", found=error, fix="the checkpoint is damaged: download it again",
             ) from None  # fmt: skip
         return state
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    """An object without a key that stands twice."""
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
 
 
 def _nearest(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

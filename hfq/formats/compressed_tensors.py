@@ -168,12 +168,12 @@ class PackQuantized(Format):
                     found=f"{groups} groups of {in_features} channels", fix="correct group_size in config_groups of config.json",
                 )  # fmt: skip
         candidates = [self.num_bits] if self.num_bits else list(range(1, 9))
-        for is_straddling in (True, False):
-            for bits in candidates:
-                if self.width == _words(in_features, bits, is_straddling):
-                    return dataclasses.replace(
-                        self, num_bits=bits, is_straddling=is_straddling, size=(out_features, in_features)
-                    )
+        layouts = [(bits, True) for bits in candidates] + [(bits, False) for bits in candidates if 32 % bits]
+        fitting = [(bits, way) for bits, way in layouts if self.width == _words(in_features, bits, way)]
+        is_told = len({bits for bits, _ in fitting}) == 1 and (fitting[0][1] or self.is_symmetric)
+        if is_told:
+            bits, way = fitting[0]
+            return dataclasses.replace(self, num_bits=bits, is_straddling=way, size=(out_features, in_features))
         raise FormatError(
             "The packed codes of a layer do not fit its input.", expected=f"{in_features} codes of "
             + (f"{self.num_bits} bits, as config.json says" if self.num_bits else "1 to 8 bits"),

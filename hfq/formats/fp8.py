@@ -24,7 +24,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
-from hfq.formats.fp8_config import Hints, read_hints
+from hfq.formats.fp8_config import Hints, guess_block, read_hints
 from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
@@ -58,6 +58,7 @@ class Fp8(Format):
         input_scale_shape: Its shape.
         scheme: How the checkpoint wants activations quantized.
         is_declared: Whether the config says which way the scale is meant.
+        is_power: Whether the config calls all scales powers of two.
         others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
     """
 
@@ -97,6 +98,7 @@ class Fp8(Format):
     input_scale_shape: tuple[int, ...] = ()
     scheme: ActivationScheme | None = None
     is_declared: bool = False
+    is_power: bool = False
     others: Others = ()
 
     @classmethod
@@ -117,8 +119,9 @@ class Fp8(Format):
             reciprocal=hints.reciprocal and scale_name == "weight_scale_inv",
             input_scale_name=input_scale_name or ("input_scale" if hints.is_static else None),
             input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
-            scheme=_scheme(hints, input_scale_name),
+            scheme=ActivationScheme("tensor", scale_name=input_scale_name) if input_scale_name else hints.scheme,
             is_declared=hints.is_declared,
+            is_power=hints.is_power,
             others=other_tensors(tensors, ("input_scale_ub", "output_scale")),
         )
         return detected if scale is None else detected._with_scale(module, weight, scale, hints)
@@ -158,9 +161,23 @@ class Fp8(Format):
         if self.input_scale_name:
             check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
             check_positive(module, self.input_scale_name, tensors[self.input_scale_name])
-        undeclared = self.scale_name == "weight_scale_inv" and self.strategy == "channel" and not self.reciprocal
-        if undeclared and not self.is_declared and float(scale.median()) > 1:
-            logger.warning("%s: its row scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
+        if self.is_power and self.scale_dtype not in _POWERS and not bool((torch.frexp(scale)[0].abs() == 0.5).all()):
+            raise FormatError(
+                "A scale is no power of two, which the config calls all of them; nothing was loaded.",
+                tensor=f"{module}.{self.scale_name}", found=scale.flatten()[:4].tolist(),
+                expected="powers of two, as U8 or F8_E8M0 or the same values as floats",
+                fix="the checkpoint was rewritten by a tool that cast its exponents: download the original",
+            )  # fmt: skip
+        undeclared = self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
+        if undeclared and float(scale.median()) > 1 and self.strategy != "channel":
+            raise FormatError(
+                "Whether the scales of a layer multiply or divide cannot be told; nothing was loaded.",
+                tensor=f"{module}.{self.scale_name}", expected="scales below 1, or weight_scale_semantics in quantization_config",
+                found=f"a median of {float(scale.median()):g}",
+                fix="restore the checkpoint's own weight_scale_semantics in config.json",
+            )  # fmt: skip
+        if undeclared and float(scale.median()) > 1:
+            logger.warning("%s: its scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
             return dataclasses.replace(self, reciprocal=True)
         return self
 
@@ -226,11 +243,7 @@ class Fp8(Format):
                     fix="correct group_size in config.json, or re-export with one that divides the input",
                 )  # fmt: skip
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
-        block = hints.block or (128, 128)
-        if is_grid_of_4 and hints.block is None and grid != _grid(out_features, in_features, block) and all(grid):
-            rows, columns = scale.shape[0], scale.shape[2]
-            side = out_features // rows  # ModelOpt's config names no size; its blocks are square, and divide the weight
-            block = (side, side) if (side * rows, side * columns) == weight.shape else block
+        block = hints.block or guess_block(module, weight, scale, is_grid_of_4)
         shape = scale.shape if is_grid_of_4 else None
         if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(
@@ -282,9 +295,3 @@ def _grid(out_features: int, in_features: int, block: tuple[int, int]) -> tuple[
 def _as_float(scale: torch.Tensor) -> torch.Tensor:
     """The stored scale in float32; a byte is a power of two."""
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)
-
-
-def _scheme(hints: Hints, input_scale_name: str | None) -> ActivationScheme | None:
-    if input_scale_name is not None:
-        return ActivationScheme("tensor", scale_name=input_scale_name)
-    return hints.scheme

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, bounded_int
-from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_transforms, unusable
+from hfq.formats.compressed_config import format_of, group_of, read_activations, read_block, refuse_transforms, unusable
+from hfq.spec import TensorInfo
 
-__all__ = ["Hints", "read_hints"]
+__all__ = ["Hints", "guess_block", "read_hints"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Hints:
     scheme: ActivationScheme | None = None
     is_static: bool = False
     is_declared: bool = False
+    is_power: bool = False
 
 
 def read_hints(module: str, config: Mapping) -> Hints:
@@ -31,27 +35,28 @@ def read_hints(module: str, config: Mapping) -> Hints:
         FormatError: The config says of this FP8 module what no FP8 module can be.
     """
     method = str(config.get("quant_method", ""))
+    meaning = config.get("weight_scale_semantics")
+    if meaning not in (None, "inverse", "multiplier"):
+        raise unusable("weight_scale_semantics", meaning, "inverse or multiplier")
+    is_power = config.get("scale_fmt") == "ue8m0" or "mxfp8" in format_of(module, config)
+    declared: dict[str, Any] = {"is_power": is_power, "reciprocal": meaning == "inverse", "is_declared": meaning is not None}
     if method == "compressed-tensors":
-        return _compressed_tensors(module, config)
+        return dataclasses.replace(_compressed_tensors(module, config), **{**declared, "is_declared": True})
     if method == "fbgemm_fp8":
         bound = config.get("activation_scale_ub")
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0):
             raise unusable("activation_scale_ub", bound, "a positive number")
-        return Hints(scheme=ActivationScheme("token", upper_bound=bound))
+        return Hints(scheme=ActivationScheme("token", upper_bound=bound), **declared)
     bounded_int(config, "bits", lambda bits: bits == 8, "8 for FP8 weights", module)
     block = read_block(config.get("weight_block_size"), "weight_block_size")
-    kind, meaning = config.get("activation_scheme") or "dynamic", config.get("weight_scale_semantics")
+    kind = config.get("activation_scheme") or "dynamic"
     if kind not in ("dynamic", "static"):
         raise unusable("activation_scheme", kind, "dynamic or static")
-    if meaning not in (None, "inverse", "multiplier"):
-        raise unusable("weight_scale_semantics", meaning, "inverse or multiplier")
     scheme = None
     if method == "fp8" and kind == "dynamic":
         scheme = ActivationScheme("group", group_size=block[1]) if block else ActivationScheme("token")
     is_static = method == "fp8" and kind == "static"
-    return Hints(
-        block=block, reciprocal=meaning == "inverse", scheme=scheme, is_static=is_static, is_declared=meaning is not None
-    )
+    return Hints(block=block, scheme=scheme, is_static=is_static, **declared)
 
 
 def _compressed_tensors(module: str, config: Mapping) -> Hints:
@@ -72,4 +77,20 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
     activations = group.get("input_activations")
     is_static = isinstance(activations, Mapping) and bool(activations) and activations.get("dynamic", False) is False
     scheme = read_activations(activations, {})
-    return Hints(block=block, group_size=group_size, scheme=scheme, is_static=is_static, is_declared=True)
+    return Hints(block=block, group_size=group_size, scheme=scheme, is_static=is_static)
+
+
+def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4: bool) -> tuple[int, int]:
+    """The block of a grid of which the config says nothing: 128 × 128 where that tiles the weight, or what ModelOpt's grid divides."""
+    out_features, in_features = weight.shape
+    side = out_features // scale.shape[0] if is_grid_of_4 and scale.shape[0] else 128
+    is_exact = is_grid_of_4 and (side * scale.shape[0], side * scale.shape[2]) == weight.shape and side & (side - 1) == 0
+    if out_features % 128 == in_features % 128 == 0 or (not is_exact and scale.numel == 1):
+        side = 128 if not is_exact else side
+    elif not is_exact:
+        raise FormatError(
+            f"The config does not say how large the blocks of {module} are; nothing was loaded.", file=scale.range.file,
+            tensor=scale.name, expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
+            found=f"{weight} under {scale}", fix="restore the checkpoint's own weight_block_size in config.json",
+        )  # fmt: skip
+    return side, side

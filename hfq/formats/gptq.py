@@ -28,9 +28,11 @@ from hfq.formats.gptq_config import (
     BITS,
     PLANAR_BITS,
     ZeroReading,
+    check_zero_points,
     is_awq,
     is_planar,
     module_options,
+    names_writer,
     read_group_size,
     read_zero_reading,
     stored_bits,
@@ -56,6 +58,9 @@ class Gptq(Format):
         symmetric: Whether the config calls the zero points constant.
         zero_reading: How a stored zero point becomes the real one.
         g_idx_length: The length of `g_idx` in the file, None where it is absent.
+        says_symmetric: Whether the config says so itself.
+        is_nameless: Whether the config does not even name a method.
+        names_writer: Whether the config names the tool, or the layout, that stored the zero points.
         needs_g_idx: Whether the config says `desc_act`, so that without `g_idx` the groups are unknown.
         is_planar: Whether codes and zero points lie in bit planes (`gptq_p`).
         act_order: Whether the groups are scattered over the input (`desc_act`); settled by `resolve`.
@@ -87,6 +92,9 @@ class Gptq(Format):
     symmetric: bool = True
     zero_reading: ZeroReading = "stored"
     g_idx_length: int | None = None
+    says_symmetric: bool = False
+    names_writer: bool = True
+    is_nameless: bool = False
     needs_g_idx: bool = False
     is_planar: bool = False
     act_order: bool = False
@@ -116,6 +124,9 @@ class Gptq(Format):
             symmetric=bool(options.get("sym", True)),
             zero_reading=read_zero_reading(module, config, num_bits),
             g_idx_length=g_idx.numel if g_idx is not None else None,
+            says_symmetric=options.get("sym") is True,
+            names_writer=names_writer(config),
+            is_nameless=not (config.get("quant_method") or config.get("bits")),
             needs_g_idx=bool(options.get("desc_act", False)),
             is_planar=is_planar(config),
         )
@@ -140,7 +151,7 @@ class Gptq(Format):
             TensorSpec("qweight", ("I32",), (words_in, out_features), "codes"),
             TensorSpec("qzeros", ("I32",), (groups, words_out), "zero_point"),
             TensorSpec("scales", FLOATS, (groups, out_features), "scale"),
-            TensorSpec("g_idx", ("I32",), (g_idx,), "index", optional=not needs_g_idx, bound=groups),
+            TensorSpec("g_idx", ("I32", "I64"), (g_idx,), "index", optional=not needs_g_idx, bound=groups),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
 
@@ -269,10 +280,10 @@ class Gptq(Format):
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
-        middle = 1 << (self.num_bits - 1)
+        middle, stored = 1 << (self.num_bits - 1), self._unpack(qzeros.t(), count)
+        check_zero_points(module, stored, self)
         if not self.symmetric or self.is_planar:
             return self.zero_reading
-        stored = self._unpack(qzeros.t(), count)
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
             logger.warning("%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module)

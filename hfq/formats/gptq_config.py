@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import bounded_int
@@ -11,16 +13,9 @@ from hfq.formats.patterns import matches
 from hfq.spec import TensorInfo
 
 __all__ = [
-    "BITS",
-    "PLANAR_BITS",
-    "ZeroReading",
-    "is_awq",
-    "is_planar",
-    "module_options",
-    "read_group_size",
-    "read_zero_reading",
-    "stored_bits",
-]
+    "BITS", "PLANAR_BITS", "ZeroReading", "check_zero_points", "is_awq", "is_planar", "module_options", "names_writer",
+    "read_group_size", "read_zero_reading", "stored_bits",
+]  # fmt: skip
 
 BITS = (2, 3, 4, 8)
 PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -35,20 +30,64 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
     qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors.get("scales")
     names_awq = "awq" in str(config.get("quant_method", "")) or "awq" in str(config.get("packing_format", ""))
     if qweight.dtype == "I16" or "scaled_zeros" in tensors:
-        return True
+        return config.get("quant_method") != "gptq"
     if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
         return names_awq
     if "g_idx" in tensors:
         return False
     if qweight.shape[1] != scales.shape[1]:
         return True
-    may_be_gemv = qzeros is not None and len(qzeros.shape) == 2 and scales.shape == (qweight.shape[0], 8 * qzeros.shape[1])
-    return may_be_gemv and qzeros.shape[0] == qweight.shape[0] and names_awq  # type: ignore[union-attr]
+    is_square = qzeros is not None and len(qzeros.shape) == 2 and scales.shape == (qweight.shape[0], 8 * qzeros.shape[1])
+    if not is_square or qzeros.shape[0] != qweight.shape[0]:  # type: ignore[union-attr]
+        return False
+    if not (names_awq or config.get("quant_method")):
+        raise FormatError(
+            "Whether a layer is GPTQ or AWQ gemv cannot be told; nothing was loaded.", file=qweight.range.file, tensor=qweight.name,
+            expected="quant_method in quantization_config", found=f"{qweight} beside {scales}",
+            fix="restore the checkpoint's own quantization_config in config.json",
+        )  # fmt: skip
+    return names_awq
 
 
 def is_planar(config: Mapping) -> bool:
     """Whether the config names gptqmodel's planar layout."""
     return (config.get("checkpoint_format") or config.get("format")) == "gptq_p"
+
+
+def names_writer(config: Mapping) -> bool:
+    """Whether the config says who stored the zero points: by a layout other than v1, whose readers disagree, or by the tool's name."""
+    meta = config.get("meta")
+    named = (meta.get("quantizer") if isinstance(meta, Mapping) else None) or config.get("quantizer")
+    label = config.get("checkpoint_format") or config.get("format")
+    return bool(named) or label in ("gptq_v2", "gptq_p")
+
+
+def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> None:
+    """Refuses stored zero points that contradict the config, or that nothing tells how to read.
+
+    Args:
+        module: The module's name, for messages.
+        stored: The zero points as stored, int32 [out, groups].
+        weight_format: The `Gptq` that reads them.
+
+    Raises:
+        FormatError: Either is so.
+    """
+    is_constant = not stored.numel() or bool((stored == stored[0, 0]).all())
+    if weight_format.says_symmetric and not is_constant:
+        raise FormatError(
+            "The config calls the zero points symmetric, and they differ; nothing was loaded.", tensor=f"{module}.qzeros",
+            expected="one zero point", found=f"{stored.unique().numel()} different ones",
+            fix="restore the checkpoint's own `sym` and `checkpoint_format` in config.json",
+        )  # fmt: skip
+    top = (1 << weight_format.num_bits) - 1
+    is_wrapped = weight_format.zero_reading == "field_plus_one" and bool((stored == top).any())
+    if not weight_format.names_writer and not is_constant and (is_wrapped or weight_format.is_nameless):
+        raise FormatError(
+            "How the zero points are stored cannot be told; nothing was loaded.", tensor=f"{module}.qzeros",
+            expected="checkpoint_format or meta.quantizer in quantization_config, for asymmetric zero points",
+            found="neither", fix="restore the checkpoint's own quantization_config, or quantize_config.json",
+        )  # fmt: skip
 
 
 def stored_bits(tensors: Mapping[str, TensorInfo], allowed: tuple[int, ...] = BITS) -> int | None:
@@ -97,7 +136,10 @@ def read_group_size(module: str, tensors: Mapping[str, TensorInfo], options: Map
 
 
 def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReading:
-    label = config.get("checkpoint_format") or config.get("format") or "gptq"
+    labels = [config[key] for key in ("checkpoint_format", "format") if config.get(key)]
+    label = labels[0] if labels else "gptq"
+    if any(other != label for other in labels):
+        raise _bad_config("checkpoint_format", labels, "the same as `format`")
     if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
         raise FormatError(
             f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
@@ -108,7 +150,7 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
         return "stored"
     meta = config.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    if "gptqmodel" not in str(quantizer):
+    if "gptqmodel" not in f"{quantizer} {config.get('quantizer')}".lower():
         return "field_plus_one"
     return "word_plus_one" if num_bits != 3 else "masked_plus_one"
 

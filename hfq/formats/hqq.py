@@ -32,7 +32,7 @@ _PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8
 _STORED_BITS = {8: (8, 7, 6, 5), 4: (4,), 3: (3,), 2: (2,), 1: (1,)}
 """hqq stores 5 to 7 bits as bytes."""
 _META: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
-    "nbits": (("I32", "I64", "F32"), ()), "group_size": (("I32", "I64"), ()), "axis": (("I32", "I64"), ()),
+    "nbits": (("I32", "I64"), ()), "group_size": (("I32", "I64"), ()), "axis": (("I32", "I64"), ()),
     "shape": (("I64", "I32"), (2,)), "packing": (("U8",), None), "compute_dtype": (("U8",), None),
     "unpack_view_dtype": (("U8",), None),
     **dict.fromkeys(("channel_wise", "encoded_state_dict", "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero",
@@ -116,7 +116,7 @@ class Hqq(Format):
             TensorSpec("W_q", (self.codes_dtype,), (-(-rows // _SLABS[self.num_bits]), width), "codes"),
             TensorSpec("scale", FLOATS, scale, "scale"),
             TensorSpec("zero", FLOATS, scale, "zero_point"),
-            *(_meta_spec(name, shape) for name, _, shape in self.meta),
+            *(_meta_spec(name, shape) for name, _, shape in {("nbits", "I32", ()), *self.meta}),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
 
@@ -200,4 +200,4 @@ class Hqq(Format):
 
 def _meta_spec(name: str, found: tuple[int, ...]) -> TensorSpec:
     dtypes, shape = _META[name]
-    return TensorSpec(name, dtypes, found[:1] if shape is None else shape, "meta", optional=True)
+    return TensorSpec(name, dtypes, found[:1] if shape is None else shape, "meta", optional=name != "nbits")

@@ -20,6 +20,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import Dialect
 from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
 from hfq.formats.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
+from hfq.formats.gptq_config import module_options
 from hfq.formats.groups import check_divides
 from hfq.formats.refusals import refused
 from hfq.formats.scaled import other_tensors
@@ -60,7 +61,8 @@ class Mxfp4(PackedFp4):
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
         codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
-        is_named = codes_name == "weight_packed" or str(config.get("quant_algo")).lower() == "mxfp4"
+        kinds = str(config.get("data_type") or ""), format_of(module, config), str(config.get("quant_algo")).lower()
+        is_named = any(kind.startswith(("mx_", "mxfp4")) for kind in kinds)
         if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and not is_named):
             return None
         is_of_sixteen = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
@@ -114,7 +116,7 @@ def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
     Raises:
         FormatError: The config says neither.
     """
-    kind = str(config.get("data_type") or "")
+    kind = str(module_options(module, config).get("data_type") or "")
     weights = group_of(module, config).get("weights") or {}
     says_float = (
         kind.startswith("mx_fp") or "mxfp4" in format_of(module, config) or weights.get("type") == "float"

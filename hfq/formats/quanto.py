@@ -98,10 +98,10 @@ class QuantoBits(Format):
         packed = tensors.get("weight._data._data")
         if packed is None or len(packed.shape) != 2:
             return None
-        likely = _likely_bits(packed, tensors.get("weight._scale"))
-        _check_qmap(module, packed, config, (f"qint{likely}",) if likely else ("qint4", "qint2"))
+        _check_qmap(module, packed, config, ("qint4", "qint2"))
+        named = {"qint4": 4, "qint2": 2}.get(str(_qmap_entry(module, config).get("weights")), 0)
         return cls(
-            num_bits=likely,
+            num_bits=named or _likely_bits(packed, tensors.get("weight._scale")),
             group_size=packed.shape[1],
             packed_rows=packed.shape[0],
             others=other_tensors(tensors, _ACTIVATION_SCALES),
@@ -111,9 +111,10 @@ class QuantoBits(Format):
     def sized(self, in_features: int, out_features: int) -> QuantoBits:
         check_divides(in_features * out_features, self.group_size, "optimum-quanto")
         rows = in_features * out_features // self.group_size
-        for bits in (4, 2):
-            if self.packed_rows == -(-rows * bits // 8):
-                return dataclasses.replace(self, num_bits=bits, size=(out_features, in_features))
+        candidates = [self.num_bits] if self.num_bits else [4, 2]
+        fitting = [bits for bits in candidates if self.packed_rows == -(-rows * bits // 8)]
+        if len(fitting) == 1:
+            return dataclasses.replace(self, num_bits=fitting[0], size=(out_features, in_features))
         raise FormatError(
             "The packed codes of a layer do not fit its size.", expected=f"{rows} groups in 4 or 2 bits",
             found=f"{self.packed_rows} packed rows of {self.group_size}", fix="check the model's config against the checkpoint",
@@ -178,16 +179,22 @@ class QuantoBits(Format):
 
 
 def _likely_bits(packed: TensorInfo, scale: TensorInfo | None) -> int:
-    """The bits by the number of groups; the size of the layer settles them."""
+    """The bits by the number of groups, or 0 where that leaves a choice."""
     groups = scale.shape[0] if scale is not None and scale.shape else 0
-    return next((bits for bits in (4, 2) if groups and packed.shape[0] == -(-groups * bits // 8)), 0)
+    fitting = [bits for bits in (4, 2) if groups and packed.shape[0] == -(-groups * bits // 8)]
+    return fitting[0] if len(fitting) == 1 else 0
+
+
+def _qmap_entry(module: str, config: Mapping) -> Mapping:
+    """What quanto_qmap.json says of a module."""
+    qmap = config.get("quanto_qmap")
+    entry = qmap.get(module) if isinstance(qmap, Mapping) else None
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[str, ...]) -> None:
     """Refuses codes that quanto_qmap.json calls something else."""
-    qmap = config.get("quanto_qmap")
-    entry = qmap.get(module) if isinstance(qmap, Mapping) else None
-    named = entry.get("weights") if isinstance(entry, Mapping) else None
+    named = _qmap_entry(module, config).get("weights")
     if named is not None and named not in kinds:
         raise FormatError(
             f"quanto_qmap.json contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
@@ -196,7 +203,5 @@ def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[st
 
 
 def _scheme(module: str, config: Mapping) -> ActivationScheme | None:
-    qmap = config.get("quanto_qmap")
-    entry = qmap.get(module) if isinstance(qmap, Mapping) else None
-    activations = entry.get("activations") if isinstance(entry, Mapping) else None
+    activations = _qmap_entry(module, config).get("activations")
     return None if activations in (None, "none") else ActivationScheme("tensor", dtype=f"quanto {activations}")

@@ -29,9 +29,10 @@ def source_config(checkpoint: Checkpoint) -> dict | None:
     stored = _declared(checkpoint)
     if stored is not None:
         return as_source(stored)
-    gptq = checkpoint.side_file("quantize_config.json")
-    if gptq is not None:
-        return {"quant_method": "gptq", **gptq}
+    for name in ("quantize_config.json", "quantization_config.json"):
+        copy = checkpoint.side_file(name)
+        if copy is not None:
+            return {"quant_method": "gptq", **copy}
     modelopt = (checkpoint.side_file("hf_quant_config.json") or {}).get("quantization")
     return {"quant_method": "modelopt", **modelopt} if isinstance(modelopt, Mapping) else None
 
@@ -44,9 +45,12 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
         source: Its `quantization_config`.
 
     Returns:
-        The config's own keys, `__metadata__` (of the safetensors files) and `quanto_qmap` (optimum-quanto's side file).
+        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the safetensors files)
+        and `quanto_qmap` (optimum-quanto's side file).
     """
     hints = {**(source or {}), "__metadata__": checkpoint.metadata()}
+    for name in ("quantize_config.json", "quantization_config.json"):  # what config.json has lost, its copy may still say
+        hints = {**(checkpoint.side_file(name) or {}), **hints}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
 

@@ -81,8 +81,8 @@ def check_merged(match: Match, offloaded: Iterable[str]) -> None:
     for name in sorted(offloaded):
         if name in match.merged:
             raise PlacementError(
-                "device_map offloads a parameter that the checkpoint stores in several parts; nothing was loaded.", tensor=name,
-                expected="a home where it computes", found=", ".join(match.merged[name][:4]),
+                "device_map offloads a parameter that the checkpoint stores in parts or in another layout; nothing was loaded.",
+                tensor=name, expected="a home where it computes", found=", ".join(match.merged[name][:4]),
                 fix="give the module of this parameter a home that computes, as the CPU or the GPU",
             )  # fmt: skip
 

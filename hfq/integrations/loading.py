@@ -179,7 +179,8 @@ class Loading:
     def _is_offloaded(self, name: str) -> bool:
         """Whether a dense parameter rests elsewhere than where it computes."""
         home = self.homes[name]
-        is_parameter = name in self.match.dense or name in self.model.all_tied_weights_keys
+        ties = self.model.all_tied_weights_keys
+        is_parameter = name in self.match.dense or name in ties or name in ties.values()
         is_dense = is_parameter and name not in self._packed_names and not self._is_buffer(name)
         return is_dense and (home == "disk" or (home == "cpu" and self.main != "cpu"))
 

@@ -163,7 +163,14 @@ class _Matcher:
                     f"{module}: packed {found.describe()}, but it is a {kind} in the model, which stays dense"
                 )
             else:
-                self._place(module, slot, found, tensors)
+                own = {
+                    local: info
+                    for local, info in tensors.items()
+                    if slot.kind == "weight" and f"{name}.{local}" in self.parameters
+                }
+                own.pop("weight", None)
+                self._add_dense(own)
+                self._place(module, slot, found, {local: info for local, info in tensors.items() if local not in own})
 
     def _place(self, module: str, slot: Slot, found: Format, tensors: Mapping[str, TensorInfo]) -> None:
         """Puts a stored module into its slot, and lists what does not fit."""
@@ -229,7 +236,8 @@ def _check_ties(match: Match, model: PreTrainedModel) -> None:
 def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures) -> None:
     """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is new."""
     ties = model.all_tied_weights_keys
-    tied = {name for pair in ties.items() if pair[0] in match.dense or pair[1] in match.dense for name in pair}
+    groups = [{source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())]
+    tied = {name for group in groups if group & match.dense.keys() for name in group}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     prefix = f"{model.base_model_prefix}."
     is_other_class = type(model).__name__ not in (architectures or ())

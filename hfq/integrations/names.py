@@ -12,6 +12,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 __all__ = ["Names", "owner_of"]
 
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)attn\.(masked_)?bias$")
+"""What files of older versions hold, and no model of today has a place for."""
+
 
 class Names:
     """Stored names → names in one model.
@@ -26,7 +29,7 @@ class Names:
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:

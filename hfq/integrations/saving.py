@@ -65,8 +65,8 @@ def stored_state(
         place = match.dense.get(name)
         if tensor.is_meta and place is not None:
             tensor = map_tensor(reader, place).to(tensor.dtype)
-        if place is not None and name not in match.merged:
-            stored[place.name] = tensor
+        if place is not None and name not in match.merged:  # both names of a tie are written where both are stored
+            stored[place.name] = tensor.clone() if name in getattr(model, "all_tied_weights_keys", {}) else tensor
         elif not tensor.is_meta and not _is_tied(name, model, match):
             others[name] = tensor
     stored |= _reverted(model, others, conversions)

@@ -86,7 +86,7 @@ def slot_of(name: str, module: nn.Module | None) -> Slot | None:
         return Slot(name, "embedding", module.embedding_dim, module.num_embeddings, False)
     parameters = module._parameters if module is not None else {}
     weight = parameters.get("weight")
-    if weight is not None and weight.dim() == 2 and "bias" not in parameters:
+    if weight is not None and weight.dim() == 2:
         return Slot(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
 

@@ -109,11 +109,13 @@ class PackedModule(nn.Module):
         return self._copied_bias() if name == "bias" else super().__getattr__(name)
 
     def _copied_bias(self) -> torch.Tensor | None:
-        """The bias, if any: a copy, since transformers' initialisation may write to what it reads (SigLIP's does)."""
+        """The bias in the model's dtype, if any: a copy, since transformers' initialisation may write to it (SigLIP's does)."""
         stored = self.resting_tensors().get("bias")
         if stored is None:
             return None
-        bias = stored.clone() if self.fetch is None or not stored.is_meta else self.packed_tensors()["bias"].clone()
+        if self.fetch is not None and stored.is_meta:
+            stored = self.packed_tensors()["bias"]
+        bias = stored.to(self.dtype, copy=True)
         bias._is_hf_initialized = True  # type: ignore[attr-defined]
         return bias
 

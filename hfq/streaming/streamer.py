@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
-from hfq.errors import SetupError
+from hfq.errors import PlacementError, SetupError
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, arena_layout, read_tensor
 from hfq.spec import TensorInfo
@@ -81,6 +81,7 @@ class Streamer:
 
         @functools.wraps(forward)
         def streamed(*args, **kwargs):
+            _refuse_meta(block, args)
             with self._onloaded(block):
                 return forward(*args, **kwargs)
 
@@ -122,6 +123,16 @@ class Streamer:
                 return row.tensors()
             return ArenaRow(row.buffer.to(self._device), row.segments).tensors()
         return {local: tensor.to(self._device) for local, tensor in tensors.items()}
+
+
+def _refuse_meta(block: Block, inputs: Sequence[object]) -> None:
+    """Refuses an input on meta, from which torch computes garbage: model code moved it to where a weight rests (Llama 4 does)."""
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
+        raise PlacementError(
+            f"{block.name} was given an input on meta: the model's code moves it to where the weight rests, which is on disk.",
+            expected="an input with values", found="a tensor on meta",
+            fix=f'give this module a home in memory: {{"{block.name}": "cpu"}}',
+        )  # fmt: skip
 
 
 def _owners(block: Block) -> list[Block]:

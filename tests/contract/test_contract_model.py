@@ -54,7 +54,7 @@ def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
     report = inspect_checkpoint(Checkpoint.open(checkpoint))
     assert sum(report["dialects"].values()) == len(detected) == 14
     if report["bits_per_packed_weight"] is not None:
-        assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2
+        assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
 
 
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hfq.errors import FormatError
 from hfq.formats.fp8 import Fp8
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -84,11 +85,11 @@ SHAPES = {
     "channel [N]": ((40, 64), (40,), {}, lambda n, k: n),
     "channel [N, 1]": ((40, 64), (40, 1), {}, lambda n, k: n),
     "group [N, K/16]": ((40, 64), (40, 4), GROUPS, lambda n, k: n * 4 + k // 16),
-    "block [2, 4] of 128": ((256, 416), (2, 4), {}, lambda n, k: n // 128 * 4 + k // 128),
+    "block [2, 4] of 128": ((256, 416), (2, 4), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 4 + k // 128),
     "block [5, 2] of 128": ((576, 200), (5, 2), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 2 + k // 128),
     "block [3, 3] of 16x24": ((40, 64), (3, 3), {"weight_block_size": [16, 24]}, lambda n, k: n // 16 * 3 + k // 24),
     "block [1, 1]": ((40, 64), (1, 1), {"weight_block_size": [128, 128]}, lambda n, k: 0),
-    "block [n, 1, k, 1]": ((200, 300), (2, 1, 3, 1), {}, lambda n, k: n // 128 * 3 + k // 128),
+    "block [n, 1, k, 1]": ((200, 300), (2, 1, 3, 1), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 3 + k // 128),
     "block [1, 1, k, 1]": ((100, 300), (1, 1, 3, 1), {"weight_block_size": [128, 128]}, lambda n, k: k // 128),
 }
 
@@ -168,7 +169,7 @@ def test_undeclared_reciprocals_of_rows_are_recognised_with_a_warning(caplog, de
     [
         ("weight_scale_inv", torch.full((40,), 1.0)),
         ("weight_scale", torch.full((40,), 2000.0)),
-        ("weight_scale_inv", torch.full((3, 3), 2000.0)),
+        ("weight_scale_inv", torch.full((3, 3), 0.5)),
         ("weight_scale_inv", torch.full((40, 1), 120, dtype=torch.uint8)),
     ],
     ids=["rows up to 1", "weight_scale", "blocks", "U8 rows of 2**-7"],
@@ -179,6 +180,24 @@ def test_other_scales_multiply_without_a_warning(name, scale, caplog, describe_t
     assert not detected.reciprocal
     assert not caplog.records
     assert_same_bits(detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], scale, lambda n, k: 0))
+
+
+@pytest.mark.parametrize("shape", [(), (3, 3)], ids=["tensor", "blocks"])
+def test_scales_that_may_multiply_or_divide_are_refused(shape, describe_tensors):
+    tensors = {"weight": random_codes(40, 64), "weight_scale_inv": torch.full(shape, 2000.0)}
+    with pytest.raises(
+        FormatError, match=r"(?s)multiply or divide cannot be told; nothing was loaded.*weight_scale_semantics"
+    ):
+        detect(describe_tensors, tensors, {"weight_block_size": [16, 24]} if shape else {})
+
+
+def test_floats_where_the_config_promises_powers_of_two_must_be_such(describe_tensors):
+    config = {"quant_method": "fp8", "weight_block_size": [16, 24], "scale_fmt": "ue8m0"}
+    tensors = {"weight": random_codes(40, 64), "weight_scale_inv": torch.full((3, 3), 2.0**-7)}
+    assert detect(describe_tensors, tensors, config).dequantize(tensors).isfinite().all()
+    tensors["weight_scale_inv"] = torch.full((3, 3), 119.0)  # the exponents, cast by a careless tool
+    with pytest.raises(FormatError, match="no power of two"):
+        detect(describe_tensors, tensors, config)
 
 
 @pytest.mark.parametrize("case", SHAPES)

@@ -62,7 +62,13 @@ def test_a_missing_scale_is_named_by_the_specs(detect, config, name, shape):
 
 
 def test_the_name_of_transformers_wins_where_both_scales_are_stored(detect):
-    assert detect(weight_scale=("F32", ()), weight_scale_inv=("F32", (2, 2))).scale_name == "weight_scale_inv"
+    block = {"weight_block_size": [128, 128]}
+    assert detect(block, weight_scale=("F32", ()), weight_scale_inv=("F32", (2, 2))).scale_name == "weight_scale_inv"
+
+
+def test_a_grid_that_128_does_not_tile_needs_the_word_of_the_config(detect):
+    with pytest.raises(FormatError, match=r"(?s)does not say how large the blocks.*weight_block_size"):
+        detect(weight_scale_inv=("F32", (2, 2)))
 
 
 @pytest.mark.parametrize("scale", [(3, 2), (192, 3), (2,), (256,), (0,), (2, 2, 1)])
@@ -74,8 +80,10 @@ def test_a_scale_of_no_known_shape_is_refused_or_does_not_fit_the_specs(detect, 
 @pytest.mark.parametrize("scale", [(2, 1, 3, 1), (3, 1, 2, 1)])
 def test_a_grid_of_four_dimensions_that_does_not_match_is_refused(detect, scale):
     with pytest.raises(FormatError, match="does not match its weight") as caught:
-        detect(weight_scale=("F32", scale))
+        detect({"weight_block_size": [128, 128]}, weight_scale=("F32", scale))
     assert caught.value.tensor == f"{MODULE}.weight_scale"
+    with pytest.raises(FormatError, match="does not say how large"):
+        detect(weight_scale=("F32", scale))
 
 
 @pytest.mark.parametrize("scale", [(1, 2, 1, 2), (2, 3, 4, 5)])
