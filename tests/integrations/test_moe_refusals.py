@@ -3,7 +3,7 @@
 import moe_models
 import pytest
 import torch
-from moe_models import EXPERTS, FP8, FP8_CONFIG, ONE, SCHEMES, Scheme, load
+from moe_models import EXPERTS, FP8, FP8_CONFIG, ONE, SCHEMES, Scheme, load, logits
 
 from hfq import FormatError
 from hfq.formats.gpt_oss import GptOssMxfp4
@@ -94,14 +94,16 @@ def test_an_expert_with_a_projection_of_another_size_is_refused(by_expert, tmp_p
         load(by_expert.save(tmp_path, tensors))
 
 
-def test_a_packed_router_with_a_bias_of_its_own_is_refused_by_name(tmp_path):
+def test_a_packed_router_keeps_a_bias_of_its_own(tmp_path):
     scheme = Scheme("gpt-oss", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*"))
     written = moe_models.write(scheme, lambda name: False)
     router = "model.layers.0.mlp.router"
     packed = FP8.quantize(written.tensors[f"{router}.weight"])
+    dequantized = written.tensors | {f"{router}.weight": FP8.dequantize(packed)}
     tensors = written.tensors | {f"{router}.{local}": tensor for local, tensor in packed.items()}
-    with pytest.raises(FormatError, match=rf"(?s)nothing was loaded.*{router}.*stays dense"):
-        load(written.save(tmp_path, tensors))
+    expected = logits(load(written.save(tmp_path / "dense router", dequantized)))
+    for number, device_map in enumerate(({"": "cpu"}, {"": "disk"})):
+        assert torch.equal(logits(load(written.save(tmp_path / str(number), tensors), device_map)), expected)
 
 
 @pytest.mark.parametrize("change", ["missing scales", "an expert less", "an expert more"])
