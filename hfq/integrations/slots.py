@@ -10,10 +10,13 @@ from typing import Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["WEIGHT", "FusedExperts", "Slot", "expert_of", "find_experts", "gate_of", "pack_weight", "slot_of"]
+__all__ = ["PROJECTIONS", "WEIGHT", "FusedExperts", "Slot", "expert_of", "find_experts", "gate_of", "pack_weight", "slot_of"]
 
 WEIGHT = "packed_weight"
 """The name of a packed weight within a module that keeps its own forward."""
+
+PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""The layers that an expert may have in the model."""
 
 _EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
 _PROJECTIONS = {

@@ -9,7 +9,7 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.integrations.matching import Match, PackedMatch
-from hfq.integrations.slots import gate_of, pack_weight
+from hfq.integrations.slots import PROJECTIONS, gate_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.table import Kernel, choose_kernel
@@ -47,11 +47,14 @@ def swap_packed(
             module.train(model.get_submodule(name).training)
             setattr(model.get_submodule(parent), local, module)
     for name, experts in match.experts.items():
-        layers: list[dict[str, PackedLinear]] = [{} for _ in range(experts.count)]
-        for key, module in packed.items():
-            expert, _, projection = key.removeprefix(f"{name}.").partition(".")
-            if key.startswith(f"{name}.") and isinstance(module, PackedLinear):
-                layers[int(expert)][projection] = module
+        layers = [
+            {
+                local: layer
+                for local in PROJECTIONS
+                if isinstance(layer := packed.get(f"{name}.{expert}.{local}"), PackedLinear)
+            }
+            for expert in range(experts.count)
+        ]
         swapped = PackedExperts(layers, gate_of(experts), experts.is_interleaved).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     return packed

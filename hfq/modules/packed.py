@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 
@@ -49,10 +50,10 @@ class PackedModule(nn.Module):
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
-        taken = {*vars(self), *dir(type(self)), *_RESERVED}
         self._attributes: dict[str, str] = {}
         for local in self.infos:
-            self._attributes[local] = _attribute(local, taken.union(self._attributes.values()))
+            taken = {*vars(self), *self._attributes.values()}
+            self._attributes[local] = _attribute(local, taken, _names_of(type(self)))
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -168,10 +169,16 @@ class PackedModule(nn.Module):
         unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
 
 
-def _attribute(local: str, taken: set[str]) -> str:
+@functools.cache
+def _names_of(cls: type) -> frozenset[str]:
+    """The names that a class uses itself."""
+    return frozenset({*dir(cls), *_RESERVED})
+
+
+def _attribute(local: str, taken: set[str], reserved: frozenset[str]) -> str:
     """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes are taken."""
     name = local.replace(".", "__")
-    while name in taken:
+    while name in taken or name in reserved:
         name = f"stored_{name}"
     return name
 
