@@ -53,7 +53,7 @@ class PackedModule(nn.Module):
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}
-            self._attributes[local] = _attribute(local, taken, _names_of(type(self)))
+            self._attributes[local] = _attribute(local, taken, _names_of(type(self)))  # type: ignore[arg-type]
         self.hold({local: _on_meta(info) for local, info in self.infos.items()})
 
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
