@@ -158,8 +158,8 @@ class Format(ABC):
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
-        """How the checkpoint wants activations quantized, or None for weight-only."""
-        return None
+        """How the checkpoint wants activations quantized (a format's `scheme`, where it has one), or None for weight-only."""
+        return getattr(self, "scheme", None)
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Format:
         """Checks the values of the module's small tensors (all but its codes), and settles what only values can tell.

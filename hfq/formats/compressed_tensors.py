@@ -74,17 +74,13 @@ class IntQuantized(ScaledCodes):
         )
         hinted = bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module)
         groups = detected.scale_shape[1] if detected.strategy == "group" and len(detected.scale_shape) == 2 else 1
-        if hinted and hinted > 0 and groups > 1 and weight.shape[1] != hinted * groups:
+        if hinted and hinted > 0 and weight.shape[1] != hinted * groups:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
                 tensor=f"{module}.weight_scale", expected=f"groups of {hinted}", found=str(scale),
                 fix="correct group_size in config_groups of config.json",
             )  # fmt: skip
         return detected
-
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,8 @@ class PackQuantized(Format):
                 "A layer has no scales.", expected="at least one group", found=f"weight_scale {list(self.scale_shape)}",
                 fix="the checkpoint is damaged: download it again",
             )  # fmt: skip
-        if groups > 1 and not self.has_g_idx:
+        is_grouped = groups > 1 or (self.group_size or -1) > 0
+        if is_grouped and not self.has_g_idx:
             check_divides(in_features, self.group_size or in_features // groups or 1, "pack-quantized")
             if in_features != groups * (self.group_size or in_features // groups):
                 raise FormatError(
@@ -204,10 +201,6 @@ class PackQuantized(Format):
     @property
     def row_multiple(self) -> int:
         return 1 if self.is_symmetric or self.zero_dtype != "I32" else 32
-
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         return self.size

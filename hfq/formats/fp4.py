@@ -8,6 +8,7 @@ Format: OCP Microscaling Formats 1.0 for E2M1 and E8M0.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -40,10 +41,6 @@ class PackedFp4(Format):
     num_bits: ClassVar[int] = 4
     scheme: ActivationScheme | None = None
     others: Others = ()
-
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         out_features, nbytes = tensors[self.codes_name].flatten(1).shape
@@ -84,12 +81,13 @@ class PackedFp4(Format):
     def _other_specs(self, out_features: int) -> tuple[TensorSpec, ...]:
         return (*other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
+    @abstractmethod
     def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """float32 [rows, groups]."""
-        raise NotImplementedError
+        """What each group of output rows [start, stop) is multiplied by: float32 [rows, groups]."""
 
+    @abstractmethod
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """The stored scales for groups of these amplitudes, float32 [rows, groups]."""
 
 
 def _pairs(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:

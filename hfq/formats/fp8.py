@@ -140,10 +140,6 @@ class Fp8(Format):
     def codes_name(self) -> str:
         return "weight"
 
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
-
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         out_features, in_features = tensors["weight"].shape
         return out_features, in_features

@@ -85,12 +85,12 @@ def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4
     out_features, in_features = weight.shape
     side = out_features // scale.shape[0] if is_grid_of_4 and scale.shape[0] else 128
     is_exact = is_grid_of_4 and (side * scale.shape[0], side * scale.shape[2]) == weight.shape and side & (side - 1) == 0
-    if out_features % 128 == in_features % 128 == 0 or (not is_exact and scale.numel == 1):
-        side = 128 if not is_exact else side
-    elif not is_exact:
-        raise FormatError(
-            f"The config does not say how large the blocks of {module} are; nothing was loaded.", file=scale.range.file,
-            tensor=scale.name, expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
-            found=f"{weight} under {scale}", fix="restore the checkpoint's own weight_block_size in config.json",
-        )  # fmt: skip
-    return side, side
+    if is_exact:
+        return side, side
+    if out_features % 128 == in_features % 128 == 0 or scale.numel == 1:
+        return 128, 128
+    raise FormatError(
+        f"The config does not say how large the blocks of {module} are; nothing was loaded.", file=scale.range.file,
+        tensor=scale.name, expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
+        found=f"{weight} under {scale}", fix="restore the checkpoint's own weight_block_size in config.json",
+    )  # fmt: skip

@@ -37,8 +37,8 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
         return False
     if qweight.shape[1] != scales.shape[1]:
         return True
-    is_square = qzeros is not None and len(qzeros.shape) == 2 and scales.shape == (qweight.shape[0], 8 * qzeros.shape[1])
-    if not is_square or qzeros.shape[0] != qweight.shape[0]:  # type: ignore[union-attr]
+    rows = qweight.shape[0]
+    if qzeros is None or len(qzeros.shape) != 2 or qzeros.shape[0] != rows or scales.shape != (rows, 8 * qzeros.shape[1]):
         return False
     if not (names_awq or config.get("quant_method")):
         raise FormatError(

@@ -8,7 +8,7 @@ import torch
 
 from hfq.errors import FormatError
 
-__all__ = ["apply_groups", "check_divides", "group_count", "rows_of"]
+__all__ = ["apply_groups", "check_divides", "rows_of"]
 
 
 def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -43,11 +43,6 @@ def apply_groups(
         operation(panel.unflatten(1, (groups, group_size)), values[:, :, None])
     else:
         operation(panel, values.repeat_interleave(group_size, 1)[:, :in_features])
-
-
-def group_count(in_features: int, group_size: int) -> int:
-    """How many groups an input has."""
-    return 1 if group_size == -1 else -(-in_features // group_size)
 
 
 def check_divides(in_features: int, size: int, dialect: str, what: str = "group_size") -> None:

@@ -22,6 +22,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, Format
 from hfq.formats.dtypes import torch_dtype
+from hfq.formats.scaled import Others, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
 
@@ -66,7 +67,7 @@ class Hqq(Format):
     axis: int = 1
     group_size: int = 64
     groups: int = 0
-    meta: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    meta: Others = ()
     packed_shape: tuple[int, ...] = ()
     codes_dtype: str = "U8"
     size: tuple[int, int] = (0, 0)
@@ -84,7 +85,9 @@ class Hqq(Format):
                 expected="codes in U8, I32 or floats, with plain scales", found=", ".join(nested) or str(packed),
                 fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and quant_scale=False",
             )  # fmt: skip
-        meta = tuple((name, tensors[name].dtype, tensors[name].shape) for name in _META if name in tensors)
+        meta = other_tensors(tensors, tuple(_META))
+        if "nbits" not in tensors:
+            meta = (("nbits", "I32", ()), *meta)  # always written, so its specs miss it
         groups = scale.shape[0] if scale is not None and axis == 1 and scale.shape else 0
         fitting = [bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)]
         likely = next((bits for bits in fitting if packed.dtype in FLOATS or (bits == 3) == (packed.dtype == "I32")), 0)
@@ -116,7 +119,7 @@ class Hqq(Format):
             TensorSpec("W_q", (self.codes_dtype,), (-(-rows // _SLABS[self.num_bits]), width), "codes"),
             TensorSpec("scale", FLOATS, scale, "scale"),
             TensorSpec("zero", FLOATS, scale, "zero_point"),
-            *(_meta_spec(name, shape) for name, _, shape in {("nbits", "I32", ()), *self.meta}),
+            *(_meta_spec(name, shape) for name, _, shape in self.meta),
             TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
         )
 

@@ -98,7 +98,7 @@ class ModeloptInt4(Format):
             )  # fmt: skip
         group_size = weight.shape[1] // scale.shape[1]
         hinted = bounded_int(config, "group_size", lambda size: size >= 0, "a group size", module)
-        if hinted and scale.shape[1] > 1 and hinted != group_size:
+        if hinted and hinted != group_size:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=scale.range.file,
                 tensor=scale.name, expected=f"groups of {hinted}", found=str(scale), fix="correct group_size in config.json",

@@ -61,9 +61,11 @@ class Mxfp4(PackedFp4):
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mxfp4 | None:
         codes_name = "weight_packed" if "weight_packed" in tensors else "weight"
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
+        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
+            return None
         kinds = str(config.get("data_type") or ""), format_of(module, config), str(config.get("quant_algo")).lower()
         is_named = any(kind.startswith(("mx_", "mxfp4")) for kind in kinds)
-        if codes is None or codes.dtype != "U8" or len(codes.shape) != 2 or (scale is None and not is_named):
+        if scale is None and not is_named:
             return None
         is_of_sixteen = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
         if scale is not None and (scale.dtype not in ("U8", "F8_E8M0") or is_of_sixteen):

@@ -41,10 +41,10 @@ class Nvfp4E5m3(PackedFp4):
         codes, scale = tensors.get("weight_packed"), tensors.get("weight_scale")
         if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
             return None
-        is_of_sixteen = scale is not None and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
-        is_of_sixteen = is_of_sixteen and scale.dtype == "U8"  # type: ignore[union-attr]
         if scale is None:
             is_of_sixteen = config.get("data_type") == "nvfp4_v2"
+        else:
+            is_of_sixteen = scale.dtype == "U8" and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
         return cls(others=other_tensors(tensors, ("input_scale", "input_global_scale"))) if is_of_sixteen else None
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:

@@ -64,10 +64,6 @@ class QuantoBytes(ScaledCodes):
             scheme=_scheme(module, config),
         )
 
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
-
 
 @dataclass(frozen=True)
 class QuantoBits(Format):
@@ -132,10 +128,6 @@ class QuantoBits(Format):
     @property
     def codes_name(self) -> str:
         return "weight._data._data"
-
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         return self.size

@@ -79,10 +79,6 @@ class Torchao(ScaledCodes):
             scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
         )
 
-    @property
-    def activation_scheme(self) -> ActivationScheme | None:
-        return self.scheme
-
 
 def _fits(block: object, codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:
     """Whether scales of this shape are those of blocks of whole rows, or of groups of a row; the metadata may not say."""

@@ -28,6 +28,7 @@ class Names:
         conversions = get_model_conversion_mapping(model, key_mapping)
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
@@ -40,8 +41,10 @@ class Names:
         return name, pattern is not None
 
     def experts(self, stored: str) -> str:
-        """The name in the model of the fused experts whose path in the checkpoint this is."""
-        return self.in_model(f"{stored}.gate_up_proj")[0].rpartition(".")[0]
+        """The name in the model of the fused experts whose path in the checkpoint this is; all experts of a layer share it."""
+        if stored not in self._experts:
+            self._experts[stored] = self.in_model(f"{stored}.gate_up_proj")[0].rpartition(".")[0]
+        return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:
         """Whether the model's class says that this tensor may stand in a checkpoint without a place."""

@@ -56,6 +56,8 @@ def stored_state(
     for name, module in packed.items():
         for local, info in module.infos.items():
             tensor = state.pop(f"{name}.{local}", None)
+            if info.part_of is not None and info.part_of in stored:
+                continue
             if info.part_of is not None:
                 stored[info.part_of] = map_tensor(reader, checkpoint.tensors[info.part_of])
             elif tensor is not None:

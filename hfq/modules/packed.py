@@ -114,7 +114,7 @@ class PackedModule(nn.Module):
         stored = self.resting_tensors().get("bias")
         if stored is None:
             return None
-        if self.fetch is not None and stored.is_meta:
+        if self.fetch is not None:
             stored = self.packed_tensors()["bias"]
         bias = stored.to(self.dtype, copy=True)
         bias._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -10,7 +10,9 @@ from tiny_models import described
 from hfq import FormatError
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
+from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.gptq import Gptq
+from hfq.formats.modelopt import ModeloptInt4
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.quanto import QuantoBits
 
@@ -118,3 +120,16 @@ def test_other_blocksizes_of_bitsandbytes_are_told_by_their_scales(weight):
     assert found.blocksize == 128
     assert torch.equal(found.dequantize(tensors), Bnb4Bit(blocksize=128, size=(OUT, IN)).dequantize(tensors))
     assert Bnb4Bit.detect("m", described("m", tensors), {}).blocks == OUT * IN // 128
+
+
+def test_one_scale_a_row_contradicts_a_config_of_groups(weight):
+    """A config that says groups and a file that has none: the scales of a row would silently stand for all of its groups."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+    with pytest.raises(FormatError, match="contradict"):
+        settle(PackQuantized(), PackQuantized(num_bits=4).quantize(weight), config)
+    with pytest.raises(FormatError, match="contradicts"):
+        settle(IntQuantized(), IntQuantized(scale_shape=(OUT, 1)).quantize(weight), config)
+    named = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
+    with pytest.raises(FormatError, match="contradicts"):
+        settle(ModeloptInt4(), ModeloptInt4(group_size=IN).quantize(weight), named)
