@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfq.checkpoint.header import Header
@@ -12,19 +13,21 @@ from hfq.checkpoint.index import Checkpoint
 from hfq.errors import CheckpointError, SetupError
 from hfq.spec import ByteRange
 
-__all__ = ["Counters", "Reader"]
+__all__ = ["Counters", "Reader", "changed", "unreadable"]
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MOST_BYTES_A_CALL = 1 << 30
+_MOST_BUFFERS_A_CALL = 1024  # IOV_MAX of Linux
 
 
 @dataclass
 class Counters:
-    """What a reader has done so far: bytes and calls of `pread`, files mapped."""
+    """What a reader has done so far: bytes and calls of `pread`, files mapped, bytes brought into the page cache."""
 
     bytes_read: int = 0
     calls: int = 0
     maps: int = 0
+    populated: int = 0
 
 
 class Reader:
@@ -60,26 +63,51 @@ class Reader:
         Raises:
             CheckpointError: The file was truncated or replaced since its header was validated.
         """
-        descriptor, target = self._descriptor(source.file), target[: source.nbytes]
-        done = 0
-        while done < source.nbytes:
-            window = target[done : done + _MOST_BYTES_A_CALL]
+        self.read_vectored(source, [target[: source.nbytes]])
+
+    def read_vectored(self, source: ByteRange, targets: Sequence[memoryview]) -> None:
+        """Fills several targets (writable bytes, of `source.nbytes` in all) one after another, in as few calls as possible.
+
+        Raises:
+            CheckpointError: The file was truncated or replaced since its header was validated, or the disk fails.
+        """
+        descriptor, pending = self.descriptor(source.file), [target for target in targets if target.nbytes]
+        if sum(target.nbytes for target in pending) != source.nbytes:
+            raise CheckpointError(
+                "A range does not fit the memory it is read into; nothing was read.", file=source.file,
+                expected=f"{source.nbytes} bytes", found=f"{sum(target.nbytes for target in pending)} bytes",
+                fix="this is a fault in hfq: report it",
+            )  # fmt: skip
+        offset, calls = source.offset, 0
+        while pending:
             try:
-                count = os.preadv(descriptor, [window], source.offset + done)
+                count = os.preadv(descriptor, _window(pending), offset)
             except OSError as error:
-                raise CheckpointError(
-                    "A checkpoint file cannot be read any more.", file=source.file, found=error.strerror,
-                    expected=f"{source.nbytes} bytes from byte {source.offset}", fix="check the disk or the mount",
-                ) from error  # fmt: skip
-            self.counters.calls += 1
+                raise unreadable(source, error) from error
+            calls += 1
             if count <= 0:
-                raise _changed(source.file, f"{source.offset + source.nbytes} bytes", f"{source.offset + done} bytes")
-            done += count
-        self.counters.bytes_read += done
+                raise changed(source.file, f"{source.offset + source.nbytes} bytes", f"{offset} bytes")
+            offset += count
+            pending = _without(pending, count)
+        self.count(bytes_read=source.nbytes, calls=calls)
+
+    def count(self, **added: int) -> None:
+        """Adds to the counters, from whatever thread."""
+        with self._lock:
+            for name, value in added.items():
+                setattr(self.counters, name, getattr(self.counters, name) + value)
+
+    def reset_after_fork(self) -> None:
+        """The child of a fork has none of the threads that held the lock."""
+        self._lock = threading.Lock()
+
+    def identity(self, file: str) -> tuple[int, int, int]:
+        """(inode, size, mtime in ns) of a file when its header was validated."""
+        return self._headers[file].identity
 
     def map(self, file: str) -> mmap.mmap:
         """A private copy-on-write map of a whole file: pages are shared with every process, and never written back."""
-        descriptor = self._descriptor(file)
+        descriptor = self.descriptor(file)
         with self._lock:
             if file not in self._maps:
                 size = self._check_identity(file, descriptor)
@@ -88,7 +116,12 @@ class Reader:
                 self.counters.maps += 1
             return self._maps[file]
 
-    def _descriptor(self, file: str) -> int:
+    def descriptor(self, file: str) -> int:
+        """The open file, which stays open as long as the reader lives.
+
+        Raises:
+            CheckpointError: The file is gone, or another one than was validated.
+        """
         with self._lock:
             if file not in self._descriptors:
                 descriptor = self._open(file)
@@ -111,13 +144,42 @@ class Reader:
     def _check_identity(self, file: str, descriptor: int) -> int:
         status = os.fstat(descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if found != self._headers[file].identity:
-            raise _changed(file, "(inode, size, mtime) = %d, %d, %d" % self._headers[file].identity, "%d, %d, %d" % found)
+        if found != self.identity(file):
+            raise changed(file, "(inode, size, mtime) = %d, %d, %d" % self.identity(file), "%d, %d, %d" % found)
         return status.st_size
 
 
-def _changed(file: str, expected: str, found: str) -> CheckpointError:
+def changed(file: str, expected: str, found: str) -> CheckpointError:
+    """The error of a file that is not the one any more whose header was validated."""
     return CheckpointError(
         "A checkpoint file changed after it was validated.", file=file, expected=expected, found=found,
         fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
     )  # fmt: skip
+
+
+def unreadable(source: ByteRange, error: OSError) -> CheckpointError:
+    """The error of a disk or a mount that does not give a range."""
+    return CheckpointError(
+        "A checkpoint file cannot be read any more.", file=source.file, found=error.strerror,
+        expected=f"{source.nbytes} bytes from byte {source.offset}", fix="check the disk or the mount",
+    )  # fmt: skip
+
+
+def _window(pending: Sequence[memoryview]) -> list[memoryview]:
+    """As many of the targets as one call may fill; the last may be cut."""
+    window, room = [], _MOST_BYTES_A_CALL
+    for target in pending[:_MOST_BUFFERS_A_CALL]:
+        window.append(target[:room])
+        room -= window[-1].nbytes
+        if not room:
+            break
+    return window
+
+
+def _without(pending: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What remains of the targets after their first `count` bytes were filled."""
+    for index, target in enumerate(pending):
+        if count < target.nbytes:
+            return [target[count:], *pending[index + 1 :]]
+        count -= target.nbytes
+    return []

@@ -1,0 +1,150 @@
+"""Carries out a read plan: several threads, each request straight into its place, the first error ends all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from hfq.checkpoint.filesystem import WINDOW, populate, resident_fraction
+from hfq.checkpoint.read_plan import ReadPlan, Request, coalesce
+from hfq.checkpoint.reader import Reader
+from hfq.spec import ByteRange
+
+__all__ = ["bring_in", "cold_ranges", "read_arena"]
+
+_WHOLE = 0.9
+"""The share of a file from which on reading it in order is worth the system's reading ahead."""
+
+_COLD = 0.5
+"""A range of which less than this share is in the page cache is called cold."""
+
+Progress = Callable[[int], object]
+
+
+def read_arena(
+    plan: ReadPlan, arena: str, target: memoryview, reader: Reader, threads: int = 4, progress: Progress | None = None
+) -> None:
+    """Fills one arena of a plan.
+
+    Where the arena stays, pages that were not cached before are let go behind the reader: the copy takes their place.
+
+    Args:
+        plan: The plan.
+        arena: The arena's name.
+        target: Writable bytes of the arena's size or more.
+        reader: Reads the checkpoint.
+        threads: How many requests are under way at once.
+        progress: Called with the bytes of each finished request, by one thread at a time.
+
+    Raises:
+        CheckpointError: A file changed or cannot be read. All threads have ended then, as they have after an interrupt.
+    """
+    requests, flat = plan.requests[arena], target.cast("B")
+    gap = max((nbytes for request in requests for offset, nbytes in request.targets if offset is None), default=0)
+    scratch = memoryview(bytearray(gap))  # what is read into it is looked at by nobody, so that all threads share it
+    files = {request.source.file for request in requests}
+    is_copy = plan.arenas[arena].kind != "staging"
+    drop = {request.source for request in requests if is_copy and _is_cold(reader, request.source) is True}
+
+    def read(request: Request) -> int:
+        parts = [scratch[:n] if offset is None else flat[offset : offset + n] for offset, n in request.targets]
+        reader.read_vectored(request.source, parts)
+        if request.source in drop:
+            _advise(reader, request.source, "DONTNEED")
+        return request.source.nbytes
+
+    wanted = plan.bytes_by_file
+    for file in files:
+        size = reader.identity(file)[1]
+        # reading ahead of a request that is not followed by its neighbour reads up to twice the bytes
+        _advise(reader, ByteRange(file, 0, 0), "SEQUENTIAL" if wanted[file] >= _WHOLE * size else "RANDOM")
+    try:
+        _run([partial(read, request) for request in requests], threads, progress)
+    finally:
+        for file in files:  # the advice holds for maps of the file, too
+            _advise(reader, ByteRange(file, 0, 0), "NORMAL")
+
+
+def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:
+    """Those parts of the ranges that are mostly not in the page cache, or may not be."""
+    return coalesce((window for window in _windows(ranges) if _is_cold(reader, window) is not False), 0)
+
+
+def bring_in(
+    ranges: Iterable[ByteRange], reader: Reader, threads: int = 4, by_reading: bool = False, progress: Progress | None = None
+) -> None:
+    """Brings ranges into the page cache, at the disk's speed, so that who maps them need not wait for each page.
+
+    Args:
+        ranges: The ranges.
+        reader: Holds the checkpoint's files.
+        threads: How many windows are under way at once.
+        by_reading: See `filesystem.populate`.
+        progress: As for `read_arena`.
+
+    Raises:
+        CheckpointError: A file was truncated, or the disk fails.
+    """
+
+    def bring(window: ByteRange) -> int:
+        populate(reader.descriptor(window.file), window, by_reading)
+        reader.count(populated=window.nbytes)
+        return window.nbytes
+
+    _run([partial(bring, window) for window in _windows(ranges)], threads, progress)
+
+
+def _windows(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    return [
+        ByteRange(source.file, source.offset + done, min(WINDOW, source.nbytes - done))
+        for source in ranges
+        for done in range(0, source.nbytes, WINDOW)
+    ]
+
+
+def _is_cold(reader: Reader, source: ByteRange) -> bool | None:
+    fraction = resident_fraction(reader.descriptor(source.file), source)
+    return None if fraction is None else fraction < _COLD
+
+
+def _advise(reader: Reader, source: ByteRange, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        descriptor = reader.descriptor(source.file)
+        os.posix_fadvise(descriptor, source.offset, source.nbytes, getattr(os, f"POSIX_FADV_{advice}"))
+
+
+def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | None) -> None:
+    """Runs tasks that give the bytes they did; whatever ends it, no thread is left behind."""
+    pending, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        while True:
+            with lock:
+                task = None if errors else next(pending, None)
+            if task is None:
+                return
+            try:
+                done = task()
+                if progress is not None:
+                    with lock:
+                        progress(done)
+            except BaseException as error:
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, name=f"hfq-read-{n}", daemon=True) for n in range(min(threads, len(tasks)))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException as error:  # an interrupt from the keyboard, or no more threads
+        errors.append(error)
+        raise
+    finally:
+        for worker in workers:  # one whose start was interrupted may still come to life: it finds the error, and does nothing
+            if worker.is_alive():
+                worker.join()
+    if errors:
+        raise errors.pop(0)  # an error that the list kept would keep its frames, and so the memory being filled
