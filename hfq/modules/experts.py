@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
 
 __all__ = ["PackedExperts"]
 
@@ -22,6 +23,9 @@ class PackedExperts(nn.ModuleList):
         experts: The layers of each expert, by local name.
         apply_gate: The model's own gating: [..., 2 * intermediate] → [..., intermediate].
         is_interleaved: Whether it takes gate and up channels in turns, and not one after the other.
+
+    Attributes:
+        prefetch: Told the routed layers that rest elsewhere, in the order of their use, before the first of them computes.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class PackedExperts(nn.ModuleList):
     ) -> None:
         super().__init__([nn.ModuleDict(dict(layers)) for layers in experts])
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
+        self.prefetch: Callable[[Iterable[PackedModule]], None] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
@@ -47,9 +52,10 @@ class PackedExperts(nn.ModuleList):
             [tokens, hidden] in the dtype of the hidden states.
         """
         result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            if not 0 <= expert < len(self):
-                continue
+        routed = [expert for expert in top_k_index.unique().tolist() if 0 <= expert < len(self)]
+        if self.prefetch is not None:
+            self.prefetch(layer for expert in routed for layer in self[expert].values() if layer.is_away)
+        for expert in routed:
             token, place = torch.where(top_k_index == expert)
             output = self._compute(self[expert], hidden_states[token]) * top_k_weights[token, place, None]
             result.index_add_(0, token, output.to(result.dtype))

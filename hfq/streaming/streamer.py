@@ -1,14 +1,17 @@
-"""The streamer: loads one block of the model before its forward and drops it after.
+"""The streamer: keeps the block that computes and the block that comes next on their device, and nothing else.
 
-This is the plain one: synchronous, one block at a time, packed rows into one buffer that all blocks share. Its seat is
-`Streamer(blocks, reader, device)`; what takes that seat may prefetch.
+Reader threads fill one end of a ring while the block at the other end computes, over the border between two blocks and over the
+end of a pass into the next one, so that a forward takes the longer of reading and computing and not their sum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,31 +19,42 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
-from hfq.errors import PlacementError, SetupError
+from hfq.checkpoint.filesystem import available_memory
+from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, arena_layout, read_tensor
-from hfq.spec import TensorInfo
+from hfq.modules.row import ArenaRow, read_tensor
+from hfq.streaming.block import Binding, Block, DenseParameter, Resting, is_on_disk, owners_within
+from hfq.streaming.expert_cache import ExpertCache
+from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
+from hfq.streaming.lane import lane_to
+from hfq.streaming.layout import lay_out
+from hfq.streaming.lockstep import current_worker
+from hfq.streaming.pool import Pool
+from hfq.streaming.regions import AcceleratorRegions, HostRegions, Regions
+from hfq.streaming.rows import RowTable, can_read_rows, read_by_row
+from hfq.streaming.schedule import Schedule
+from hfq.streaming.source import Source
 
-__all__ = ["Block", "DenseParameter", "Streamer"]
+__all__ = ["StreamOptions", "Streamer"]
+
+_SHARE_FOR_EXPERTS = 0.1
 
 
 @dataclass(frozen=True)
-class DenseParameter:
-    """A parameter that is not packed and rests in the checkpoint: read, and cast to its own dtype, for each forward."""
+class StreamOptions:
+    """How a streamer reads.
 
-    module: nn.Module
-    local: str
-    info: TensorInfo
+    Attributes:
+        mode: `"direct"`, `"buffered"`, or `"auto"`: see `Source`.
+        verify: Which reads are checked: see `Source`.
+        threads: Reader threads.
+        expert_cache_nbytes: The most bytes of routed experts that are kept; None takes a tenth of the memory available at first.
+    """
 
-
-@dataclass(frozen=True)
-class Block:
-    """A module whose forward needs these offloaded parts, and no other module's forward in between."""
-
-    name: str
-    module: nn.Module
-    packed: tuple[PackedModule, ...]
-    dense: tuple[DenseParameter, ...]
+    mode: str = "auto"
+    verify: str = "off"
+    threads: int = 8
+    expert_cache_nbytes: int | None = None
 
 
 class Streamer:
@@ -54,97 +68,230 @@ class Streamer:
         reader: Reads the checkpoint.
         device: Where the blocks compute.
         on_demand: Packed modules that are fetched when they compute and belong to no block, as routed experts.
+        options: How it reads.
+        root: The whole model: its forward is one pass over the blocks.
+
+    Attributes:
+        schedule: The order of the blocks, and how often it was wrong.
+        waited_seconds: How long forwards waited for their block.
+        apart: How often a block had no room in the ring.
+        passes: How many forwards of the whole model were completed.
     """
 
-    def __init__(self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = ()) -> None:
-        self.blocks, self._reader, self._device = tuple(blocks), reader, torch.device(device)
+    def __init__(
+        self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = (),
+        options: StreamOptions = StreamOptions(), root: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        self._reader, self.device, self.options = reader, torch.device(device), options
+        self.blocks = tuple(block for block in blocks if not _is_table(block))
+        layouts = [lay_out(block.infos(self.device)) for block in self.blocks]
+        self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
+        self.source = Source(reader, options.mode, self.pass_nbytes, options.verify)
+        self.pool = Pool(options.threads)
+        self.regions = self._make_regions(layouts)
+        self._bindings = [Binding(block, layout, self.device) for block, layout in zip(self.blocks, layouts, strict=True)]
+        self.schedule = Schedule(range(len(self.blocks)))
         self._lock = threading.RLock()
-        sizes = [sum(arena_layout(linear.infos)[1] for linear in block.packed) for block in blocks]
-        with torch.inference_mode(False):
-            self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
-        for block in blocks:
-            for part in (block, *_owners(block)):
-                self._wrap(part)
-            for linear in block.packed:
-                linear.fetch = lambda linear=linear: self._fetch(linear)
-        for module in on_demand:
-            module.fetch, module.is_away = lambda module=module: self._fetch(module), True
+        self._in_use: list[int] = []
+        self.waited_seconds, self.apart, self.passes = 0.0, 0, 0
+        self.experts = ExpertCache(self._read, self.pool, _expert_budget(options, on_demand))
+        self._finalizer = weakref.finalize(self, Pool.close, self.pool)
+        _streamers.add(self)
+        self._record()
+        self._wrap_all(blocks, on_demand, root)
 
     def __deepcopy__(self, memo: dict) -> Streamer:
-        raise SetupError(
-            "A model with offloaded parts cannot be copied.", expected="a model that rests where it computes",
-            found=f"{len(self.blocks)} streamed blocks", fix="load it a second time instead",
-        )  # fmt: skip
+        raise no_copy(f"{len(self.blocks)} streamed blocks")
 
-    def _wrap(self, block: Block) -> None:
-        forward = block.module.forward
+    def close(self) -> None:
+        """Joins the reader threads and closes their files; a later forward is an error."""
+        self._finalizer()
+        self.source.files.close()
+
+    @contextlib.contextmanager
+    def turn(self, index: int) -> Iterator[torch.Tensor]:
+        """Brings a block to its region for as long as the context lasts; other threads wait, and the next block is read meanwhile.
+
+        Raises:
+            CheckpointError: The block could not be read.
+        """
+        with self._lock:
+            region = self._acquire(index)
+            try:
+                yield region
+            finally:
+                self._release(index)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """During this, other threads' forwards wait for their blocks."""
+        with self._lock:
+            yield
+
+    def _make_regions(self, layouts) -> Regions:
+        if self.device.type == "cpu":
+            return HostRegions(layouts, self.source, self.pool)
+        resident = {index for index, block in enumerate(self.blocks) if not _rests_on_disk(block)}
+        return AcceleratorRegions(layouts, self.source, self.pool, lane_to(self.device), resident)
+
+    def _wrap_all(self, blocks: Sequence[Block], on_demand: Sequence[PackedModule], root: nn.Module | None) -> None:
+        for index, block in enumerate(self.blocks):
+            self._wrap(index, block)
+            for owner, slots in owners_within(block).items():
+                self._wrap_owner(owner, slots)
+            for module in block.packed:
+                module.fetch = lambda module=module: self._read(module)
+        for block in blocks:
+            if _is_table(block):
+                self._read_rows(block)
+        for module in on_demand:
+            module.fetch, module.is_away = lambda module=module: self.experts.fetch(module), True
+        if root is not None and self.blocks and root is not self.blocks[0].module:
+            self._wrap_root(root)
+
+    def _wrap(self, index: int, block: Block) -> None:
+        forward, binding = block.module.forward, self._bindings[index]
 
         @functools.wraps(forward)
         def streamed(*args, **kwargs):
-            _refuse_meta(block, args)
-            with self._onloaded(block):
-                return forward(*args, **kwargs)
+            refuse_meta(block.name, args)
+            worker = current_worker()
+            with self.turn(index) if worker is None else worker.turn(index) as region:
+                resting: list[Resting] = []
+                try:
+                    binding.lend(region, resting)
+                    return own_outputs(forward(*args, **kwargs), region)
+                finally:
+                    binding.take_back(resting)
 
         block.module.forward = streamed
 
-    @contextlib.contextmanager
-    def _onloaded(self, block: Block) -> Iterator[None]:
-        """Lends a block its parts; waits for another thread's block, since all share one buffer."""
-        resting: list[tuple[DenseParameter, nn.Parameter]] = []
-        with self._lock:
+    def _wrap_owner(self, owner: nn.Module, slots: Sequence[DenseParameter]) -> None:
+        forward = owner.forward
+
+        @functools.wraps(forward)
+        def read_when_away(*args, **kwargs):
+            resting = []
             try:
-                self._onload(block, resting)
-                yield
+                for slot in slots:
+                    if slot.is_away():
+                        value = read_tensor(self._reader, slot.info).to(self.device, slot.dtype)
+                        resting.append((slot, slot.give(value)))
+                return forward(*args, **kwargs)
             finally:
                 for slot, parameter in resting:
                     slot.module._parameters[slot.local] = parameter
-                for linear in block.packed:
-                    linear.offload()
 
-    def _onload(self, block: Block, resting: list[tuple[DenseParameter, nn.Parameter]]) -> None:
-        offset = 0
-        for linear in block.packed:
-            nbytes = arena_layout(linear.infos)[1]
-            linear.onload(self._fetch(linear, self._buffer[offset : offset + nbytes]))
-            offset += nbytes
-        for slot in block.dense:
-            parameter = slot.module._parameters[slot.local]
-            if parameter is not None and parameter.is_meta:
-                value = read_tensor(self._reader, slot.info).to(self._device, parameter.dtype)
-                resting.append((slot, parameter))
-                slot.module._parameters[slot.local] = nn.Parameter(value, requires_grad=False)
+        owner.forward = read_when_away
 
-    def _fetch(self, linear: PackedModule, buffer: torch.Tensor | None = None) -> Mapping[str, torch.Tensor]:
-        """A module's tensors on the device: from the checkpoint for one that rests on disk, else from where it rests."""
-        tensors = linear.resting_tensors()
-        if any(tensor.is_meta for tensor in tensors.values()):
-            row = ArenaRow.read(self._reader, linear.infos, buffer)
-            if self._device.type == "cpu":
-                return row.tensors()
-            return ArenaRow(row.buffer.to(self._device), row.segments).tensors()
-        return {local: tensor.to(self._device) for local, tensor in tensors.items()}
+    def _wrap_root(self, root: nn.Module) -> None:
+        forward = root.forward
+
+        @functools.wraps(forward)
+        def one_pass(*args, **kwargs):
+            if current_worker() is not None:
+                return forward(*args, **kwargs)
+            self.source.choose()
+            self.schedule.begin()
+            is_complete = False
+            try:
+                outputs = forward(*args, **kwargs)
+                is_complete = True
+            finally:
+                self.schedule.end(is_complete)
+                self.passes += is_complete
+            return outputs
+
+        root.forward = one_pass
+
+    def _read_rows(self, block: Block) -> None:
+        slot = block.dense[0]
+        read_by_row(slot, RowTable(block.name, slot, self.device, self.source.files, self.pool))
+        forward = slot.module.forward
+
+        @functools.wraps(forward)
+        def looked_up(*args, **kwargs):
+            refuse_meta(block.name, args)
+            return forward(*args, **kwargs)
+
+        slot.module.forward = looked_up
+
+    def _acquire(self, index: int) -> torch.Tensor:
+        self.schedule.visit(index)
+        started = time.perf_counter()
+        try:
+            if index in self._in_use or not self.regions.start(index, self._in_use):
+                self.apart += 1
+                region = self.regions.take_apart(index)
+            else:
+                self._prefetch([*self._in_use, index])
+                region = self.regions.take(index)
+        except HfqError as error:
+            raise of_block(error, self.blocks[index].name) from error
+        self.waited_seconds += time.perf_counter() - started
+        self._in_use.append(index)
+        return region
+
+    def _release(self, index: int) -> None:
+        if index in self._in_use:  # not in a process that was forked within the block
+            self._in_use.remove(index)
+        self.regions.give_back(index)
+        self._prefetch(self._in_use)
+
+    def _prefetch(self, kept: Sequence[int]) -> None:
+        """Begins to read what comes next, as far as there is room beside what is in use and what comes sooner."""
+        kept = list(kept)
+        if self._finalizer.alive:
+            for index in self.schedule.expected(2):
+                if not self.regions.start(index, kept):
+                    return
+                kept.append(index)
+
+    def _read(self, module: PackedModule) -> Mapping[str, torch.Tensor]:
+        """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it rests in memory."""
+        if not is_on_disk(module):
+            return {local: tensor.to(self.device) for local, tensor in module.resting_tensors().items()}
+        row = ArenaRow.read(self._reader, module.infos)
+        return row.tensors() if self.device.type == "cpu" else ArenaRow(row.buffer.to(self.device), row.segments).tensors()
+
+    def _record(self) -> None:
+        """Takes the checksums of everything that is streamed, where reads are verified."""
+        if self.source.is_verified:
+            self.regions.record()
+
+    def reset_after_fork(self) -> None:
+        """The child of a fork has no reader threads, and does not know what they had read."""
+        self._lock = threading.RLock()
+        self._in_use.clear()
+        self.source.reset_after_fork()
+        self.regions.reset()
+        self.experts.reset()
 
 
-def _refuse_meta(block: Block, inputs: Sequence[object]) -> None:
-    """Refuses an input on meta, from which torch computes garbage: model code moved it to where a weight rests (Llama 4 does)."""
-    if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
-        raise PlacementError(
-            f"{block.name} was given an input on meta: the model's code moves it to where the weight rests, which is on disk.",
-            expected="an input with values", found="a tensor on meta",
-            fix=f'give this module a home in memory: {{"{block.name}": "cpu"}}',
-        )  # fmt: skip
+def _is_table(block: Block) -> bool:
+    """Whether a block is an embedding alone, whose rows can be read one by one."""
+    return (
+        not block.packed and len(block.dense) == 1 and block.dense[0].module is block.module and can_read_rows(block.dense[0])
+    )
 
 
-def _owners(block: Block) -> list[Block]:
-    """The modules within a block that own its dense parameters, as blocks of their own.
+def _rests_on_disk(block: Block) -> bool:
+    return any(is_on_disk(module) for module in block.packed) or any(slot.home == "disk" for slot in block.dense)
 
-    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for gradient checkpointing
-    (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
-    """
-    owners: dict[nn.Module, list[DenseParameter]] = {}
-    for slot in block.dense:
-        if slot.module is not block.module:
-            owners.setdefault(slot.module, []).append(slot)
-    return [
-        Block(f"{block.name}, part {index}", owner, (), tuple(slots)) for index, (owner, slots) in enumerate(owners.items())
-    ]
+
+def _expert_budget(options: StreamOptions, on_demand: Sequence[PackedModule]) -> int:
+    if options.expert_cache_nbytes is not None or not on_demand:
+        return options.expert_cache_nbytes or 0
+    return int((available_memory() or 0) * _SHARE_FOR_EXPERTS)
+
+
+_streamers: weakref.WeakSet[Streamer] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    for streamer in list(_streamers):
+        streamer.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)

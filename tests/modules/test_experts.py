@@ -196,3 +196,26 @@ def test_each_projection_of_each_expert_is_a_module_by_its_name(pair):
     per_expert = {name.partition(".")[2] for name in names}
     assert per_expert in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
     assert names == {f"{expert}.{local}" for expert in range(EXPERTS) for local in per_expert}
+
+
+def test_the_routed_layers_that_rest_elsewhere_are_announced_before_the_first_of_them_computes(pair, inputs):
+    _, experts = pair
+    expected, events = experts(*inputs), []
+    experts.prefetch = lambda layers: events.append(list(layers))
+    for number, layers in enumerate(experts):
+        for layer in layers.values():
+            layer.is_away, layer.fetch = number != 1, layer.resting_tensors
+            layer.register_forward_pre_hook(lambda layer, _: events.append(layer))
+    assert torch.equal(experts(*inputs), expected)
+    routed = sorted(set(inputs[1].flatten().tolist()))
+    assert events[0] == [layer for number in routed if number != 1 for layer in experts[number].values()]
+    used = [layer for layer in events[1:] if layer.is_away]
+    assert used == events[0]
+
+
+def test_nothing_is_announced_where_no_token_is_routed(pair):
+    _, experts = pair
+    announced = []
+    experts.prefetch = lambda layers: announced.extend(layers)
+    experts(torch.empty(0, HIDDEN), torch.empty(0, CHOSEN, dtype=torch.int64), torch.empty(0, CHOSEN))
+    assert announced == []

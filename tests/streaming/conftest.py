@@ -1,4 +1,4 @@
-"""A stack of two small blocks on disk: each a dense norm and scale, and two packed layers of different dialects."""
+"""A stack of small blocks on disk: each a dense norm and scale, and two packed layers of different dialects."""
 
 from dataclasses import dataclass
 
@@ -13,33 +13,51 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.table import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import map_row, read_tensor
-from hfq.streaming.streamer import Block, DenseParameter, Streamer
+from hfq.streaming.block import Block, DenseParameter
+from hfq.streaming.streamer import Streamer, StreamOptions
 
-SIZE = 64
+SIZE, MOST_LAYERS = 64, 6
 FORMATS = {"q": Fp8(strategy="block", block_structure=(24, 40)), "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE)}
 DENSE = ("norm.weight", "norm.bias", "scale")
 
 
 class Layer(nn.Module):
-    """A block; `probe` is called in the middle of its forward."""
+    """A block; `probe` is called in the middle of its forward, `result` makes what it returns."""
 
     def __init__(self, linears):
         super().__init__()
         self.norm, self.scale = nn.LayerNorm(SIZE), nn.Parameter(torch.empty(SIZE))
         self.q, self.k = linears
         self.probe = lambda layer: None
+        self.result = lambda layer, outputs: outputs
 
     def forward(self, activations, gain=1.0):
         hidden = self.q(self.norm(activations)) * self.scale
         self.probe(self)
-        return activations + gain * torch.tanh(self.k(hidden))
+        return self.result(self, activations + gain * torch.tanh(self.k(hidden)))
+
+
+class Chain(nn.Sequential):
+    """Runs its blocks in the order of `order`, where that is set."""
+
+    order: tuple[int, ...] | None = None
+
+    def forward(self, activations):
+        for index in range(len(self)) if self.order is None else self.order:
+            activations = self[index](activations)
+        return activations
 
 
 @dataclass
 class Stack:
-    """The model, its streamer (None where it is resident), and the files it came from."""
+    """The model, its streamer (None where it is resident), and the files it came from.
 
-    model: nn.Sequential
+    Attributes:
+        nbytes: What each block needs of the file.
+        packed_nbytes: The packed part of that.
+    """
+
+    model: Chain
     reader: Reader
     streamer: Streamer | None
     nbytes: list[int]
@@ -48,56 +66,98 @@ class Stack:
     def is_offloaded(self) -> bool:
         return all(parameter.is_meta for parameter in self.model.parameters())
 
+    def read_nbytes(self) -> list[int]:
+        """What one read of each block reads: from the start of its first page on; past the page cache, whole pages of the file."""
+        found, source = [], self.streamer.source
+        for layout in self.streamer.regions.layouts:
+            (run,) = layout.runs
+            end = run.source.offset + run.source.nbytes
+            if source.mode == "direct" and source.files.supports_direct(run.source.file):
+                size = self.reader.identity(run.source.file)[1]
+                end = min(-(-end // 4096) * 4096, size)
+            found.append(end - run.source.offset // 4096 * 4096)
+        return found
+
+    def quiet(self) -> int:
+        """The bytes read so far, once everything that was begun is read."""
+        for index in range(len(self.streamer.blocks)):
+            ticket = self.streamer.regions.ticket_of(index)
+            if ticket is not None:
+                ticket.wait()
+        return self.reader.counters.bytes_read
+
 
 def stored(tensor: torch.Tensor):
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return safetensors_dtype(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """The tensors are too small for more, and threads that wait for each other are slow on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def content(tmp_path_factory):
+    """The bytes of the checkpoint."""
+    file = tmp_path_factory.mktemp("stack") / "model.safetensors"
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for layer in range(2):
+    for layer in range(MOST_LAYERS):
         for local, weight_format in FORMATS.items():
             packed = weight_format.quantize(torch.randn(SIZE, SIZE, generator=generator) * 0.1)
             tensors |= {f"{layer}.{local}.{name}": tensor for name, tensor in packed.items()}
         tensors |= {f"{layer}.{name}": torch.rand(SIZE, generator=generator) for name in DENSE}
-    write_safetensors(tmp_path / "model.safetensors", {name: stored(tensor) for name, tensor in tensors.items()})
+    write_safetensors(file, {name: stored(tensor) for name, tensor in tensors.items()})
+    return file.read_bytes()
+
+
+@pytest.fixture
+def folder(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
     return tmp_path
 
 
 @pytest.fixture
 def build(folder):
-    """build(offload=True, dtype=torch.float32) → the stack, resting on disk or wholly resident."""
+    """build(offload=True, dtype=torch.float32, layers=4, options=…, resident=()) → the stack, on disk or wholly resident.
 
-    def build(offload: bool = True, dtype: torch.dtype = torch.float32) -> Stack:
+    `resident` names packed layers, as "0.q", that rest in memory all the same.
+    """
+
+    def layer_of(checkpoint, reader, index, offload, dtype, resident) -> tuple[Layer, Block]:
+        linears = []
+        for local, weight_format in FORMATS.items():
+            prefix = f"{index}.{local}."
+            infos = {n.removeprefix(prefix): i for n, i in checkpoint.tensors.items() if n.startswith(prefix)}
+            linears.append(PackedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference")))
+            if not offload or prefix[:-1] in resident:
+                linears[-1].hold(map_row(reader, infos))
+        layer, slots = Layer(linears), []
+        for name in DENSE:
+            owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            info = checkpoint.tensors[f"{index}.{name}"]
+            slots.append(DenseParameter(owner, local, info))
+            value = torch.empty(SIZE, dtype=dtype, device="meta") if offload else read_tensor(reader, info).to(dtype)
+            owner._parameters[local] = nn.Parameter(value, requires_grad=False)
+        return layer, Block(str(index), layer, tuple(linears), tuple(slots))
+
+    def build(
+        offload: bool = True, dtype: torch.dtype = torch.float32, layers: int = 4,
+        options: StreamOptions = StreamOptions(), resident: tuple[str, ...] = (), device: str = "cpu",  # noqa: B008
+    ) -> Stack:  # fmt: skip
         checkpoint = Checkpoint.open(folder)
         reader = Reader(checkpoint)
-        layers, blocks, sizes, packed_sizes = [], [], [], []
-        for index in range(2):
-            linears = []
-            for local, weight_format in FORMATS.items():
-                prefix = f"{index}.{local}."
-                infos = {n.removeprefix(prefix): i for n, i in checkpoint.tensors.items() if n.startswith(prefix)}
-                linears.append(PackedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference")))
-            layer = Layer(linears)
-            slots = []
-            for name in DENSE:
-                owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-                info = checkpoint.tensors[f"{index}.{name}"]
-                slots.append(DenseParameter(owner, local, info))
-                value = torch.empty(SIZE, dtype=dtype, device="meta") if offload else read_tensor(reader, info).to(dtype)
-                owner._parameters[local] = nn.Parameter(value, requires_grad=False)
-            if not offload:
-                for linear in linears:
-                    linear.hold(map_row(reader, linear.infos))
-            layers.append(layer)
-            blocks.append(Block(str(index), layer, tuple(linears), tuple(slots)))
-            packed_sizes.append(sum(info.nbytes for linear in linears for info in linear.infos.values()))
-            sizes.append(packed_sizes[-1] + sum(slot.info.nbytes for slot in slots))
-        streamer = Streamer(blocks, reader, "cpu") if offload else None
+        pairs = [layer_of(checkpoint, reader, index, offload, dtype, resident) for index in range(layers)]
+        model, blocks = Chain(*(layer for layer, _ in pairs)), [block for _, block in pairs]
+        packed = [sum(info.nbytes for linear in block.packed for info in linear.infos.values()) for block in blocks]
+        sizes = [size + sum(slot.info.nbytes for slot in block.dense) for size, block in zip(packed, blocks, strict=True)]
+        streamer = Streamer(blocks, reader, device, options=options, root=model) if offload else None
         reader.counters.bytes_read = 0
-        return Stack(nn.Sequential(*layers), reader, streamer, sizes, packed_sizes)
+        return Stack(model, reader, streamer, sizes, packed)
 
     return build

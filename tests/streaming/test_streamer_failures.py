@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hfq.errors import CheckpointError, SetupError
+from hfq.streaming.streamer import StreamOptions
 
 SIZE = 64
 
@@ -33,7 +34,7 @@ def in_another_thread(work, timeout: float = 20):
     return outcome[0]
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 3])
 def test_after_an_exception_in_the_forward_all_is_on_meta_and_the_lock_is_free(build, index):
     stack, activations = build(), random(3, SIZE)
     expected = stack.model(activations)
@@ -101,17 +102,21 @@ def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build
     assert torch.is_tensor(in_another_thread(lambda: stack.model(random(3, SIZE))))
 
 
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, folder, is_first):
-    stack, activations, file = build(), random(3, SIZE), folder / "model.safetensors"
+def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, folder, is_first, mode):
+    stack, activations = build(layers=6, options=StreamOptions(mode)), random(3, SIZE)
+    file = folder / "model.safetensors"
     expected, content = stack.model(activations), file.read_bytes()
+    stack.quiet()
     kept = 8 + int.from_bytes(content[:8], "little") if is_first else len(content) - 8
     with file.open("r+b") as stream:
         stream.truncate(kept)
-    for _ in range(2):
+    for name in ("2", "0") if is_first else ("5", "5"):  # 0 and 1 had been read ahead
         with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
             stack.model(activations)
         assert caught.value.file == str(file)
+        assert caught.value.what.startswith(f"{name}:")
         assert stack.is_offloaded()
     assert isinstance(in_another_thread(lambda: stack.model(activations)), CheckpointError)
     with file.open("r+b") as stream:

@@ -1,0 +1,225 @@
+"""Homes under byte budgets: what stays where it computes, what is streamed to it, and the ring that this needs. Pure data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hfq.errors import PlacementError
+
+__all__ = ["Budget", "Unit", "plan_homes", "ring_nbytes"]
+
+Kind = Literal["block", "embedding", "experts", "other", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a model that has one home.
+
+    Attributes:
+        name: Its key in a device map.
+        nbytes: Its bytes in memory.
+        kind: How it reaches its device from another home. A `block` is streamed whole, without its experts, and so are the
+            leaves outside of blocks (`other`, as a head or a norm); `experts` are fetched when they are routed to; of an
+            `embedding` a few rows are read; what is `fixed` cannot leave the device that computes.
+        region_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is stored in.
+    """
+
+    name: str
+    nbytes: int
+    kind: Kind
+    region_nbytes: int | None = None
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """What it takes in the ring, and what each forward moves."""
+        return self.nbytes if self.region_nbytes is None else self.region_nbytes
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is brought whole to its device for each forward, when it rests elsewhere."""
+        return self.kind in ("block", "other")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A home for every unit, and what that takes.
+
+    Attributes:
+        homes: The home of each unit.
+        main: The device that computes.
+        capacities: The bytes that each home may hold; a home that is not there has no limit.
+        resting: The bytes that rest in each home.
+        rings: The bytes of the ring on each device that has one.
+        expert_cache_nbytes: The bytes kept free on the main device for routed experts.
+        moved_nbytes: The bytes that one forward streams to the main device.
+        on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of them.
+    """
+
+    homes: Mapping[str, str]
+    main: str
+    capacities: Mapping[str, int]
+    resting: Mapping[str, int]
+    rings: Mapping[str, int]
+    expert_cache_nbytes: int
+    moved_nbytes: int
+    on_demand_nbytes: int
+
+    def taken(self, home: str) -> int:
+        """The bytes that a home holds, its ring and its cache of experts included."""
+        cache = self.expert_cache_nbytes if home == self.main else 0
+        return self.resting.get(home, 0) + self.rings.get(home, 0) + cache
+
+    def headroom(self) -> dict[str, int]:
+        """The bytes that are left in each home that has a limit."""
+        return {home: capacity - self.taken(home) for home, capacity in self.capacities.items()}
+
+    def __str__(self) -> str:
+        left = self.headroom()
+        parts = []
+        for home in dict.fromkeys((self.main, *self.resting, *self.rings)):
+            ring = f" and a ring of {self.rings[home]:,} B" if home in self.rings else ""
+            room = f", {left[home]:,} B left" if home in left else ""
+            parts.append(f"{home}: {self.resting.get(home, 0):,} B resting{ring}{room}")
+        parts.append(f"{self.moved_nbytes:,} B streamed a forward" if self.moved_nbytes else "nothing is streamed")
+        if self.on_demand_nbytes:
+            cache = f", cache of {self.expert_cache_nbytes:,} B" if self.expert_cache_nbytes else ""
+            parts.append(f"up to {self.on_demand_nbytes:,} B of experts when they are routed to{cache}")
+        return "; ".join(parts)
+
+
+def plan_homes(units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0) -> Budget:
+    """Gives every unit a home, so that no home holds more than it may and one forward streams as little as possible.
+
+    What fits on the main device stays there: leaves outside of blocks, smallest first, then blocks in the order of the model,
+    then experts, then embeddings. The rest goes to the CPU in the same order, and then to disk. More memory never moves more
+    bytes.
+
+    Args:
+        units: The parts of the model, in the order in which they compute.
+        capacities: The bytes that each home may hold. A missing `"disk"` has no limit, what else is missing holds nothing.
+        main: The device that computes: `"cpu"`, or the accelerator.
+        expert_cache_nbytes: What the cache of routed experts takes on the main device, where experts rest elsewhere.
+
+    Raises:
+        PlacementError: Not even the smallest choice fits; `fix` names limits that do.
+    """
+    planned = _plan(units, capacities, main, expert_cache_nbytes)
+    if isinstance(planned, Budget):
+        return planned
+    everything = {main: sum(unit.nbytes for unit in units)}
+    ways: list[Mapping[str, int]] = [{**capacities, **planned.way}, {**capacities, **everything}]
+    ways.append({home: limit for home, limit in capacities.items() if home != "disk"})
+    helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
+    distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
+    raise PlacementError(
+        f"max_memory is too small on {planned.home} for this model, even if all is streamed that can be; nothing was loaded.",
+        expected=f"at least {planned.needed:,} B on {planned.home} ({planned.what})",
+        found=f"{capacities.get(planned.home, 0):,} B", fix=f"pass {', or '.join(distinct)}, if the machine has that much",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shortage:
+    """Why a plan fails: the least that a home would have to hold, of what, and a change of capacities that may help."""
+
+    home: str
+    needed: int
+    what: str
+    way: Mapping[str, int]
+
+
+def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache: int) -> Budget | _Shortage:
+    total, limit = sum(unit.nbytes for unit in units), capacities.get(main, 0)
+    away: Sequence[Unit] = ()
+    if total > limit:
+        reserved = cache if any(unit.kind == "experts" for unit in units) else 0
+        leaving = _leaving(units, limit - reserved, _ring)
+        if isinstance(leaving, int):
+            needed = min(leaving + reserved, total)
+            return _Shortage(main, needed, "what stays there, and the ring", {main: needed})
+        away = leaving
+    stored, ring = away, _ring(away)
+    if main != "cpu" and "cpu" in capacities:
+        leaving = _leaving(away, capacities["cpu"], lambda streamed: ring if streamed else 0)
+        if isinstance(leaving, int):
+            return _Shortage("cpu", leaving, "the ring between disk and accelerator", {"cpu": leaving})
+        stored = leaving
+    on_disk = sum(unit.nbytes for unit in stored)
+    if on_disk > capacities.get("disk", math.inf):
+        rest_on_host = {"cpu": sum(unit.nbytes for unit in away)} if main != "cpu" else {main: total}
+        return _Shortage("disk", on_disk, "what fits nowhere else", rest_on_host)
+    rings = {main: ring} if ring else {}
+    if main != "cpu" and any(unit.is_streamed for unit in stored):
+        rings["cpu"] = ring
+    return _account(units, capacities, main, away, stored, rings, cache)
+
+
+def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[Unit]], int]) -> list[Unit] | int:
+    """The units that do not fit beside the ring that they need, in the order given; or the least capacity that would do.
+
+    What stays is the longest start of the order of preference that fits. Fixing the order, and not filling gaps with smaller
+    blocks, is what makes more capacity never move more bytes.
+    """
+    fixed = sum(unit.nbytes for unit in units if unit.kind == "fixed")
+    leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
+    order = [*leaves, *(unit for unit in units if unit.kind == "block")]
+    needs = []
+    for kept in range(len(order), -1, -1):
+        gone = {unit.name for unit in order[kept:]}
+        resident = fixed + sum(unit.nbytes for unit in order[:kept])
+        needs.append(resident + ring_of([unit for unit in units if unit.name in gone]))
+        if needs[-1] <= capacity:
+            break
+    else:
+        return min(needs)
+    room = capacity - needs[-1]
+    for kind in ("experts", "embedding"):
+        for unit in units:
+            if unit.kind == kind and unit.nbytes <= room:
+                room -= unit.nbytes
+            elif unit.kind == kind:
+                gone.add(unit.name)
+    return [unit for unit in units if unit.name in gone]
+
+
+def ring_nbytes(sizes: Sequence[int]) -> int:
+    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two neighbours."""
+    if len(sizes) < 3:
+        return sum(sizes)
+    return max(size + sizes[index - 1] for index, size in enumerate(sizes))
+
+
+def _ring(units: Sequence[Unit]) -> int:
+    """The ring of these units, over the end of a forward into the next one."""
+    return ring_nbytes([unit.streamed_nbytes for unit in units if unit.is_streamed])
+
+
+def _account(
+    units: Sequence[Unit],
+    capacities: Mapping[str, int],
+    main: str,
+    away: Sequence[Unit],
+    stored: Sequence[Unit],
+    rings: Mapping[str, int],
+    cache: int,
+) -> Budget:
+    homes = {unit.name: main for unit in units}
+    homes |= {unit.name: "cpu" for unit in away}
+    homes |= {unit.name: "disk" for unit in stored}
+    resting: Counter[str] = Counter()
+    for unit in units:
+        resting[homes[unit.name]] += unit.nbytes
+    experts = sum(unit.nbytes for unit in away if unit.kind == "experts")
+    moved = sum(unit.streamed_nbytes for unit in away if unit.is_streamed)
+    return Budget(homes, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts)
+
+
+def _as_max_memory(capacities: Mapping[str, int]) -> str:
+    """As it is written in a call: {0: 123, "cpu": 456}."""
+    limits = (f"{home.partition(':')[2] or json.dumps(home)}: {limit}" for home, limit in capacities.items())
+    return f"max_memory={{{', '.join(limits)}}}"

@@ -1,0 +1,40 @@
+"""The stand-in for a parameter that rests elsewhere: computing with it is an error, where torch would make up values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hfq.errors import PlacementError
+
+__all__ = ["AwayParameter"]
+
+_COMPUTES = {
+    F.linear, F.embedding, F.conv1d, F.conv2d, F.layer_norm, F.rms_norm, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.mul,
+    torch.add, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.mul, torch.Tensor.add,
+    torch.Tensor.__getitem__, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__add__, torch.Tensor.__radd__,
+    torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose, torch.Tensor.permute, torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it computes.
+
+    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COMPUTES:
+            raise PlacementError(
+                f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own module alone, "
+                "while that computes.",
+                expected="a call of the module that owns the weight", found="its weight, read by other code",
+                fix="give this module a home in memory in device_map, or call the module",
+            )  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,146 @@
+"""Blocks: what is brought to its device as one, and how its parts are lent views of the region it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow
+from hfq.spec import Segment, TensorInfo
+from hfq.streaming.layout import BlockLayout
+
+__all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
+
+Resting = tuple["DenseParameter", nn.Parameter]
+
+
+@dataclass(frozen=True)
+class DenseParameter:
+    """A parameter that is not packed and does not rest where it computes; cast to its own dtype when it is brought there.
+
+    `home` is where it rests: `disk`, or `cpu` where an accelerator computes.
+    """
+
+    module: nn.Module
+    local: str
+    info: TensorInfo
+    home: str = "disk"
+
+    def give(self, value: torch.Tensor) -> nn.Parameter:
+        """Puts a value in the parameter's place, and returns what was there."""
+        resting = self.module._parameters[self.local]
+        self.module._parameters[self.local] = value if isinstance(value, nn.Parameter) else _frozen(value)
+        return resting  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is cast to."""
+        return self.module._parameters[self.local].dtype  # type: ignore[union-attr]
+
+    def is_away(self) -> bool:
+        """Whether the module has the parameter, and it is not lent now."""
+        parameter = self.module._parameters[self.local]
+        return parameter is not None and parameter.is_meta
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module whose forward needs these offloaded parts, and no other module's forward in between."""
+
+    name: str
+    module: nn.Module
+    packed: tuple[PackedModule, ...]
+    dense: tuple[DenseParameter, ...]
+
+    def moved(self, device: torch.device) -> tuple[PackedModule, ...]:
+        """The packed modules that must be brought to a device; the others rest in memory it computes with."""
+        return tuple(module for module in self.packed if device.type != "cpu" or is_on_disk(module))
+
+    def infos(self, device: torch.device) -> list[TensorInfo]:
+        """The stored tensors that must be brought to a device."""
+        packed = [info for module in self.moved(device) for info in module.infos.values()]
+        return [*packed, *(slot.info for slot in self.dense)]
+
+
+def is_on_disk(module: PackedModule) -> bool:
+    """Whether a packed module rests on disk."""
+    return any(tensor.is_meta for tensor in module.resting_tensors().values())
+
+
+class Binding:
+    """Lends the parts of one block views of the region that it lies in.
+
+    The views are made once for each place in the ring. While autograd records, dense parameters are copies: it keeps them for
+    the backward, when the region holds another block. A packed layer keeps its module instead, and reads its row again.
+
+    Args:
+        block: The block.
+        layout: Where its tensors lie in a region.
+        device: Where it computes.
+    """
+
+    def __init__(self, block: Block, layout: BlockLayout, device: torch.device) -> None:
+        self.block, self._layout = block, layout
+        self._moved = block.moved(device)
+        self._staying = tuple(module for module in block.packed if module not in self._moved)
+        self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}
+
+    def lend(self, region: torch.Tensor, resting: list[Resting]) -> None:
+        """Gives every part its view, and notes in `resting` what `take_back` needs, as far as it comes."""
+        packed, dense = self._of(region)
+        for module, tensors in zip(self._moved, packed, strict=True):
+            module.onload(tensors)
+        for module in self._staying:
+            module.onload(module.resting_tensors())
+        for slot, view in zip(self.block.dense, dense, strict=True):
+            if slot.is_away():
+                dtype = slot.dtype
+                is_kept = torch.is_grad_enabled()
+                value = view.detach().to(dtype, copy=True) if is_kept or view.dtype != dtype else view
+                resting.append((slot, slot.module._parameters[slot.local]))  # type: ignore[arg-type]
+                slot.give(value)
+
+    def take_back(self, resting: Iterable[Resting]) -> None:
+        """Leaves every part on meta again, so that a late use of it fails and does not read another block's bytes."""
+        for slot, parameter in resting:
+            slot.module._parameters[slot.local] = parameter
+        for module in self.block.packed:
+            module.offload()
+
+    def _of(self, region: torch.Tensor) -> tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]:
+        place = region.data_ptr()
+        if place not in self._views:
+            if len(self._views) > 2:  # two places in the ring; regions apart come and go
+                self._views.clear()
+            with torch.inference_mode(False):
+                packed: list[Mapping[str, torch.Tensor]] = [self._tensors(region, module.infos) for module in self._moved]
+                dense = [_frozen(self._tensors(region, {"it": slot.info})["it"]) for slot in self.block.dense]
+            self._views[place] = packed, dense
+        return self._views[place]
+
+    def _tensors(self, region: torch.Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+        segments = {
+            local: Segment(self._layout.places[info], info.nbytes, info.dtype, info.shape) for local, info in infos.items()
+        }
+        return ArenaRow(region, segments).tensors()
+
+
+def owners_within(block: Block) -> dict[nn.Module, list[DenseParameter]]:
+    """The modules within a block that own its dense parameters.
+
+    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for gradient checkpointing
+    (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
+    """
+    owners: dict[nn.Module, list[DenseParameter]] = {}
+    for slot in block.dense:
+        if slot.module is not block.module:
+            owners.setdefault(slot.module, []).append(slot)
+    return owners
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

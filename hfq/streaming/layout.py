@@ -1,0 +1,108 @@
+"""Where the stored tensors of one block lie in one contiguous region of memory, and which reads fill it: pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+
+__all__ = ["GAP_NBYTES", "PAGE", "BlockLayout", "Run", "lay_out"]
+
+PAGE = 4096
+GAP_NBYTES = 64 << 10
+"""Neighbours on file that lie no further apart are read together, the gap along with them."""
+
+_COPY_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of one file that are read together to one place of the region.
+
+    Attributes:
+        source: The bytes that are needed.
+        offset: Where the page of the first of them begins in the region: a multiple of 4096, as in the file.
+    """
+
+    source: ByteRange
+    offset: int
+
+    @property
+    def lead(self) -> int:
+        """The bytes between the start of the first page and the first byte that is needed."""
+        return self.source.offset % PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole pages."""
+        return -(-(self.lead + self.source.nbytes) // PAGE) * PAGE
+
+    def chunks(self, size: int) -> Iterable[tuple[ByteRange, int]]:
+        """(page-aligned range of the file, its offset in the region) in pieces of `size`; the last ends with what is needed."""
+        start, end = self.source.offset - self.lead, self.source.offset + self.source.nbytes
+        for first in range(start, end, size):
+            yield ByteRange(self.source.file, first, min(size, end - first)), self.offset + first - start
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """A region that holds the tensors of a block, laid out as they lie on file.
+
+    Attributes:
+        runs: What is read, in the order of the files.
+        places: The offset in the region of each tensor.
+        copies: (from, to, nbytes) within the region, for tensors that do not lie on a multiple of their element's size.
+        nbytes: The size of the region, a multiple of 4096.
+    """
+
+    runs: tuple[Run, ...]
+    places: Mapping[TensorInfo, int]
+    copies: tuple[tuple[int, int, int], ...]
+    nbytes: int
+
+    @property
+    def needed_nbytes(self) -> int:
+        """The bytes that are needed from the files, gaps between them included."""
+        return sum(run.source.nbytes for run in self.runs)
+
+
+def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> BlockLayout:
+    """Lays the tensors of a block out.
+
+    Args:
+        infos: The stored tensors; one that is given twice has one place.
+        gap_nbytes: The most bytes between two tensors that are read along.
+    """
+    ordered = sorted({info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset))
+    runs: list[Run] = []
+    places: dict[TensorInfo, int] = dict.fromkeys((info for info in infos if not info.nbytes), 0)
+    for source in _merge(ordered, gap_nbytes):
+        runs.append(Run(source, runs[-1].offset + runs[-1].nbytes if runs else 0))
+    end, copies, index = sum(run.nbytes for run in runs), [], 0
+    for info in ordered:
+        while not _holds(runs[index].source, info.range):
+            index += 1
+        run = runs[index]
+        place = run.offset + run.lead + info.range.offset - run.source.offset
+        if place % (DTYPE_BITS[info.dtype] // 8 or 1):
+            copies.append((place, end, info.nbytes))
+            place, end = end, -(-(end + info.nbytes) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
+        places[info] = place
+    return BlockLayout(tuple(runs), places, tuple(copies), -(-end // PAGE) * PAGE)
+
+
+def _merge(ordered: list[TensorInfo], gap_nbytes: int) -> list[ByteRange]:
+    merged: list[ByteRange] = []
+    for info in ordered:
+        last = merged[-1] if merged else None
+        if last and last.file == info.range.file and info.range.offset <= last.offset + last.nbytes + gap_nbytes:
+            end = max(last.offset + last.nbytes, info.range.offset + info.nbytes)
+            merged[-1] = ByteRange(last.file, last.offset, end - last.offset)
+        else:
+            merged.append(info.range)
+    return merged
+
+
+def _holds(run: ByteRange, part: ByteRange) -> bool:
+    return run.file == part.file and run.offset <= part.offset and part.offset + part.nbytes <= run.offset + run.nbytes

@@ -1,0 +1,44 @@
+"""What the disk gives: the measure of what streaming achieves."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+from hfq.streaming.buffers import huge_buffer
+from hfq.streaming.layout import BlockLayout
+from hfq.streaming.pool import Pool, Ticket
+from hfq.streaming.source import CHUNK_NBYTES, Source
+
+__all__ = ["measure_limit"]
+
+_THREADS = 8
+_MOST_NBYTES = 1 << 30
+
+
+def measure_limit(source: Source, layouts: Sequence[BlockLayout]) -> float | None:
+    """Reads what is streamed (at most 1 GiB of it) past the page cache with eight threads, and computes nothing.
+
+    Returns:
+        Bytes per second, or None where the file system has no direct reads or nothing is streamed.
+    """
+    wanted = [chunk for layout in layouts for run in layout.runs for chunk, _ in run.chunks(CHUNK_NBYTES)]
+    if not wanted or not all(source.files.supports_direct(chunk.file) for chunk in wanted):
+        return None
+    wanted = wanted[: max(_MOST_NBYTES // CHUNK_NBYTES, 1)]
+    buffer = huge_buffer(_THREADS * CHUNK_NBYTES)
+    buffer.fill_(1)
+    memory, pool = memoryview(buffer.numpy()), Pool(_THREADS)  # type: ignore[arg-type]
+    places = [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(_THREADS)]
+
+    def lane(index: int) -> None:
+        for chunk in wanted[index::_THREADS]:
+            source.files.read_direct(chunk, places[index][: -(-chunk.nbytes // 4096) * 4096])
+
+    started = time.perf_counter()
+    try:
+        pool.submit(Ticket([functools.partial(lane, index) for index in range(_THREADS)])).wait()
+    finally:
+        pool.close()
+    return sum(chunk.nbytes for chunk in wanted) / (time.perf_counter() - started)

@@ -1,0 +1,168 @@
+"""Lockstep: several forwards that share every block that is read, each computing just what it would compute alone.
+
+Each job runs in a thread of its own and stops at the border of every streamed block. A block is brought to its device once, and
+all jobs that wait for it go through it, one after the other; only one of them runs at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hfq.streaming.streamer import Streamer
+
+__all__ = ["current_worker", "run_in_lockstep"]
+
+_here = threading.local()
+
+
+def current_worker() -> Worker | None:
+    """The job that this thread runs, where it runs one."""
+    return getattr(_here, "worker", None)
+
+
+class _Cancelled(BaseException):
+    """Unwinds a job whose result nobody wants any more."""
+
+
+class Worker:
+    """One job: runs while it has the baton, and hands it back where it needs a block, or when it is done."""
+
+    def __init__(self, job: Callable[[], Any], index: int) -> None:
+        self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
+        self._modes = _Modes()
+        self._context = contextvars.copy_context()
+        self._thread = threading.Thread(target=self._context.run, args=(self._run,), name=f"hfq-lockstep-{index}", daemon=True)
+        self._region: torch.Tensor | None = None
+        self._is_cancelled = False
+        self.waits_for: int | None = None
+        self.depth = 0  # how many blocks it is within
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Runs until the job needs its first block, or is done."""
+        self._thread.start()
+        self._back.acquire()
+
+    def resume(self, region: torch.Tensor) -> None:
+        """Gives the job its block, and runs until it needs another, or is done."""
+        self._region, self.waits_for = region, None
+        self._go.release()
+        self._back.acquire()
+
+    def cancel(self) -> None:
+        """Unwinds the job, and joins its thread."""
+        self._is_cancelled = True
+        self._go.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @contextlib.contextmanager
+    def turn(self, index: int) -> Iterator[torch.Tensor]:
+        """In the job's own thread: waits for a block, and is within it as long as the context lasts."""
+        if not self._is_cancelled:
+            self.waits_for = index
+            self._back.release()
+            self._go.acquire()
+        if self._is_cancelled or self._region is None:
+            raise _Cancelled
+        region, self._region = self._region, None
+        self.depth += 1
+        try:
+            yield region
+        finally:
+            self.depth -= 1
+
+    def _run(self) -> None:
+        _here.worker = self
+        try:
+            with self._modes.entered():
+                self.result = self._job()
+        except BaseException as error:  # raised again in the thread that waits for the results
+            self.error = error
+        finally:
+            self.is_done, self.waits_for = True, None
+            self._back.release()
+
+
+class _Modes:
+    """torch's modes of the thread that makes this, to be entered in another: gradients, inference, autocast."""
+
+    def __init__(self) -> None:
+        self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        devices = {"cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(devices)]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._gradients))
+            for kind, dtype, is_enabled in self._autocast:
+                if is_enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
+def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs jobs together, each block being read once for all that wait for it.
+
+    Args:
+        streamer: The streamer of the model that the jobs run.
+        jobs: What to run; each runs the model one or more times.
+
+    Returns:
+        The results, in the order of the jobs.
+
+    Raises:
+        Exception: What the first job that failed raised; the others are unwound.
+    """
+    if current_worker() is not None:  # a job of its own: its blocks are shared already
+        return [job() for job in jobs]
+    workers = [Worker(job, index) for index, job in enumerate(jobs)]
+    with streamer.alone():
+        streamer.source.choose()
+        try:
+            for worker in workers:
+                worker.start()
+                _check(worker)
+            while any(not worker.is_done for worker in workers):
+                _serve(streamer, workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+    return [worker.result for worker in workers]
+
+
+def _serve(streamer: Streamer, workers: Sequence[Worker]) -> None:
+    """Brings the block that comes first in the order of the model, and lets every job through that waits for it."""
+    wanted = {worker.waits_for for worker in workers if worker.waits_for is not None}
+    expected = streamer.schedule.expected(len(streamer.blocks))
+    index = next((block for block in expected if block in wanted), None)
+    index = min(wanted) if index is None else index
+    with streamer.turn(index) as region:
+        for worker in [worker for worker in workers if worker.waits_for == index]:
+            _let_through(streamer, worker, region)
+
+
+def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> None:
+    """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
+    outside = worker.depth
+    worker.resume(region)
+    _check(worker)
+    while worker.depth > outside and worker.waits_for is not None:
+        with streamer.turn(worker.waits_for) as inner:
+            _let_through(streamer, worker, inner)
+
+
+def _check(worker: Worker) -> None:
+    if worker.error is not None:
+        raise worker.error

@@ -1,0 +1,188 @@
+"""Reader threads: they fill regions of memory while the model computes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+from hfq.errors import SetupError
+
+__all__ = ["Pool", "Ticket"]
+
+Job = Callable[[], None]
+
+
+class Ticket:
+    """One region that is being filled: done when all of its jobs are, failed with the first error among them.
+
+    Args:
+        jobs: What fills the region, each safe to run beside the others.
+        then: What is done once, after the last job and in its thread.
+    """
+
+    def __init__(self, jobs: Iterable[Job], then: Job | None = None) -> None:
+        self.jobs = list(jobs)
+        self._then = then
+        self._left = len(self.jobs)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self.is_cancelled = False
+        self.started = threading.Event()
+        self.error: BaseException | None = None
+        if not self.jobs:
+            self._finish()
+
+    def wait(self) -> None:
+        """Waits until the region is filled.
+
+        Raises:
+            HfqError: What went wrong in the first job that failed.
+        """
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the region."""
+        self.is_cancelled = True
+        self._done.wait()
+
+    def run(self, job: Job) -> None:
+        """Runs one of the jobs, in a thread of the pool."""
+        self.started.set()
+        try:
+            if not self.is_cancelled and self.error is None:
+                job()
+        except BaseException as error:  # it is raised again where the region is waited for
+            self.error = self.error or error
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
+            if self._then is not None and self.error is None and not self.is_cancelled:
+                self._then()
+        except BaseException as error:
+            self.error = error
+        self.jobs = []
+        self._done.set()
+
+
+class Pool:
+    """A few daemon threads that take jobs in the order they were given; they start with the first job and end with `close`.
+
+    Attributes:
+        busy_seconds: The time during which at least one job ran.
+    """
+
+    def __init__(self, threads: int = 8) -> None:
+        self._count = threads
+        self._reset()
+        _pools.add(self)
+
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Hands the jobs of a ticket to the threads.
+
+        Raises:
+            SetupError: The pool is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise SetupError(
+                    "The reader threads of this model were closed.", expected="an open model", found="a model that was closed",
+                    fix="load the model again",
+                )  # fmt: skip
+            for job in ticket.jobs:
+                self._queue.put((ticket, job))
+            while ticket.jobs and len(self._threads) < self._count:
+                thread = threading.Thread(target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return ticket
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._clock.seconds
+
+    def close(self) -> None:
+        """Drops what has not begun, and joins the threads."""
+        with self._lock:
+            self._is_closed = True
+            threads = self._threads.copy()
+            self._threads.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None:
+                    item[0].run(_refuse_closed)
+        for _ in threads:
+            self._queue.put(None)
+        if threading.current_thread() not in threads:  # a reader that drops the last reference may hold what another waits for
+            for thread in threads:
+                thread.join()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._clock = _Clock()
+        self._is_closed = False
+
+
+class _Clock:
+    """Sums up the time during which anybody is busy."""
+
+    def __init__(self) -> None:
+        self._lock, self._busy, self._since, self.seconds = threading.Lock(), 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._busy == 0:
+                self._since = time.perf_counter()
+            self._busy += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._busy -= 1
+            if self._busy == 0:
+                self.seconds += time.perf_counter() - self._since
+
+
+def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
+    """A thread of the pool; it knows the pool's parts and not the pool, so that it keeps no model alive."""
+    while (item := jobs.get()) is not None:
+        ticket, job = item
+        with clock:
+            ticket.run(job)
+        del item, ticket, job
+
+
+def _refuse_closed() -> None:
+    raise SetupError(
+        "A part of the model was dropped while it was read.", expected="a model in use", found="a model that was closed",
+        fix="load the model again",
+    )  # fmt: skip
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """Threads do not survive a fork: a child starts its own with its first job."""
+    for pool in list(_pools):
+        pool._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,249 @@
+"""Regions of memory that blocks are brought to: on the host alone, or on the host and on an accelerator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from hfq.placement.budget import ring_nbytes
+from hfq.streaming.buffers import huge_buffer
+from hfq.streaming.lane import Lane
+from hfq.streaming.layout import PAGE, BlockLayout, Run
+from hfq.streaming.pool import Pool, Ticket
+from hfq.streaming.ring import Ring
+from hfq.streaming.source import CHUNK_NBYTES, Source
+
+__all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
+
+
+class Regions:
+    """What both kinds share: a ring, its buffer, and the tickets of the blocks that have a place in it.
+
+    Args:
+        layouts: The layout of each block.
+        source: Reads the checkpoint.
+        pool: The reader threads.
+        make: Makes a buffer of so many bytes on the device that computes.
+    """
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor]
+    ) -> None:
+        self.layouts, self.source, self.pool, self._make = layouts, source, pool, make
+        self.ring = Ring(ring_nbytes([layout.nbytes for layout in layouts]))
+        self.buffer = make(self.ring.nbytes)
+        self._tickets: dict[int, Ticket] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return self.buffer.numel()
+
+    def start(self, block: int, kept: Collection[int]) -> bool:
+        """Begins to fill a region for a block, unless it has one; False where there is no room beside `kept`."""
+        ticket = self._tickets.get(block)
+        if (
+            ticket is not None and not ticket.is_cancelled and ticket.error is None
+        ):  # what failed ahead of its time is read again
+            return True
+        nbytes = self.layouts[block].nbytes
+        found = self.ring.find(block, nbytes, kept)
+        if found is None:
+            return False
+        for other in {*found[1], block}:  # one step at a time: an interrupt may come at any
+            self.drop(other)
+        self.ring.give(block, found[0], nbytes)
+        self._tickets[block] = self.pool.submit(self._fill(block, self._region(block)))
+        return True
+
+    def take(self, block: int) -> torch.Tensor:
+        """Waits for a block's region, and returns it: uint8 [the layout's nbytes].
+
+        Raises:
+            CheckpointError: It could not be read.
+        """
+        ticket = self._tickets[block]
+        try:
+            ticket.wait()
+        except BaseException:
+            if ticket.is_done():
+                self.drop(block)
+            raise
+        return self._region(block)
+
+    def take_apart(self, block: int) -> torch.Tensor:
+        """A block in memory of its own, for one that has no room in the ring because another computes around it."""
+        region = self._make(self.layouts[block].nbytes)
+        ticket = self.pool.submit(self._fill(block, region))
+        try:
+            ticket.wait()
+        except BaseException:
+            ticket.cancel()
+            raise
+        return region
+
+    def give_back(self, block: int) -> None:
+        """The block's forward is over; its region may be given to another."""
+
+    def drop(self, block: int) -> None:
+        """Forgets what a region holds."""
+        if block in self._tickets:
+            self._tickets[block].cancel()
+            self._lost(block)
+            del self._tickets[block]
+        self.ring.forget(block)
+
+    def record(self) -> None:
+        """Takes the checksum of every chunk of every block."""
+        scratch = _memory(huge_buffer(CHUNK_NBYTES))
+        for layout in self.layouts:
+            self.source.record([wanted for run in layout.runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch)
+
+    def ticket_of(self, block: int) -> Ticket | None:
+        """The ticket of a block that has a region."""
+        return self._tickets.get(block)
+
+    def reset(self) -> None:
+        """Forgets everything without waiting: in the child of a fork nobody reads any more."""
+        self._tickets.clear()
+        self.ring.clear()
+
+    def _region(self, block: int) -> torch.Tensor:
+        offset = self.ring.place_of(block) or 0
+        return self.buffer[offset : offset + self.layouts[block].nbytes]
+
+    def _lost(self, block: int) -> None:
+        """The region of a block is about to be given to another; nobody fills it any more."""
+
+    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
+        raise NotImplementedError
+
+
+class HostRegions(Regions):
+    """Blocks compute where they are read."""
+
+    def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool) -> None:
+        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=True))
+
+    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
+        layout, memory = self.layouts[block], _memory(region)
+
+        def align() -> None:
+            for source, target, nbytes in layout.copies:
+                region[target : target + nbytes] = region[source : source + nbytes]
+
+        jobs = [_reading(self.source, run, memory) for run in layout.runs]
+        return Ticket([job for jobs_of_run in jobs for job in jobs_of_run], align)
+
+
+class AcceleratorRegions(Regions):
+    """Blocks are read to pinned host memory and copied from there to the accelerator, each chunk as soon as it is read.
+
+    Blocks that rest in host memory are read once, when the model is loaded, and copied from there for every forward.
+
+    Args:
+        layouts: The layout of each block.
+        source: Reads the checkpoint.
+        pool: The reader threads.
+        lane: Copies to the accelerator.
+        resident: The blocks that rest in host memory.
+    """
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, lane: Lane, resident: Collection[int] = ()
+    ) -> None:
+        super().__init__(layouts, source, pool, lane.empty)
+        self._lane = lane
+        self._host = Ring(ring_nbytes([layout.nbytes for index, layout in enumerate(layouts) if index not in resident]))
+        self._staging = lane.pin(huge_buffer(self._host.nbytes, is_touched=True))
+        self._resident = {index: lane.pin(self._read_once(layouts[index])) for index in resident}
+        self._copied: dict[int, object] = {}
+        self._computed: dict[int, object] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._staging.numel()
+
+    @property
+    def resident_nbytes(self) -> int:
+        """The pinned host bytes of the blocks that rest there."""
+        return sum(memory.numel() for memory in self._resident.values())
+
+    def take(self, block: int) -> torch.Tensor:
+        region = super().take(block)
+        self._lane.compute_after(self._copied[block])
+        return region
+
+    def take_apart(self, block: int) -> torch.Tensor:
+        region = super().take_apart(block)
+        self._lane.compute_after(self._copied[block])
+        return region
+
+    def give_back(self, block: int) -> None:
+        self._computed[block] = self._lane.mark_compute()
+
+    def reset(self) -> None:
+        super().reset()
+        self._host.clear()
+
+    def _lost(self, block: int) -> None:
+        self._copied[block] = self._lane.mark()  # also after the copies of a ticket that was cancelled half-way
+        if block in self._computed:
+            self._lane.copy_after(self._computed.pop(block))
+
+    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
+        layout, lane = self.layouts[block], self._lane
+
+        def finish() -> None:
+            for source, target, nbytes in layout.copies:
+                lane.copy(region[target : target + nbytes], region[source : source + nbytes])
+            self._copied[block] = lane.mark()
+
+        if block in self._resident:
+            return Ticket([lambda: lane.copy(region, self._resident[block])], finish)
+        staging = self._staging_for(block)
+        memory, jobs = _memory(staging), []
+        for run in layout.runs:
+            for wanted, offset in run.chunks(CHUNK_NBYTES):
+                jobs.append(self._moving(wanted, offset, staging, memory, region))
+        return Ticket(jobs, finish)
+
+    def _moving(self, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
+        def job() -> None:
+            self.source.read(wanted, memory[offset:])
+            self._lane.copy(region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
+
+        return job
+
+    def _staging_for(self, block: int) -> torch.Tensor:
+        """Host memory to read to, from which nothing is copied any more."""
+        nbytes = self.layouts[block].nbytes
+        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != block]
+        found = self._host.find(block, nbytes, reading)
+        if found is None:
+            return huge_buffer(nbytes)
+        for other in {*found[1], block} & self._copied.keys():
+            self._lane.synchronize(self._copied[other])
+        for other in found[1]:
+            self._host.forget(other)
+        self._host.give(block, found[0], nbytes)
+        return self._staging[found[0] : found[0] + nbytes]
+
+    def _read_once(self, layout: BlockLayout) -> torch.Tensor:
+        memory = huge_buffer(layout.nbytes)
+        jobs = [_reading(self.source, run, _memory(memory)) for run in layout.runs]
+        self.pool.submit(Ticket([job for jobs_of_run in jobs for job in jobs_of_run])).wait()
+        return memory
+
+
+def _memory(region: torch.Tensor) -> memoryview:
+    return memoryview(region.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
+
+
+def _reading(source: Source, run: Run, memory: memoryview) -> list[Callable[[], None]]:
+    def job(wanted, offset: int) -> Callable[[], None]:
+        return lambda: source.read(wanted, memory[offset : offset + -(-wanted.nbytes // PAGE) * PAGE])
+
+    return [job(wanted, offset) for wanted, offset in run.chunks(CHUNK_NBYTES)]

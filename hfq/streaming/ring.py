@@ -1,0 +1,62 @@
+"""The two-ended ring: where in one buffer the block that computes and the block that is read next lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hfq.streaming.layout import PAGE
+
+__all__ = ["Ring"]
+
+
+class Ring:
+    """Gives blocks a place at one of the two ends of a buffer.
+
+    Two slots of their own size suffice where reading is the bottleneck, and memory is better spent on parts that stay; a large
+    block (an `lm_head`) does not make the slot of the others large.
+
+    Args:
+        nbytes: The size of the buffer, a multiple of 4096.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def place_of(self, block: int) -> int | None:
+        """The offset of a block that has a place, else None."""
+        return self._places[block][0] if block in self._places else None
+
+    def find(self, block: int, nbytes: int, kept: Collection[int]) -> tuple[int, list[int]] | None:
+        """Finds a place for a block; `give` takes it.
+
+        Args:
+            block: The block that needs a place.
+            nbytes: Its size.
+            kept: The blocks that must not be overlapped.
+
+        Returns:
+            The offset, a multiple of 4096, and the blocks that would be overlapped; None where there is no room beside `kept`.
+        """
+        top = (self.nbytes - nbytes) // PAGE * PAGE
+        candidates = (
+            [] if top < 0 else [(offset, self._overlapped(block, offset, nbytes)) for offset in dict.fromkeys((0, top))]
+        )
+        possible = [(offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)]
+        return min(possible, key=lambda choice: len(choice[1]), default=None)
+
+    def give(self, block: int, offset: int, nbytes: int) -> None:
+        """Gives a block the place that `find` found, once the blocks that it overlaps are forgotten."""
+        self._places[block] = offset, nbytes
+
+    def forget(self, block: int) -> None:
+        """Takes a block's place away, where it has one."""
+        self._places.pop(block, None)
+
+    def clear(self) -> None:
+        """Takes every place away."""
+        self._places.clear()
+
+    def _overlapped(self, block: int, offset: int, nbytes: int) -> list[int]:
+        end, others = offset + nbytes, self._places.items()
+        return [other for other, (start, size) in others if other != block and start < end and offset < start + size]

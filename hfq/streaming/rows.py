@@ -1,0 +1,105 @@
+"""Embeddings that rest in a file are read by row: a forward needs as many rows as it has tokens, not the table."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from hfq.checkpoint.direct import DirectFiles
+from hfq.errors import SetupError
+from hfq.formats.dtypes import torch_dtype
+from hfq.spec import ByteRange
+from hfq.streaming.block import DenseParameter
+from hfq.streaming.guards import no_copy
+from hfq.streaming.pool import Pool, Ticket
+
+__all__ = ["RowTable", "can_read_rows", "read_by_row"]
+
+_ROWS_A_JOB = 64
+
+
+class RowTable:
+    """A table [rows, size] in a file; rows are cast to the dtype that the parameter has when they are looked up.
+
+    Args:
+        name: The module's name in the model, for messages.
+        slot: The table's place in the model, and where it is stored.
+        device: Where they are needed.
+        files: Reads without read-ahead, which would read as many bytes as the table has.
+        pool: Threads that read together where there are many rows.
+    """
+
+    def __init__(self, name: str, slot: DenseParameter, device: torch.device, files: DirectFiles, pool: Pool) -> None:
+        self.name, self.info, self._slot, self._device = name, slot.info, slot, device
+        self._files, self._pool = files, pool
+        self._row_nbytes = slot.info.nbytes // max(slot.info.shape[0], 1)
+
+    def __deepcopy__(self, memo: dict) -> RowTable:
+        raise no_copy(f"{self.name}, whose rows are read from disk")
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of these tokens: [*tokens.shape, size], each read once.
+
+        Raises:
+            SetupError: A token is out of range.
+            CheckpointError: The file was truncated or cannot be read.
+        """
+        wanted, places = tokens.reshape(-1).cpu().unique(return_inverse=True)
+        numbers = wanted.tolist()
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < self.info.shape[0]:
+            raise SetupError(
+                f"{self.name} was given a token that it does not have.", expected=f"0 to {self.info.shape[0] - 1}",
+                found=f"{numbers[0]} to {numbers[-1]}", fix="check the tokenizer against the checkpoint",
+            )  # fmt: skip
+        rows = self._read(numbers).to(self._device, self._slot.dtype)
+        return rows[places.to(self._device)].view(*tokens.shape, self.info.shape[1])
+
+    def _read(self, numbers: list[int]) -> torch.Tensor:
+        rows = torch.empty(len(numbers), self.info.shape[1], dtype=torch_dtype(self.info.dtype))
+        memory = memoryview(rows.view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]
+
+        def job(first: int) -> None:
+            for index in range(first, min(first + _ROWS_A_JOB, len(numbers))):
+                start = self.info.range.offset + numbers[index] * self._row_nbytes
+                target = memory[index * self._row_nbytes : (index + 1) * self._row_nbytes]
+                self._files.read_scattered(ByteRange(self.info.range.file, start, self._row_nbytes), target)
+
+        if len(numbers) <= _ROWS_A_JOB:
+            job(0)
+        else:
+            jobs = [lambda first=first: job(first) for first in range(0, len(numbers), _ROWS_A_JOB)]
+            self._pool.submit(Ticket(jobs)).wait()
+        return rows
+
+
+class _ReadByRow(nn.Embedding):
+    """`nn.Embedding.forward` with a table in a file; stands behind a module's own class, so that `super().forward` finds it."""
+
+    hfq_table: RowTable
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.hfq_table.look_up(input)
+
+
+def can_read_rows(slot: DenseParameter) -> bool:
+    """Whether a parameter is the table of an embedding that only looks rows up, itself or by `super().forward`."""
+    module = slot.module
+    if not isinstance(module, nn.Embedding) or slot.local != "weight" or module.max_norm is not None:
+        return False
+    own = type(module).__mro__[: type(module).__mro__.index(nn.Embedding)]
+    forwards = [vars(cls)["forward"] for cls in own if "forward" in vars(cls)]
+    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
+    names = {name for code in codes for name in getattr(code, "co_names", ("weight",))}
+    is_plain = len(slot.info.shape) == 2 and slot.info.shape[0] == module.num_embeddings
+    return is_plain and "weight" not in names and len(module._parameters) == 1
+
+
+def read_by_row(slot: DenseParameter, table: RowTable) -> None:
+    """Makes an embedding look its rows up in a file; its class keeps its name."""
+    cls = type(slot.module)
+    bases = (_ReadByRow,) if cls is nn.Embedding else (cls, _ReadByRow)
+    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    slot.module.__class__ = type(cls.__name__, bases, own)
+    slot.module.hfq_table = table  # type: ignore[assignment]

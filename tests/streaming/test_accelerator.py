@@ -1,0 +1,196 @@
+"""The path to an accelerator, on a made-up one: right bytes, and no memory used before the other side is done with it."""
+
+import random
+import threading
+
+import pytest
+import torch
+from streaming.fake_lane import FakeLane
+
+from hfq.checkpoint import Checkpoint, Reader, write_safetensors
+from hfq.errors import CheckpointError
+from hfq.streaming import regions as regions_module
+from hfq.streaming.layout import lay_out
+from hfq.streaming.pool import Pool
+from hfq.streaming.regions import AcceleratorRegions
+from hfq.streaming.source import Source
+from hfq.streaming.streamer import Streamer, StreamOptions
+
+BLOCKS, SIZE = 5, 64
+
+
+@pytest.fixture
+def lane():
+    lane = FakeLane()
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def device(tmp_path, lane, monkeypatch):
+    """device(resident=()) → (regions over five blocks of several chunks and odd offsets, the blocks' tensors, their bytes)."""
+    monkeypatch.setattr(regions_module, "CHUNK_NBYTES", 8192)
+    noise = random.Random(0).randbytes(40_000)
+    tensors = {}
+    for block in range(BLOCKS):
+        sizes = {"odd": ("U8", 1001 + block), "wide": ("F32", 12_000 + 4000 * block), "codes": ("U8", 5000)}
+        for name, (dtype, nbytes) in sizes.items():
+            tensors[f"{block}.{name}"] = dtype, (nbytes // (4 if dtype == "F32" else 1),), noise[block : block + nbytes]
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    checkpoint = Checkpoint.open(tmp_path)
+    blocks = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{block}.")] for block in range(BLOCKS)]
+    pool = Pool()
+
+    def make(resident=()):
+        source = Source(Reader(checkpoint), "buffered", 0)
+        read = source.read
+
+        def noted(wanted, target):
+            memory = torch.frombuffer(target, dtype=torch.uint8, count=wanted.nbytes)
+            lane.note("read begun", memory)
+            target[: wanted.nbytes] = b"\xff" * wanted.nbytes
+            read(wanted, target)
+            lane.note("read done", memory)
+
+        monkeypatch.setattr(source, "read", noted)
+        return AcceleratorRegions([lay_out(infos) for infos in blocks], source, pool, lane, resident), blocks, tensors
+
+    yield make
+    pool.close()
+
+
+def use(regions, lane, infos, tensors, block: int, wrong: list, apart: bool = False) -> None:
+    """Takes a block and gives the device a check of its bytes to compute."""
+    region = regions.take_apart(block) if apart else regions.take(block)
+
+    def check() -> None:
+        for info in infos[block]:
+            place = regions.layouts[block].places[info]
+            if region[place : place + info.nbytes].numpy().tobytes() != tensors[info.name][2]:
+                wrong.append(info.name)
+
+    lane.compute(region, check)
+
+
+def test_the_layouts_have_copies_and_several_chunks(device):
+    regions, _, _ = device()
+    assert any(layout.copies for layout in regions.layouts)
+    assert all(len(list(run.chunks(8192))) > 1 for layout in regions.layouts for run in layout.runs)
+
+
+@pytest.mark.parametrize("resident", [(), (1,), (0, 3), range(BLOCKS)])
+def test_every_pass_computes_from_the_right_bytes_and_nothing_is_used_too_early(device, lane, resident):
+    regions, infos, tensors = device(resident)
+    wrong: list[str] = []
+    for step in range(4 * BLOCKS):
+        block, following = step % BLOCKS, (step + 1) % BLOCKS
+        assert regions.start(block, [])
+        assert regions.start(following, [block])
+        use(regions, lane, infos, tensors, block, wrong)
+        regions.give_back(block)
+    lane.close()
+    assert wrong == []
+    assert sum(what == "compute done" for what, *_ in lane.log) == 4 * BLOCKS
+    assert lane.violations() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_with_dropped_and_separate_blocks_is_right(device, lane, seed):
+    regions, infos, tensors = device((2,))
+    dice, wrong = random.Random(seed), []
+    for _ in range(25):
+        block, ahead = dice.randrange(BLOCKS), dice.sample(range(BLOCKS), 2)
+        assert regions.start(block, [])
+        without_room = [other for other in ahead if not regions.start(other, [block])]
+        use(regions, lane, infos, tensors, block, wrong)
+        for other in (block, *without_room):
+            if dice.random() < 0.3:
+                use(regions, lane, infos, tensors, other, wrong, apart=True)
+        regions.give_back(block)
+        if dice.random() < 0.2:
+            regions.drop(ahead[1])
+    lane.close()
+    assert wrong == []
+    assert lane.violations() == []
+
+
+def test_blocks_that_rest_in_memory_are_read_once_and_pinned_like_the_staging(device, lane):
+    regions, infos, tensors = device(range(BLOCKS))
+    before = regions.source.nbytes_read
+    wrong: list[str] = []
+    for block in 2 * [*range(BLOCKS)]:
+        regions.start(block, [])
+        use(regions, lane, infos, tensors, block, wrong)
+        regions.give_back(block)
+    assert regions.source.nbytes_read == before > 0
+    assert regions.resident_nbytes == sum(layout.nbytes for layout in regions.layouts)
+    assert sum(end - first for first, end in lane.pinned) == regions.resident_nbytes
+    assert regions.nbytes == regions.buffer.numel()
+
+
+def test_a_read_that_fails_is_raised_where_the_block_is_taken_and_tried_again(device, lane, monkeypatch):
+    regions, infos, tensors = device()
+    read, wrong = regions.source.read, []
+
+    def fail(wanted, target):
+        raise CheckpointError("The disk fails.", fix="check the disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regions.source, "read", fail)
+        assert regions.start(0, [])
+        with pytest.raises(CheckpointError, match="The disk fails"):
+            regions.take(0)
+        assert regions.start(1, [])
+        regions.ticket_of(1)._done.wait(20)
+    assert regions.source.read == read
+    for block in (0, 1):
+        assert regions.start(block, [])
+        use(regions, lane, infos, tensors, block, wrong)
+        regions.give_back(block)
+    lane.close()
+    assert wrong == []
+    assert lane.violations() == []
+
+
+def random_tensor(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("resident", [(), (1,)])
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, resident):
+    lane = FakeLane(is_host_the_device=True)
+    monkeypatch.setattr(
+        Streamer, "_make_regions",
+        lambda self, layouts: AcceleratorRegions(layouts, self.source, self.pool, lane, resident),
+    )  # fmt: skip
+    stack, expected = build(options=StreamOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
+    for passes in range(1, 6):
+        assert torch.equal(stack.model(random_tensor(3, SIZE)), expected)
+        sizes = stack.read_nbytes()
+        once, ahead = sum(sizes[index] for index in resident), sum(sizes[index] for index in (0, 1) if index not in resident)
+        # what rests in memory was read before the counter was set back
+        assert stack.quiet() == passes * (sum(sizes) - once) + ahead
+    assert stack.streamer.schedule.mispredicts == 0
+    stack.model.order = (3, 1, 1, 0)
+    for _ in range(3):
+        stack.model(random_tensor(3, SIZE))
+    stack.streamer.close()
+    lane.close()
+    assert lane.violations() == []
+
+
+def test_a_lane_that_forgets_to_wait_is_noticed(device, lane, monkeypatch):
+    """The checks above can fail: without the wait for the computation, regions are overwritten while it runs."""
+    regions, infos, tensors = device(range(BLOCKS))
+    monkeypatch.setattr(lane, "copy_after", lambda mark: None)
+    leave = threading.Event()
+    lane.hold_computation(leave)
+    for step in range(BLOCKS):
+        regions.start(step, [])
+        use(regions, lane, infos, tensors, step, [])
+        regions.give_back(step)
+    lane.synchronize(lane.mark())
+    leave.set()
+    lane.close()
+    assert "overwritten while it computes" in lane.violations()

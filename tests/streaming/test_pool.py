@@ -1,0 +1,236 @@
+"""Tickets and reader threads: errors, cancelling, closing; and what a source checks."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from hfq.checkpoint import Checkpoint, Reader, write_safetensors
+from hfq.errors import CheckpointError, SetupError
+from hfq.spec import ByteRange
+from hfq.streaming.pool import Pool, Ticket
+from hfq.streaming.source import Source
+
+TIMEOUT = 20
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def test_a_ticket_is_done_after_all_jobs_and_what_comes_last(pool):
+    done = []
+    ticket = pool.submit(Ticket([lambda n=n: done.append(n) for n in range(20)], lambda: done.append("last")))
+    ticket.wait()
+    assert done[-1] == "last"
+    assert sorted(done[:-1]) == list(range(20))
+    assert ticket.is_done()
+
+
+def test_a_ticket_without_jobs_is_done_at_once(pool):
+    done = []
+    ticket = pool.submit(Ticket([], lambda: done.append("last")))
+    ticket.wait()
+    assert done == ["last"]
+    assert not pool._threads
+
+
+def test_the_first_error_is_raised_and_later_jobs_and_the_last_step_are_left_out():
+    pool, done = Pool(1), []
+
+    def fail():
+        raise ValueError("first")
+
+    ticket = pool.submit(Ticket([fail, lambda: done.append(1)], lambda: done.append("last")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="first"):
+            ticket.wait()
+    assert done == []
+    pool.submit(Ticket([lambda: done.append(2)])).wait()
+    assert done == [2]
+    pool.close()
+
+
+def test_an_error_in_the_last_step_is_raised(pool):
+    def fail():
+        raise ValueError("last")
+
+    with pytest.raises(ValueError, match="last"):
+        pool.submit(Ticket([lambda: None], fail)).wait()
+
+
+def test_cancelling_waits_for_the_job_that_runs_and_drops_the_others():
+    pool, began, leave, done = Pool(1), threading.Event(), threading.Event(), []
+
+    def first():
+        began.set()
+        assert leave.wait(TIMEOUT)
+        done.append("first")
+
+    ticket = pool.submit(Ticket([first, lambda: done.append("second")], lambda: done.append("last")))
+    assert began.wait(TIMEOUT)
+    thread = threading.Thread(target=ticket.cancel)
+    thread.start()
+    while not ticket.is_cancelled:
+        pass
+    assert thread.is_alive()
+    leave.set()
+    thread.join(TIMEOUT)
+    assert done == ["first"]
+    assert ticket.is_done()
+    pool.close()
+
+
+def test_closing_joins_the_threads_and_fails_what_had_not_begun():
+    pool, began, leave = Pool(1), threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        assert leave.wait(TIMEOUT)
+
+    running, waiting = pool.submit(Ticket([hold])), pool.submit(Ticket([lambda: None]))
+    assert began.wait(TIMEOUT)
+    threads = list(pool._threads)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    with pytest.raises(SetupError, match="dropped while it was read"):
+        waiting.wait()
+    leave.set()
+    closing.join(TIMEOUT)
+    running.wait()
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(SetupError, match="were closed"):
+        pool.submit(Ticket([lambda: None]))
+    pool.close()
+
+
+def test_a_reader_may_close_its_own_pool():
+    pool = Pool(2)
+    pool.submit(Ticket([lambda: None])).wait()
+    threads = list(pool._threads)
+    pool.submit(Ticket([pool.close])).wait()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(SetupError):
+        pool.submit(Ticket([lambda: None]))
+
+
+def test_threads_keep_no_pool_and_no_job_alive():
+    class Job:
+        def __call__(self):
+            pass
+
+    pool, job = Pool(2), Job()
+    kept = weakref.ref(job)
+    pool.submit(Ticket([job])).wait()
+    pool.submit(Ticket([lambda: None, lambda: None])).wait()
+    del job
+    gc.collect()
+    assert kept() is None
+    threads, alone = list(pool._threads), weakref.ref(pool)
+    closed = weakref.finalize(pool, lambda: None)
+    del pool
+    gc.collect()
+    assert alone() is None
+    assert not closed.alive
+    assert all(thread.is_alive() for thread in threads)  # a streamer closes its pool; nothing else does
+    jobs = threads[0]._args[0]
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        thread.join(TIMEOUT)
+
+
+def test_a_failing_job_releases_its_thread_and_counts_as_busy_time(pool):
+    def fail():
+        raise ValueError("x")
+
+    ticket = pool.submit(Ticket([fail] * 5))
+    with pytest.raises(ValueError):
+        ticket.wait()
+    pool.submit(Ticket([lambda: None] * 5)).wait()
+    assert pool.busy_seconds >= 0
+
+
+@pytest.fixture
+def source(tmp_path):
+    """source(verify) → (a source, the ranges of two chunks, the file)."""
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {"a": ("U8", (20_000,), bytes(range(250)) * 80)})
+    chunks = [ByteRange(str(file), 0, 8192), ByteRange(str(file), 8192, 5000)]
+
+    def make(verify):
+        made = Source(Reader(Checkpoint.open(tmp_path)), "buffered", 0, verify)
+        made.record(chunks, memoryview(bytearray(8192)))
+        return made, chunks, file
+
+    return make
+
+
+def flip(file, offset: int) -> None:
+    """Changes one byte, and leaves size and time of the file alone as a failing disk does."""
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+
+
+def read(source, wanted) -> bytes:
+    target = bytearray(8192)
+    source.read(wanted, memoryview(target))
+    return bytes(target[: wanted.nbytes])
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_flipped_byte_is_named_until_it_is_back(source, verify):
+    made, (first, second), file = source(verify)
+    flip(file, 9000)
+    assert read(made, first) == file.read_bytes()[:8192]
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"(?s)changed after the model was loaded.*CRC-32.*5000 bytes from byte 8192"
+        ):
+            read(made, second)
+    flip(file, 9000)
+    assert read(made, second) == file.read_bytes()[8192:13192]
+
+
+def test_always_checks_every_read_and_first_the_first_one(source):
+    for verify, is_checked in (("always", True), ("first", False), ("off", False)):
+        made, (first, _), file = source(verify)
+        read(made, first)
+        flip(file, 5000)
+        if is_checked:
+            with pytest.raises(CheckpointError):
+                read(made, first)
+        else:
+            read(made, first)
+        flip(file, 5000)
+
+
+def test_what_is_recorded_is_not_counted_as_streamed(source):
+    made, (first, second), _ = source("always")
+    assert made.nbytes_read == 0
+    read(made, first), read(made, second)
+    assert made.nbytes_read == 13192
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "mode"),
+    [("auto", 200, "buffered"), ("auto", 199, "direct"), ("auto", None, "buffered"), ("direct", 10**9, "direct"),
+     ("buffered", 0, "buffered")],
+)  # fmt: skip
+def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, available, mode):
+    monkeypatch.setattr("hfq.streaming.source.available_memory", lambda: available)
+    made = Source(source("off")[0].reader, asked, 100)
+    assert made.mode == mode
+    if asked == "auto":
+        monkeypatch.setattr("hfq.streaming.source.available_memory", lambda: 10**9)
+        made.choose()
+        assert made.mode == "buffered"
