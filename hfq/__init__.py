@@ -17,13 +17,15 @@ from hfq.integrations.registration import register as _register
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
     from hfq.formats import FORMATS, Format
+    from hfq.integrations.layer_major import layer_major
+    from hfq.integrations.report import report
     from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
     from hfq.placement.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "take_over",
+    "PlacementError", "SetupError", "layer_major", "report", "take_over",
 ]  # fmt: skip
 
 _LAZY = {
@@ -33,6 +35,8 @@ _LAZY = {
     "HfqConfig": "hfq.integrations.transformers",
     "HfqQuantizer": "hfq.integrations.transformers",
     "Plan": "hfq.placement.plan",
+    "layer_major": "hfq.integrations.layer_major",
+    "report": "hfq.integrations.report",
     "take_over": "hfq.integrations.transformers",
 }
 

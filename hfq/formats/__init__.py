@@ -15,7 +15,8 @@ from hfq.formats.refusals import refuse_unreadable
 from hfq.spec import TensorInfo
 
 __all__ = [
-    "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "detect_formats", "tensors_by_module",
+    "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "UnquantizedError", "detect_formats",
+    "tensors_by_module",
 ]  # fmt: skip
 
 for _module in pkgutil.iter_modules(__path__):  # a format registers itself when its file is imported
@@ -28,6 +29,10 @@ _NESTED = ".weight."
 
 class NotPackedError(FormatError):
     """No module of the checkpoint is packed in a dialect that hfq reads."""
+
+
+class UnquantizedError(NotPackedError):
+    """Nothing says that the checkpoint is quantized: it can be placed and streamed as it is."""
 
 
 def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -54,6 +59,7 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
         config: The checkpoint's `quantization_config`, and what `detection_hints` adds to it; may be empty.
 
     Raises:
+        UnquantizedError: Nothing says that the checkpoint is quantized.
         NotPackedError: No module is packed in a dialect that hfq reads.
         FormatError: A config contradicts the tensors.
     """
@@ -79,10 +85,9 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
     unknown = [name for name in dtypes if name not in _DENSE_DTYPES]
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
-        return NotPackedError(
-            "The checkpoint is not quantized; nothing was loaded.", file=file, expected=f"tensors packed as {_names()}",
-            found=f"{found}; no quantization_config",
-            fix="load it without HfqConfig, or quantize it first",
+        return UnquantizedError(
+            "The checkpoint is not quantized.", file=file, expected=f"tensors packed as {_names()}",
+            found=f"{found}; no quantization_config", fix="load it with transformers, or with HfqConfig as it is",
         )  # fmt: skip
     return NotPackedError(
         f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.", file=file,

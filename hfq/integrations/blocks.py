@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
 from hfq.spec import TensorInfo
-from hfq.streaming.streamer import Block, DenseParameter
+from hfq.streaming.block import Block, DenseParameter
 
 __all__ = ["find_blocks"]
 
 
 def find_blocks(
-    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedModule], hidden: Iterable[str]
+    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedModule], hidden: Iterable[str], homes: Mapping[str, str]
 ) -> list[Block]:
     """The blocks of a model, each with its parts that do not rest where they compute.
 
@@ -25,6 +25,7 @@ def find_blocks(
         match: Where its tensors are stored.
         packed: The packed modules that move, by name; experts among them are read when they are routed to, and not before.
         hidden: The dense tensors that transformers did not load, by name.
+        homes: Where every tensor rests.
     """
     dense: dict[str, list[DenseParameter]] = {}
     for name in sorted(hidden):
@@ -32,7 +33,7 @@ def find_blocks(
         owner, info = model.get_submodule(module), _stored(name, model, match)
         parameter = owner._parameters.get(local)
         if info is not None and parameter is not None:
-            dense.setdefault(module, []).append(DenseParameter(owner, local, info))
+            dense.setdefault(module, []).append(DenseParameter(owner, local, info, homes[name]))
     packed = {name: module for name, module in packed.items() if match.packed[name].slot.kind != "expert"}
     return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
 

@@ -31,6 +31,7 @@ from typing import Any
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.source import as_source, source_config
+from hfq.integrations.early import reading_early
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
@@ -175,7 +176,7 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
         source_config(checkpoint)
     token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
     try:
-        with _one_load:
+        with _one_load, reading_early(checkpoint, kwargs.get("device_map")):
             return load()
     except HfqError:
         raise

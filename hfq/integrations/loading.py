@@ -21,9 +21,9 @@ from transformers.utils import logging
 from hfq.checkpoint import Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.source import source_config
+from hfq.integrations.auto_map import fill_map
 from hfq.integrations.blocks import find_blocks
 from hfq.integrations.checks import (
-    check_bias,
     check_merged,
     check_not_converted,
     check_one_home,
@@ -33,14 +33,17 @@ from hfq.integrations.checks import (
 )
 from hfq.integrations.compat import passed_key_mapping, show_device
 from hfq.integrations.matching import Match, match_model
+from hfq.integrations.rows import load_rows, log_summary
 from hfq.integrations.saving import like_source, stored_state
 from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
+from hfq.modules.experts import PackedExperts
 from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, is_mappable, map_row
+from hfq.placement.budget import Budget
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
-from hfq.streaming.streamer import Streamer
+from hfq.streaming.away import AwayParameter
+from hfq.streaming.streamer import Streamer, StreamOptions
 
 __all__ = ["Loading"]
 
@@ -72,6 +75,7 @@ class Loading:
         self.packed = swap_packed(model, self.match, self.config, self._dtypes)
         self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
         self.plan = Plan(())
+        self.budget: Budget | None = None
         self.homes: dict[str, str] = {}
         self.main = "cpu"
         self.streamer: Streamer | None = None
@@ -79,8 +83,14 @@ class Loading:
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._hide_packed()
 
-    def place(self, device_map: dict[str, Any] | None) -> None:
-        """Settles every home, loads the packed rows, and turns `device_map` into the map of devices that compute."""
+    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
+        """Settles every home, loads the packed rows, and turns `device_map` into the map of devices that compute.
+
+        With `max_memory`, the bytes that each device may hold, hfq plans the map first.
+        """
+        if device_map is not None and max_memory is not None:
+            cache = self.config.expert_cache_nbytes or 0
+            self.budget = fill_map(device_map, self.model, self.match, self._dtypes, max_memory, cache)
         names = self._tensor_names()
         self._user_map = dict(device_map) if device_map is not None else None
         homes = resolve_homes(device_map, names, (name for name, _ in self.model.named_modules()))
@@ -100,7 +110,7 @@ class Loading:
             device_map.update(executes)
         self.plan = self._make_plan(names)
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
-            self._load_rows()
+            self.read_plan, self.read_report = load_rows(self, self._hidden)
 
     def finish(self) -> None:
         """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
@@ -109,10 +119,13 @@ class Loading:
         self._cast_dense()
         self._check_ties()
         moving = self._moving()
-        blocks = find_blocks(self.model, self.match, moving, self._hidden - self._packed_names)
+        blocks = find_blocks(self.model, self.match, moving, self._hidden - self._packed_names, self.homes)
         on_demand = [module for name, module in moving.items() if self.match.packed[name].slot.kind == "expert"]
         if blocks or on_demand:
-            self.streamer = Streamer(blocks, self.reader, self.main, on_demand)
+            self.streamer = Streamer(blocks, self.reader, self.main, on_demand, self._stream_options(), self.model)
+            for module in self.model.modules():
+                if isinstance(module, PackedExperts) and on_demand:
+                    module.prefetch = self.streamer.experts.prefetch
             show_device(self.model, torch.device(self.main))
         self._conversions = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
@@ -120,11 +133,14 @@ class Loading:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
             logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
-        logger.info(
-            "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %d bytes read", self.checkpoint.root,
-            time.perf_counter() - self._started, len(self.packed), self.describe_formats(), self.plan,
-            self.reader.counters.bytes_read,
-        )  # fmt: skip
+        log_summary(self, time.perf_counter() - self._started)
+
+    def _stream_options(self) -> StreamOptions:
+        cache = self.config.expert_cache_nbytes
+        if cache is None and self.budget is not None:
+            cache = max(0, self.budget.headroom().get(self.main, 0))
+        threads = max(StreamOptions.threads, self.read_report.threads)  # more on a network file system
+        return StreamOptions(self.config.stream, self.config.verify, threads, cache)
 
     def describe_formats(self) -> str:
         """The distinct formats of the model."""
@@ -196,7 +212,7 @@ class Loading:
         if parameter is not None:
             # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer reads what is on meta
             blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
-            parameter = nn.Parameter(blank, requires_grad=False)
+            parameter = AwayParameter(blank, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 
@@ -225,29 +241,3 @@ class Loading:
                 resting = info.nbytes if home == "disk" and info else tensor.numel() * tensor.element_size()
                 entries.append(PlanEntry(name, home, device, resting, False))
         return Plan(tuple(entries))
-
-    def _load_rows(self) -> None:
-        """Brings every packed row home, and checks the values of its small tensors wherever it rests."""
-        for name, module in self.packed.items():
-            home = self.homes[f"{name}.{next(iter(module.infos))}"]
-            codes = module.weight_format.codes_name
-            small = {local: info for local, info in module.infos.items() if local != codes}
-            tensors = ArenaRow.read(self.reader, small).tensors()
-            module.weight_format = module.weight_format.resolve(name, tensors)
-            check_bias(name, tensors.get("bias"), self.match.packed[name].slot.has_bias)
-            if home == "disk":
-                continue
-            if home != "cpu":
-                row = ArenaRow.read(self.reader, module.infos)
-                module.hold_row(ArenaRow(row.buffer.to(home), row.segments))
-            elif self.config.backing != "arena" and is_mappable(module.infos):
-                module.hold(map_row(self.reader, module.infos))
-            elif self.config.backing == "mapped":
-                raise PlacementError(
-                    "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
-                    file=next(iter(module.infos.values())).range.file, expected="tensors aligned to their own dtype",
-                    found=", ".join(f"{i.name} at byte {i.range.offset}" for i in module.infos.values()),
-                    fix='pass HfqConfig(backing="auto")',
-                )  # fmt: skip
-            else:
-                module.hold_row(ArenaRow.read(self.reader, module.infos))

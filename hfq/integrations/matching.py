@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
-from hfq.formats import Dense, Format, detect_formats, tensors_by_module
+from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.source import detection_hints
 from hfq.integrations.names import Names, owner_of
 from hfq.integrations.slots import WEIGHT, FusedExperts, Slot, expert_of, find_experts, slot_of
@@ -79,7 +79,11 @@ def match_model(
         FormatError: Lists everything that is missing, extra, or of a wrong dtype or shape.
     """
     modules = tensors_by_module(checkpoint.tensors)
-    matcher = _Matcher(model, Names(model, key_mapping), detect_formats(modules, detection_hints(checkpoint, source)))
+    try:
+        formats = detect_formats(modules, detection_hints(checkpoint, source))
+    except UnquantizedError:
+        formats = {}  # placed and streamed like any other; the summary of the load says that nothing is packed
+    matcher = _Matcher(model, Names(model, key_mapping), formats)
     for module, tensors in modules.items():
         matcher.add(module, tensors)
     match = matcher.match

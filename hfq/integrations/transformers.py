@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["HfqConfig", "HfqQuantizer", "register_with", "take_over"]
 
 METHOD = "hfq"
-_CHOICES = {"activations": ("auto", "checkpoint", "none"), "backing": ("auto", "mapped", "arena")}
+_UNLIMITED = 1 << 62
+_CHOICES = {
+    "activations": ("auto", "checkpoint", "none"),
+    "backing": ("auto", "mapped", "arena", "shared"),
+    "stream": ("auto", "direct", "buffered"),
+    "verify": ("off", "first", "always"),
+}
+_OPTIONS = ("kernel", "activations", "modules_to_not_convert", "backing", "stream", "verify", "expert_cache_nbytes")
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -37,7 +44,15 @@ class HfqConfig(QuantizationConfigMixin):
             are; `"auto"` quantizes them only where the kernel multiplies quantized activations natively, which none does yet.
         modules_to_not_convert: Modules that must not be packed. A module that the checkpoint stores packed is refused.
         backing: How packed rows rest in CPU memory: `"mapped"` uses them where they lie in the mapped checkpoint (no copy,
-            shared by processes), `"arena"` reads each into a private buffer, `"auto"` maps whatever is aligned.
+            shared by processes), `"arena"` reads them into private memory, `"shared"` into memory that all processes of the
+            node that load them share, `"auto"` maps whatever is aligned and in a local file, and reads the rest (into shared
+            memory where a launcher has started several processes on the node).
+        stream: How blocks that rest on disk are read: `"direct"` past the page cache, `"buffered"` through it, `"auto"` through it
+            where all that is streamed fits into half of the available memory.
+        verify: Whether what is streamed is compared with checksums that are taken while loading (which reads all of it once):
+            `"off"`, at the `"first"` read of each block, or `"always"`.
+        expert_cache_nbytes: The most bytes of routed experts that are kept where they compute while they rest elsewhere; None
+            takes a tenth of the memory that is available when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
 
     Raises:
@@ -50,38 +65,25 @@ class HfqConfig(QuantizationConfigMixin):
         activations: str = "auto",
         modules_to_not_convert: list[str] | None = None,
         backing: str = "auto",
+        stream: str = "auto",
+        verify: str = "off",
+        expert_cache_nbytes: int | None = None,
         source: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        options = ("kernel", "activations", "modules_to_not_convert", "backing")
         unknown.pop("quant_method", None)
         for name in unknown:
             raise SetupError(
-                f"HfqConfig has no option {name!r}{nearest(name, options)}.", expected=", ".join(options), found=name,
+                f"HfqConfig has no option {name!r}{nearest(name, _OPTIONS)}.", expected=", ".join(_OPTIONS), found=name,
                 fix="remove or correct the option",
             )  # fmt: skip
         choose_kernel(kernel)
-        for name, value in (("activations", activations), ("backing", backing)):
-            if not isinstance(value, str) or value not in _CHOICES[name]:
-                raise SetupError(
-                    f"HfqConfig({name}={value!r}) is not a choice{nearest(str(value), _CHOICES[name])}.",
-                    expected=" or ".join(map(repr, _CHOICES[name])), found=repr(value), fix="correct the option",
-                )  # fmt: skip
-        modules = modules_to_not_convert
-        is_list = isinstance(modules, (list, tuple, set)) and all(isinstance(name, str) and name for name in modules)
-        if modules is not None and not is_list:
-            raise SetupError(
-                "HfqConfig(modules_to_not_convert=…) wants a list of module names.", expected="['lm_head', …]",
-                found=repr(modules)[:80], fix="pass a list",
-            )  # fmt: skip
-        if source is not None and not isinstance(source, Mapping):
-            raise SetupError(
-                "HfqConfig(source=…) wants the checkpoint's quantization_config.", expected="a dict", found=repr(source)[:80],
-                fix="leave source out; it is filled in while loading",
-            )  # fmt: skip
+        _check_choices({"activations": activations, "backing": backing, "stream": stream, "verify": verify})
+        _check_values(modules_to_not_convert, expert_cache_nbytes, source)
         self.quant_method = METHOD  # transformers takes any string that is registered
         self.kernel, self.activations, self.backing = kernel, activations, backing
-        self.modules_to_not_convert = list(modules) if modules is not None else None
+        self.stream, self.verify, self.expert_cache_nbytes = stream, verify, expert_cache_nbytes
+        self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,6 +103,35 @@ class HfqConfig(QuantizationConfigMixin):
         return self.options().get(key, default)
 
 
+def _check_choices(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in _CHOICES[name]:
+            raise SetupError(
+                f"HfqConfig({name}={value!r}) is not a choice{nearest(str(value), _CHOICES[name])}.",
+                expected=" or ".join(map(repr, _CHOICES[name])), found=repr(value), fix="correct the option",
+            )  # fmt: skip
+
+
+def _check_values(modules: Any, expert_cache_nbytes: Any, source: Any) -> None:
+    is_list = isinstance(modules, (list, tuple, set)) and all(isinstance(name, str) and name for name in modules)
+    if modules is not None and not is_list:
+        raise SetupError(
+            "HfqConfig(modules_to_not_convert=…) wants a list of module names.", expected="['lm_head', …]",
+            found=repr(modules)[:80], fix="pass a list",
+        )  # fmt: skip
+    is_size = isinstance(expert_cache_nbytes, int) and not isinstance(expert_cache_nbytes, bool) and expert_cache_nbytes >= 0
+    if expert_cache_nbytes is not None and not is_size:
+        raise SetupError(
+            "HfqConfig(expert_cache_nbytes=…) wants a number of bytes.", expected="an int, 0 or more; or None",
+            found=repr(expert_cache_nbytes)[:80], fix="pass bytes, as 2 * 2**30",
+        )  # fmt: skip
+    if source is not None and not isinstance(source, Mapping):
+        raise SetupError(
+            "HfqConfig(source=…) wants the checkpoint's quantization_config.", expected="a dict", found=repr(source)[:80],
+            fix="leave source out; it is filled in while loading",
+        )  # fmt: skip
+
+
 class HfqQuantizer(HfQuantizer):
     """The hooks of `from_pretrained`; each hands over to `hfq.integrations.loading.Loading`."""
 
@@ -111,13 +142,28 @@ class HfqQuantizer(HfQuantizer):
         self.pre_quantized = True
         self.loading: Loading | None = None
         self._dtype: torch.dtype | None = None
+        self._max_memory: dict[int | str, int] | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Called twice: with the user's device_map, and, for an automatic one, with the map that transformers inferred."""
         if isinstance(device_map, str) and device_map not in AUTOMATIC:
             check_device(device_map)
         if self.loading is not None and isinstance(device_map, dict):
-            self.loading.place(device_map)
+            self.loading.place(device_map, self._max_memory)
+
+    def adjust_max_memory(self, max_memory: dict) -> dict:
+        """Called for an automatic device_map: keeps what each device may hold, to plan with once a map is inferred.
+
+        transformers' own plan knows no ring. It is told that everything fits where it computes, so that it has nothing to plan
+        and to warn of; several accelerators without offload are left to it.
+        """
+        from hfq.integrations.auto_map import computing_device
+
+        computing = computing_device(max_memory)
+        if computing is None:
+            return max_memory
+        self._max_memory = dict(max_memory)
+        return {computing: _UNLIMITED}
 
     def update_device_map(self, device_map: Any) -> Any:
         """A copy of the user's map: hfq hands transformers the devices that compute, in place of the homes that rest."""

@@ -5,8 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from attacks.builders import cache_model, copy_model, edit_config, load, shard_model
 from checkpoint.builders import refused, run_python
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, PlacementError
 
@@ -73,14 +76,19 @@ def test_missing_weights_and_a_missing_or_broken_config_are_named(model):
         load(model)
 
 
-def test_a_dense_checkpoint_is_refused(tmp_path):
-    with refused("not quantized", "BF16", "Fix: load it without HfqConfig", kind=FormatError):
-        load(copy_model("", tmp_path))
+def test_a_dense_checkpoint_is_loaded_as_it_is(tmp_path):
+    path, tokens = copy_model("", tmp_path), torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load(path)(tokens).logits, AutoModelForCausalLM.from_pretrained(path)(tokens).logits)
 
 
-def test_a_dense_checkpoint_is_named(tmp_path):
-    with refused("not quantized", "model-", kind=FormatError):
-        load(copy_model("", tmp_path))
+def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoint(tmp_path):
+    path = copy_model("", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors.pop("model.layers.0.mlp.up_proj.weight").to(torch.int32)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with refused("model.layers.0.mlp.up_proj", kind=FormatError):
+        load(path)
 
 
 # 13. A device map that means nothing, or leaves something out, is refused by its key or its value.

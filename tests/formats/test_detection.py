@@ -59,15 +59,15 @@ def test_a_config_of_another_method_does_not_overrule_the_tensors(modules):
 
 def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {})
-    assert error.what == "The checkpoint is not quantized; nothing was loaded."
+    assert error.what == "The checkpoint is not quantized."
     assert error.expected == f"tensors packed as {' or '.join(name for name in FORMATS if name != 'dense')}"
     assert error.found == "3 tensors of BF16, F16, named bias, weight; no quantization_config"
-    assert "without HfqConfig" in error.fix
+    assert "with HfqConfig as it is" in error.fix
 
 
 def test_a_dense_checkpoint_with_other_layers_is_told_that_it_is_not_quantized(modules):
     batch_norm = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("F32", (64,)))
-    assert refusal(modules(conv=DENSE, norm=batch_norm), {}).what == "The checkpoint is not quantized; nothing was loaded."
+    assert refusal(modules(conv=DENSE, norm=batch_norm), {}).what == "The checkpoint is not quantized."
 
 
 def test_a_dense_checkpoint_with_a_config_is_told_of_the_contradiction(modules):

@@ -86,19 +86,18 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     token = torch.tensor([[9]])
     expected = logits(plain, token)
     model = load(path, {"": "disk"})
-    loading, counters = model.hf_quantizer.loading, model.hf_quantizer.loading.reader.counters
-    before = counters.bytes_read
+    loading, experts = model.hf_quantizer.loading, model.hf_quantizer.loading.streamer.experts
+    read = []
+    bring, experts._read = experts._read, lambda module: (read.append(module.name), bring(module))[1]
     found = logits(model, token)
-    wanted, skipped = 0, 0
-    buffers = dict(model.named_buffers())  # they are read once, while loading
-    for entry in (entry for entry in loading.plan.entries if entry.name not in buffers):
-        if expert_of(entry.name) is None or expert_of(entry.name) in routed:
-            wanted += entry.nbytes
-        else:
-            skipped += entry.nbytes
+    layers = {name for name in loading.packed if expert_of(f"{name}.weight") is not None}
+    wanted = {name for name in layers if expert_of(f"{name}.weight") in routed}
     assert len(routed) in (moe_models.CHOSEN, moe_models.CHOSEN * LAYERS)
-    assert skipped > 0
-    assert counters.bytes_read - before == wanted
+    assert wanted < layers
+    assert sorted(read) == sorted(wanted)
+    assert not any(expert_of(f"{module.name}.weight") for block in loading.streamer.blocks for module in block.packed)
+    logits(model, token)
+    assert len(read) == len(wanted) == experts.misses == experts.hits  # the second time all of them are kept
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 

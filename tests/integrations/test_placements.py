@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import moe_models
 import pytest
 import tiny_models
 import torch
@@ -89,14 +90,70 @@ def test_loading_to_disk_reads_no_codes_and_writes_nothing(path, tmp_path):
     assert not offload.exists() or not any(offload.iterdir())
 
 
-def test_a_forward_from_disk_reads_each_byte_once(path):
-    model = load(path, {"": "disk"})
+def quiet(model) -> int:
+    """The bytes read so far, once everything that was begun is read."""
     loading = model.hf_quantizer.loading
-    before = loading.reader.counters.bytes_read
-    forward(model, prompt(path))
-    tied = next(i.nbytes for name, i in loading.checkpoint.tensors.items() if name == "model.embed_tokens.weight")
-    stored = sum(info.nbytes for info in loading.checkpoint.tensors.values())
-    assert loading.reader.counters.bytes_read - before == stored + tied  # embeddings and the tied head read it once each
+    for index in range(len(loading.streamer.blocks)):
+        ticket = loading.streamer.regions.ticket_of(index)
+        if ticket is not None:
+            ticket.wait()
+    return loading.reader.counters.bytes_read
+
+
+def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows(path):
+    model, inputs = load(path, {"": "disk"}, stream="buffered"), prompt(path)
+    loading, streamer = model.hf_quantizer.loading, model.hf_quantizer.loading.streamer
+    needed = sum(info.nbytes for block in streamer.blocks for info in block.infos(streamer.device))
+    assert needed == sum(info.nbytes for info in loading.checkpoint.tensors.values())  # the tied head reads the embeddings
+    # a block is read from the start of its first page on, and with it what little lies between its tensors
+    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in streamer.regions.layouts]
+    assert needed <= streamer.pass_nbytes < 1.01 * needed
+    table = loading.checkpoint.tensors["model.embed_tokens.weight"]
+    rows = inputs["input_ids"].unique().numel() * table.nbytes // table.shape[0]
+    before = quiet(model)
+    for passes in range(1, 4):
+        forward(model, inputs)
+        ahead = sizes[0] + sizes[1]  # of the next pass
+        assert quiet(model) - before == passes * (sum(sizes) + rows) + ahead
+    assert (streamer.passes, streamer.schedule.mispredicts, streamer.apart) == (3, 0, 0)
+
+
+def test_direct_and_verified_reads_give_the_same_logits(path):
+    inputs = prompt(path)
+    expected = forward(load(path), inputs)
+    for options in ({"stream": "direct"}, {"stream": "buffered", "verify": "always"}, {"stream": "direct", "verify": "first"}):
+        model = load(path, {"": "disk"}, **options)
+        assert torch.equal(forward(model, inputs), expected)
+        assert torch.equal(forward(model, inputs), expected)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 15_000, 40_000, None])
+def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
+    scheme = moe_models.BY_EXPERT
+    path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
+    inputs = {"input_ids": moe_models.IDS}
+    expected = forward(load(path, activations="none"), inputs)
+    model = load(path, {"": "disk"}, activations="none", expert_cache_nbytes=budget, stream="buffered")
+    streamer, used = model.hf_quantizer.loading.streamer, []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and ".experts." in name:
+            module.register_forward_pre_hook(lambda module, _: used.append(module))
+    for _ in range(3):
+        before, read, misses, hits = quiet(model), streamer.source.nbytes_read, streamer.experts.misses, streamer.experts.hits
+        used.clear()
+        assert torch.equal(forward(model, inputs), expected)
+        assert streamer.experts.nbytes <= streamer.experts.budget
+        hits, misses = streamer.experts.hits - hits, streamer.experts.misses - misses
+        assert hits + misses == len(used)
+        table = model.hf_quantizer.loading.checkpoint.tensors["model.embed_tokens.weight"]
+        rows = moe_models.IDS.unique().numel() * table.nbytes // table.shape[0]
+        experts = quiet(model) - before - (streamer.source.nbytes_read - read) - rows
+        sizes = [sum(info.nbytes for info in module.infos.values()) for module in used]
+        if budget in (0, 1):
+            assert (hits, experts) == (0, sum(sizes))
+        assert experts <= sum(sizes)
+    if budget is None:
+        assert (misses, experts) == (0, 0)
 
 
 def test_the_plan_counts_every_byte_of_the_checkpoint(path):
@@ -240,3 +297,17 @@ def test_tied_embeddings_follow_their_source(path):
 def test_a_missing_gpu_is_named(path):
     with pytest.raises(PlacementError, match=r"(?s)cuda:0.*nothing was loaded|GPU that this machine does not have"):
         load(path, {"": "cuda:0"})
+
+
+@pytest.mark.parametrize("compute", [
+    lambda weight: torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
+    lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight),
+    lambda weight: weight[3],
+    lambda weight: torch.ones(1, weight.shape[1]) @ weight.t(),
+])  # fmt: skip
+def test_a_late_use_of_a_weight_on_disk_is_an_error_and_not_made_up(path, compute):
+    model = load(path, {"": "disk"})
+    forward(model, prompt(path))
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        with pytest.raises(PlacementError, match="not in memory"):
+            compute(module.weight)

@@ -1,0 +1,105 @@
+"""Early reading: what a load will map is brought into the page cache while transformers still builds the skeleton."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.execute import bring_in, cold_ranges
+from hfq.checkpoint.filesystem import available_memory, is_network
+from hfq.errors import HfqError
+from hfq.spec import ByteRange
+
+__all__ = ["EarlyReading", "early_reading", "reading_early"]
+
+_SMALL = 64 << 20
+_current: ContextVar[EarlyReading | None] = ContextVar("hfq_early_reading", default=None)
+
+
+class _Stopped(Exception):
+    """Ends the reading of a load that failed."""
+
+
+class EarlyReading:
+    """Brings all cold bytes of a checkpoint into the page cache, in threads of its own.
+
+    Errors are left to the load itself, which meets them again and says what they mean.
+
+    Attributes:
+        populated: The bytes brought in so far.
+        is_complete: Whether all of them are there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._reader = Reader(checkpoint)
+        self._ranges = [ByteRange(file, 0, header.nbytes) for file, header in checkpoint.headers.items()]
+        self._lock, self._is_stopped = threading.Lock(), False
+        self._report: Callable[[int], object] | None = None
+        self.populated, self.is_complete = 0, False
+        self._thread = threading.Thread(target=self._run, name="hfq-early", daemon=True)
+        self._thread.start()
+
+    def wait(self, report: Callable[[int], object]) -> None:
+        """Waits until all is there.
+
+        Args:
+            report: Told the bytes, those of before at once.
+        """
+        with self._lock:
+            report(self.populated)
+            self._report = report
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the reading after the requests that are under way."""
+        self._is_stopped = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            bring_in(cold_ranges(self._ranges, self._reader), self._reader, progress=self._note)
+        except (_Stopped, HfqError, OSError):
+            return
+        self.is_complete = True
+
+    def _note(self, nbytes: int) -> None:
+        with self._lock:
+            self.populated += nbytes
+            if self._report is not None:
+                self._report(nbytes)
+        if self._is_stopped:
+            raise _Stopped
+
+
+@contextmanager
+def reading_early(checkpoint: Checkpoint | None, device_map: Any) -> Iterator[None]:
+    """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however that ends.
+
+    Nothing is read early where a part rests elsewhere than on the CPU, on a network file system, or beyond the available memory.
+    """
+    if checkpoint is None or not _is_mapped_whole(checkpoint, device_map):
+        yield
+        return
+    early = EarlyReading(checkpoint)
+    token = _current.set(early)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        early.stop()
+
+
+def early_reading() -> EarlyReading | None:
+    """The early reading of this load, where there is one."""
+    return _current.get()
+
+
+def _is_mapped_whole(checkpoint: Checkpoint, device_map: Any) -> bool:
+    homes = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map or "cpu")}
+    available = available_memory()
+    fits = available is not None and _SMALL <= checkpoint.nbytes <= available
+    return homes == {"cpu"} and fits and not any(map(is_network, checkpoint.headers))

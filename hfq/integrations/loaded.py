@@ -1,0 +1,30 @@
+"""Finds what hfq keeps of a model that it loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hfq.errors import SetupError
+
+if TYPE_CHECKING:
+    from hfq.integrations.loading import Loading
+
+__all__ = ["loading_of"]
+
+
+def loading_of(model: nn.Module) -> Loading:
+    """The load of a model, or of the model within a wrapper such as PEFT's.
+
+    Raises:
+        SetupError: hfq did not load it.
+    """
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        loading = getattr(vars(module).get("hf_quantizer"), "loading", None)
+        if loading is not None:
+            return loading
+    raise SetupError(
+        "This model was not loaded by hfq.", expected="a model loaded with quantization_config=HfqConfig()",
+        found=type(model).__name__, fix="load it with from_pretrained(..., quantization_config=HfqConfig())",
+    )  # fmt: skip

@@ -1,0 +1,280 @@
+"""How packed rows reach their homes: the read plan of a load, carried out; and what a load says of itself at the end.
+
+A row on disk is left there, and only its small tensors are looked at. A row in CPU memory is mapped where it can be used as it lies,
+else read into one arena for all. A row on an accelerator is read through a staging buffer of bounded size. What is mapped and
+not in the page cache is brought in, so that a load that has returned has its bytes in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.utils import logging
+
+from hfq.checkpoint import Reader
+from hfq.checkpoint.execute import bring_in, cold_ranges, read_arena
+from hfq.checkpoint.filesystem import available_memory, is_network
+from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
+from hfq.checkpoint.shared import SharedArena
+from hfq.errors import PlacementError
+from hfq.integrations.checks import check_bias
+from hfq.integrations.early import early_reading
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, is_mappable, map_row
+from hfq.spec import ByteRange
+from hfq.streaming.buffers import huge_buffer
+
+if TYPE_CHECKING:
+    from hfq.integrations.loading import Loading
+
+__all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows"]
+
+logger = logging.get_logger("hfq")
+
+_CHECKS, _PRIVATE, _SHARED = "checks", "cpu", "shared"
+_THREADS, _NETWORK_THREADS = 4, 16
+_SMALL = 64 << 20
+_LOCAL_COUNTS = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+"""Where launchers (torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI) say how many processes they have started on the node."""
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What bringing the rows home has taken.
+
+    Attributes:
+        seconds: The time, in s.
+        mapped: The bytes that are used where they lie in the file.
+        populated: Those of them that were brought into the page cache.
+        read: The bytes that this process has read.
+        shared: The bytes that rest in memory shared with other processes.
+        threads: How many threads read.
+    """
+
+    seconds: float
+    mapped: int
+    populated: int
+    read: int
+    shared: int
+    threads: int
+
+    def __str__(self) -> str:
+        moved = self.populated + self.read
+        rate = f" at {moved / self.seconds / 1e9:.2f} GB/s" if self.seconds > 0 else ""
+        shared = f", {self.shared:,} bytes in shared memory" if self.shared else ""
+        return (
+            f"{self.read:,} bytes read, {self.mapped:,} mapped ({self.populated:,} brought in){shared}: "
+            f"{self.seconds:.2f} s{rate}, {self.threads} threads"
+        )
+
+
+def load_rows(loading: Loading, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
+    """Brings every packed row home, and checks the values of its small tensors wherever it rests.
+
+    Args:
+        loading: A load whose homes are settled.
+        hidden: The names of the tensors that transformers does not see.
+
+    Returns:
+        The plan that was carried out, and what it took.
+
+    Raises:
+        PlacementError: `backing="mapped"` asks for what cannot be.
+        FormatError: A small tensor has impossible values.
+        CheckpointError: A file changed or cannot be read.
+    """
+    started, reader = time.perf_counter(), loading.reader
+    is_remote = any(map(is_network, loading.checkpoint.headers))
+    plan, early = plan_rows(loading, hidden, is_remote), early_reading()
+    if early is not None:
+        with _progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
+            early.wait(progress)
+        reader.count(populated=early.populated)
+    cold = [] if early is not None and early.is_complete else _worth_bringing_in(plan, reader)
+    threads = _NETWORK_THREADS if is_remote else _THREADS
+    with _progress_bar(plan.bytes_read + sum(source.nbytes for source in cold)) as progress:
+        filler = _Filler(loading, plan, threads, progress)
+        for arena in plan.arenas.values():
+            filler.fill(arena)
+        bring_in(cold, reader, threads, is_remote, progress)
+    for row in plan.rows:
+        if row.how == "mapped" and row.name in loading.packed:
+            loading.packed[row.name].hold(map_row(reader, row.infos))
+    counters, mapped = reader.counters, sum(source.nbytes for source in plan.mapped)
+    seconds = time.perf_counter() - started
+    return plan, ReadReport(seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads)
+
+
+def log_summary(loading: Loading, seconds: float) -> None:
+    """One line about the whole load, at level info."""
+    logger.info(
+        "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s", loading.checkpoint.root, seconds, len(loading.packed),
+        loading.describe_formats(), loading.plan, loading.read_report,
+    )  # fmt: skip
+
+
+def plan_rows(loading: Loading, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
+    """The read plan of a load whose homes are settled.
+
+    Args:
+        loading: The load.
+        hidden: The names of the tensors that transformers does not see.
+        is_remote: Whether the checkpoint lies on a network file system.
+
+    Raises:
+        PlacementError: `backing="mapped"` asks for what cannot be.
+    """
+    rows: list[RowRead] = []
+    is_sharing = loading.config.backing == "shared" or (loading.config.backing == "auto" and _local_processes() > 1)
+    copies = _SHARED if is_sharing else _PRIVATE
+    for name, module in loading.packed.items():
+        home = loading.homes[f"{name}.{next(iter(module.infos))}"]
+        row = _planned(name, home, module, loading.config.backing, is_remote, copies)
+        rows.append(row)
+        if row.how != "read":
+            small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
+            rows.append(RowRead(name, home, "read", "its values are checked while loading", small, _CHECKS))
+    accelerators = sorted({row.home for row in rows} - {"cpu", "disk"})
+    arenas = [
+        Arena(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
+        Arena(_PRIVATE, 0, "private"),
+        Arena(_SHARED, 0, "shared"),
+        *(Arena(home, 0, "staging") for home in accelerators),
+    ]
+    return plan_reads([*_dense_rows(loading, hidden), *rows], arenas)
+
+
+def _planned(name: str, home: str, module: PackedModule, backing: str, is_remote: bool, copies: str) -> RowRead:
+    infos, is_aligned = module.infos, is_mappable(module.infos)
+    if home == "disk":
+        return RowRead(name, home, "disk", "read when it computes", infos)
+    if home != "cpu":
+        return RowRead(name, home, "read", f"moved to {home} from a staging buffer", infos, home)
+    if backing == "mapped" and not is_aligned:
+        raise PlacementError(
+            "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
+            file=next(iter(infos.values())).range.file, expected="tensors aligned to their own dtype",
+            found=", ".join(f"{i.name} at byte {i.range.offset}" for i in infos.values()),
+            fix='pass HfqConfig(backing="auto")',
+        )  # fmt: skip
+    if backing in ("arena", "shared"):
+        return RowRead(name, home, "read", f'backing="{backing}"', infos, copies)
+    if backing == "auto" and not is_aligned:
+        return RowRead(name, home, "read", "not aligned to its own dtype in the file", infos, copies)
+    if backing == "auto" and is_remote:
+        return RowRead(name, home, "read", "on a network file system", infos, copies)
+    return RowRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
+
+
+def _dense_rows(loading: Loading, hidden: Collection[str]) -> Iterator[RowRead]:
+    """The dense tensors, which hfq does not load: transformers maps those that do not rest on disk."""
+    stored = {name: {name: info} for name, info in loading.match.dense.items()}
+    for name, parts in loading.match.merged.items():
+        stored[name] = {f"{name} from {part}": loading.checkpoint.tensors[part] for part in parts}
+    for name, infos in stored.items():
+        home = loading.homes.get(name, loading.main)
+        if name in hidden:
+            yield RowRead("", home, "disk", "read when it computes", infos)
+        else:
+            yield RowRead("", home, "mapped", "loaded by transformers, through a map", infos)
+
+
+class _Filler:
+    """Fills the arenas of a plan one after another, and gives each row to its module."""
+
+    def __init__(self, loading: Loading, plan: ReadPlan, threads: int, progress: Callable[[int], object]) -> None:
+        self._loading, self._plan, self._threads, self._progress = loading, plan, threads, progress
+        self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        self.shared_nbytes = 0
+
+    def fill(self, arena: Arena) -> None:
+        """Reads an arena, and hands out its rows."""
+        memory = self._shared(arena) if arena.kind == "shared" else self._own(arena)
+        for row in self._plan.rows_of(arena.name):
+            self._give(row, memory, stays=arena.kind != "staging")
+
+    def _own(self, arena: Arena) -> memoryview:
+        is_staging = arena.kind == "staging"
+        memory = self._staging if is_staging else memoryview(huge_buffer(arena.nbytes).numpy())  # type: ignore[arg-type]
+        self._read(arena, memory)
+        return memory
+
+    def _shared(self, arena: Arena) -> memoryview:
+        key = _identity(self._plan, arena, self._loading.reader)
+        shared = SharedArena.open(key, arena.nbytes, lambda memory: self._read(arena, memory)) if arena.nbytes else None
+        if shared is None:
+            return self._own(arena)
+        if not shared.was_filled:  # another process has read it
+            self._progress(sum(request.source.nbytes for request in self._plan.requests[arena.name]))
+        self.shared_nbytes += arena.nbytes
+        return memoryview(shared.memory)
+
+    def _read(self, arena: Arena, memory: memoryview) -> None:
+        read_arena(self._plan, arena.name, memory, self._loading.reader, self._threads, self._progress)
+
+    def _give(self, row: RowRead, memory: memoryview, stays: bool) -> None:
+        module, (segments, nbytes) = self._loading.packed[row.name], row.layout
+        with torch.inference_mode(
+            False
+        ):  # each row is a storage of its own, so that a copy of one module copies its row alone
+            buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=row.offset) if nbytes else _nothing()
+            held = ArenaRow(buffer, segments)
+            tensors = held.tensors()
+            small = {local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name}
+            module.weight_format = module.weight_format.resolve(row.name, small)
+            check_bias(row.name, small.get("bias"), self._loading.match.packed[row.name].slot.has_bias)
+            if stays:
+                module.hold_row(held)
+            elif row.home not in ("cpu", "disk"):
+                module.hold_row(ArenaRow(buffer.to(row.home, copy=True), segments))
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _worth_bringing_in(plan: ReadPlan, reader: Reader) -> list[ByteRange]:
+    """What is mapped and not in memory; nothing where it would not fit beside the arenas."""
+    cold, available = cold_ranges(plan.mapped, reader), available_memory()
+    wanted = sum(source.nbytes for source in cold) + sum(
+        arena.nbytes for arena in plan.arenas.values() if arena.kind != "staging"
+    )
+    return cold if available is not None and wanted + plan.staging <= available else []
+
+
+def _identity(plan: ReadPlan, arena: Arena, reader: Reader) -> str:
+    """A digest of everything that an arena's bytes depend on."""
+    requests = plan.requests[arena.name]
+    files = sorted({request.source.file for request in requests})
+    identities = [(os.path.realpath(file), *reader.identity(file)) for file in files]
+    places = [(files.index(request.source.file), request.source.offset, request.targets) for request in requests]
+    return hashlib.sha256(repr((arena.nbytes, identities, places)).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _local_processes() -> int:
+    """How many processes a launcher has started on this node, as far as it says so."""
+    counts = (os.environ.get(name, "") for name in _LOCAL_COUNTS)
+    return max((int(count) for count in counts if count.isdecimal()), default=1)
+
+
+@contextmanager
+def _progress_bar(nbytes: int) -> Iterator[Callable[[int], object]]:
+    """A bar in bytes, shown as transformers' switch says, for reads that take a while."""
+    if nbytes < _SMALL:
+        yield lambda _: None
+        return
+    with logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc="hfq: reading") as bar:
+        yield bar.update

@@ -1,0 +1,215 @@
+"""Automatic device maps under max_memory: packed bytes and the ring are counted, and results do not change."""
+
+import dataclasses
+import json
+import logging
+import re
+
+import moe_models
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig, PlacementError
+from hfq.checkpoint import Reader
+from hfq.formats.fp8 import Fp8
+from hfq.integrations import auto_map
+from hfq.integrations.transformers import HfqQuantizer
+
+PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
+TOKENS = torch.arange(3, 12)[None]
+
+
+def load(path, max_memory=None, device_map="auto", **options):
+    config = HfqConfig(**{"activations": "none", **options})
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=torch.float32, device_map=device_map, max_memory=max_memory
+    )
+
+
+def logits(model, tokens=TOKENS):
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request):
+    return PATHS[request.param]
+
+
+@pytest.fixture(scope="module")
+def resident(path):
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return tiny_models.write_model(
+        tmp_path_factory.mktemp("untied"), tiny_models.packed_tensors(Fp8()), {"quant_method": "fbgemm_fp8"}
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(untied):
+    return load(untied)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    written = moe_models.write(moe_models.BY_EXPERT, moe_models.is_packed(moe_models.BY_EXPERT))
+    return written.save(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def whole_moe(moe):
+    return load(moe)
+
+
+def units_of(model, **changes):
+    loading = model.hf_quantizer.loading
+    return auto_map.gather_units(model, dataclasses.replace(loading.match, **changes), loading._dtypes)
+
+
+def total(model) -> int:
+    return sum(unit.nbytes for unit in units_of(model))
+
+
+def planned(model, limits, cache=0):
+    """(device map, budget) that a load of this model would get."""
+    loading, device_map = model.hf_quantizer.loading, {}
+    budget = auto_map.fill_map(device_map, model, loading.match, loading._dtypes, limits, cache)
+    return device_map, budget
+
+
+def test_everything_is_resident_where_nothing_is_asked(resident):
+    loading = resident.hf_quantizer.loading
+    assert resident.hf_device_map == {"": "cpu"}
+    assert (loading.budget.rings, loading.budget.moved_nbytes) == ({}, 0)
+    assert loading.streamer is None
+    buffers = sum(buffer.nbytes for buffer in resident.buffers())
+    rounding = sum(16 * len(module.infos) for module in loading.packed.values())
+    assert 0 <= loading.budget.resting["cpu"] - buffers - loading.plan.resident_nbytes() <= rounding
+
+
+@pytest.mark.parametrize(("share", "device_map"), [(0.999, "balanced"), (0.55, "sequential")])
+def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, device_map):
+    limit = int(total(resident) * share) // 1000 * 1000
+    model = load(path, {"cpu": f"{limit // 1000}KB"}, device_map)
+    loading = model.hf_quantizer.loading
+    ring = loading.budget.rings["cpu"]
+    assert loading.plan.resident_nbytes() + ring <= limit
+    assert ring == loading.streamer.regions.nbytes
+    assert loading.plan.moved_nbytes() > 0
+    assert next(iter(model.hf_device_map.values())) == "cpu"
+    assert torch.equal(logits(model), logits(resident))
+
+
+def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_works(path, resident, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "read_into", lambda *_: pytest.fail("a weight was read"))
+        with pytest.raises(PlacementError, match="max_memory is too small") as error:
+            load(path, {"cpu": 1000})
+    least, most = (json.loads(way) for way in re.findall(r"max_memory=(\{[^}]*\})", error.value.fix))
+    assert torch.equal(logits(load(path, least)), logits(resident))
+    assert least["cpu"] < most["cpu"] == total(resident)
+    assert planned(resident, most)[0] == {"": "cpu"}
+    with pytest.raises(PlacementError, match="max_memory is too small"):
+        planned(resident, {"cpu": least["cpu"] - 1})
+
+
+def test_a_disk_that_may_hold_nothing_is_obeyed(resident):
+    limit = total(resident)
+    assert planned(resident, {"cpu": limit, "disk": 0})[0] == {"": "cpu"}
+    with pytest.raises(PlacementError, match=rf'on disk(?s:.)*pass max_memory=\{{"cpu": {limit}, "disk": 0\}}'):
+        planned(resident, {"cpu": limit - 1, "disk": 0})
+
+
+def test_the_numbers_are_logged(resident, caplog):
+    with caplog.at_level(logging.INFO, "hfq"):
+        _, budget = planned(resident, {"cpu": total(resident) - 1})
+    assert [record.getMessage() for record in caplog.records] == [f"hfq: placed by max_memory: {budget}"]
+
+
+def test_tied_weights_are_one_unit_that_is_read_whole(resident):
+    units = {unit.name: unit for unit in units_of(resident)}
+    assert list(units)[1:] == [*(f"model.layers.{layer}" for layer in range(4)), "model.norm", "model.embed_tokens"]
+    assert units["model.embed_tokens"].kind == "other"
+    assert units["model.embed_tokens"].nbytes == resident.lm_head.weight.nbytes
+
+
+def test_a_tied_head_is_shown_where_its_table_is(resident):
+    with pytest.raises(PlacementError) as error:
+        planned(resident, {"cpu": 1000})
+    least = json.loads(re.search(r"\{[^}]*\}", error.value.fix).group())
+    device_map, _ = planned(resident, least)
+    assert device_map["lm_head"] == device_map["model.embed_tokens"] == "disk"
+
+
+def test_an_untied_embedding_leaves_first(untied, whole):
+    assert [unit.kind for unit in units_of(whole)] == ["fixed", "embedding", "block", "block", "other", "other"]
+    model = load(untied, {"cpu": total(whole) - 1})
+    assert model.hf_device_map == {"": "cpu", "model.embed_tokens": "disk"}
+    assert model.hf_quantizer.loading.budget.rings == {}
+    assert torch.equal(logits(model), logits(whole))
+
+
+def test_what_cannot_be_offloaded_is_fixed(whole):
+    norm, blocks = "model.layers.1.input_layernorm.weight", {}
+    for merged in ({}, {norm: ["a", "b"]}):
+        units = {unit.name: unit for unit in units_of(whole, merged=merged)}
+        blocks[len(merged)] = units["model.layers.1"].nbytes
+    assert units[norm].kind == "fixed"
+    assert units[norm].nbytes == blocks[0] - blocks[1] == 4 * 128
+
+
+def test_a_head_that_is_not_stored_stays_where_it_computes(whole):
+    dense = {name: info for name, info in whole.hf_quantizer.loading.match.dense.items() if name != "lm_head.weight"}
+    assert {unit.name: unit.kind for unit in units_of(whole, dense=dense)}["lm_head.weight"] == "fixed"
+
+
+def test_experts_leave_before_blocks(moe, whole_moe):
+    units = {unit.name: unit for unit in units_of(whole_moe)}
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in range(moe_models.LAYERS)]
+    assert [unit.name for unit in units.values() if unit.kind == "experts"] == experts
+    some, _ = planned(whole_moe, {"cpu": total(whole_moe) - units["model.embed_tokens"].nbytes - 1})
+    assert some == {"": "cpu", experts[1]: "disk"}
+    least = sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
+    model = load(moe, {"cpu": least}, expert_cache_nbytes=0)
+    assert model.hf_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
+    assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
+    budget = model.hf_quantizer.loading.budget
+    assert (budget.rings, budget.on_demand_nbytes) == ({}, sum(units[name].nbytes for name in experts))
+
+
+def test_the_cache_of_experts_counts(moe, whole_moe):
+    experts = max(unit.nbytes for unit in units_of(whole_moe) if unit.kind == "experts")
+    budget = load(moe, {"cpu": total(whole_moe) - experts}, expert_cache_nbytes=5000).hf_quantizer.loading.budget
+    assert budget.expert_cache_nbytes == 5000
+    assert budget.headroom()["cpu"] >= 0
+
+
+def test_a_part_may_stay_while_what_is_around_it_leaves(whole, monkeypatch):
+    homes = {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu", "model.norm": "cpu"}
+    budget = dataclasses.replace(whole.hf_quantizer.loading.budget, homes=homes)
+    monkeypatch.setattr(auto_map, "plan_homes", lambda *_: budget)
+    assert planned(whole, {"cpu": 1})[0] == {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu"}
+
+
+def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch):
+    monkeypatch.setattr(auto_map, "check_device", lambda key: f"xpu:{key}" if isinstance(key, int) else key)
+    embedding = next(unit.nbytes for unit in units_of(whole) if unit.kind == "embedding")
+    device_map, budget = planned(whole, {0: total(whole) - embedding, 1: 0, "cpu": embedding})
+    assert device_map == {"": 0, "model.embed_tokens": "cpu"}
+    assert budget.headroom() == {"xpu:0": 0, "cpu": 0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [({"cpu": 5}, "cpu"), ({"disk": 5}, "cpu"), ({0: 0, "cpu": 5}, "cpu"), ({0: 5, "cpu": 5}, 0), ({"mps": 5}, "mps"),
+     ({0: 0, 1: 5}, 1), ({0: 5, 1: 5, "cpu": 5}, None)],
+)  # fmt: skip
+def test_which_device_computes(limits, found):
+    assert auto_map.computing_device(limits) == found
+    handed_on = HfqQuantizer(HfqConfig()).adjust_max_memory(limits)
+    assert handed_on == limits if found is None else set(handed_on) == {found}

@@ -1,0 +1,397 @@
+"""How packed rows reach their homes: the plan says it, each backing holds the same bytes, and memory is bounded and shared."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from hfq import CheckpointError, HfqConfig, PlacementError
+from hfq.checkpoint.filesystem import resident_fraction
+from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
+from hfq.checkpoint.writer import write_safetensors
+from hfq.integrations import rows
+from hfq.modules.linear import PackedLinear
+
+ROOT = Path(__file__).parents[2]
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+FP8 = tiny_models.DATA / "tiny-llama-fp8"
+TOKENS = torch.tensor([[1, 40, 77, 300]])
+HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
+
+
+def load(path=GPTQ, device_map=None, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map=device_map
+    )
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def loading_of(model):
+    return model.hf_quantizer.loading
+
+
+def how(model, packed=True):
+    """What became of each row: {how: number of them}; those whose small tensors are looked at are not counted."""
+    loading, found = loading_of(model), {}
+    for row in loading.read_plan.rows:
+        if (row.name in loading.packed) is packed and not row.arena.startswith("checks"):
+            key = row.arena or row.how
+            found[key] = found.get(key, 0) + 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return logits(load())
+
+
+@pytest.fixture(scope="module")
+def misaligned(tmp_path_factory):
+    """The GPTQ model with all tensors one byte further on in the file."""
+    folder = tmp_path_factory.mktemp("misaligned") / "model"
+    shutil.copytree(GPTQ, folder)
+    content = (GPTQ / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length] + b" "
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length + 1) + header + content[8 + length :])
+    return folder
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """A folder that stands for the node's shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(rows.SharedArena, "open", functools.partial(rows.SharedArena.open, folder=folder))
+    return folder
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, logger="hfq")
+    return caplog
+
+
+def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
+    loading = loading_of(load(device_map=HALF))
+    plan = loading.read_plan
+    resting = [info.name for row in plan.rows if not row.arena.startswith("checks") for info in row.infos.values()]
+    assert sorted(resting) == sorted(loading.checkpoint.tensors)
+    text = plan.explain()
+    assert all(name in text for name in loading.checkpoint.tensors)
+    for words in (
+        ("mapped", "aligned"),
+        ("disk", "read when it computes"),
+        ("checks 0", "its values are checked while loading"),
+    ):
+        assert any(all(word in line for word in words) for line in text.splitlines())
+    assert json.loads(json.dumps(plan.to_dict()))["staging"] == plan.staging > 0
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, HALF])
+def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
+    loading = loading_of(load(FP8, device_map))
+    small = sum(module.infos["weight_scale_inv"].nbytes for module in loading.packed.values())
+    assert loading.reader.counters.bytes_read == loading.read_plan.bytes_read == small
+    on_disk = sum(info.nbytes for row in loading.read_plan.rows if row.how == "disk" for info in row.infos.values())
+    stored = sum(info.nbytes for info in loading.checkpoint.tensors.values())
+    assert sum(source.nbytes for source in loading.read_plan.mapped) <= stored - on_disk + (64 << 10) * len(loading.packed)
+    if device_map == {"": "disk"}:
+        assert loading.read_plan.mapped == []
+        assert loading.reader.counters.populated == 0
+
+
+@pytest.mark.parametrize("backing", ["auto", "mapped", "arena", "shared"])
+def test_every_backing_computes_the_same(backing, expected, shared_memory):
+    model = load(backing=backing)
+    assert how(model) == {{"auto": "mapped", "arena": "cpu"}.get(backing, backing): 28}
+    assert torch.equal(logits(model), expected)
+
+
+def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
+    model = load(backing="arena")
+    plan = loading_of(model).read_plan
+    found = sorted(
+        (module.packed_row.data_ptr(), module.packed_row.nbytes)
+        for module in model.modules()
+        if isinstance(module, PackedLinear)
+    )
+    first = found[0][0]
+    assert all((address - first) % ARENA_ALIGNMENT == 0 for address, _ in found)
+    assert found[-1][0] + found[-1][1] - first <= plan.arenas["cpu"].nbytes
+    assert plan.arenas["cpu"].kind == "private"
+    assert plan.bytes_needed == sum(
+        info.nbytes for module in loading_of(model).packed.values() for info in module.infos.values()
+    )
+    assert loading_of(model).reader.counters.bytes_read == plan.bytes_read  # each row once, its small tensors with it
+
+
+def test_a_row_of_an_arena_is_a_storage_of_its_own():
+    model = load(backing="arena")
+    row = model.model.layers[0].mlp.up_proj.packed_row
+    assert row.untyped_storage().nbytes() == row.nbytes
+
+
+def test_staging_is_bounded_and_used_again(expected, monkeypatch):
+    limit = 20_000
+    monkeypatch.setattr(rows, "plan_reads", functools.partial(plan_reads, staging=limit))
+    model = load(device_map=HALF)
+    plan = loading_of(model).read_plan
+    assert len(plan.arenas) > 1
+    assert plan.staging <= limit
+    assert torch.equal(logits(model), expected)
+
+
+def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, monkeypatch):
+    """`cpu:0` stands for an accelerator: it is another home than `cpu`, and torch knows it."""
+    monkeypatch.setattr(rows, "plan_reads", functools.partial(plan_reads, staging=100_000))
+    model = load()
+    loading = loading_of(model)
+    loading.homes = dict.fromkeys(loading.homes, "cpu:0")
+    before = loading.reader.counters.bytes_read
+    plan, _ = rows.load_rows(loading, set())
+    assert plan.staging <= 100_000
+    assert len(plan.arenas) >= 5
+    assert all(row.arena.startswith("cpu:0 ") for row in plan.rows if row.name in loading.packed)
+    assert loading.reader.counters.bytes_read - before == plan.bytes_read
+    held = [module.packed_row for module in loading.packed.values()]
+    assert len({row.data_ptr() for row in held}) == 28
+    assert torch.equal(logits(model), expected)
+
+
+def test_what_is_not_aligned_is_read(misaligned, expected):
+    model = load(misaligned)
+    assert how(model) == {"cpu": 28}
+    assert "not aligned" in loading_of(model).read_plan.explain()
+    assert torch.equal(logits(model), expected)
+    with pytest.raises(PlacementError, match="cannot be used where it lies"):
+        load(misaligned, backing="mapped")
+
+
+def test_a_copy_is_shared_where_a_launcher_started_several_processes(misaligned, expected, monkeypatch, shared_memory):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert how(load()) == {"mapped": 28}
+    first, second = load(misaligned), load(misaligned)
+    assert how(first) == how(second) == {"shared": 28}
+    assert len(list(shared_memory.iterdir())) == 1
+    counts = [loading_of(model).reader.counters.bytes_read for model in (first, second)]
+    assert counts == [loading_of(first).read_plan.bytes_read, 0]
+    assert loading_of(second).read_report.shared == loading_of(second).read_plan.arenas["shared"].nbytes
+    assert torch.equal(logits(second), expected)
+    first.model.layers[0].mlp.up_proj.packed_row.data.zero_()
+    assert torch.equal(logits(second), expected)
+    assert not torch.equal(logits(first), expected)
+
+
+def test_another_version_of_a_file_is_not_taken_for_it(misaligned, shared_memory, tmp_path):
+    copied = shutil.copytree(misaligned, tmp_path / "copy")
+    first, second = load(misaligned, backing="shared"), load(copied, backing="shared")
+    assert loading_of(second).reader.counters.bytes_read == loading_of(first).reader.counters.bytes_read > 0
+    assert len(list(shared_memory.iterdir())) == 2
+
+
+def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, tmp_path, expected, shared_memory):
+    shared_memory.rmdir()
+    model = load(backing="shared")
+    assert loading_of(model).read_report.shared == 0
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, log):
+    monkeypatch.setattr(rows, "is_network", lambda _: True)
+    model = load()
+    assert how(model) == {"cpu": 28}
+    assert "network file system" in loading_of(model).read_plan.explain()
+    assert "16 threads" in log.text
+    assert how(load(backing="mapped")) == {"mapped": 28}
+    assert torch.equal(logits(model), expected)
+
+
+def test_one_line_says_what_was_done(log):
+    load()
+    (line,) = [record.getMessage() for record in log.records if record.getMessage().startswith("hfq: loaded")]
+    for words in ("28 packed modules", "bytes read", "mapped", " s at ", "GB/s", "4 threads"):
+        assert words in line
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_bar_is_shown_as_transformers_says(enabled, capsys, monkeypatch):
+    monkeypatch.setattr(rows, "_SMALL", 0)
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", enabled)
+    model = load(backing="arena")
+    shown = capsys.readouterr().err
+    assert ("hfq: reading" in shown) is enabled
+    assert ("100%" in shown.partition("hfq: reading")[2]) is enabled
+    assert loading_of(model).read_plan.bytes_read > 0
+
+
+def test_the_bar_ends_where_another_process_has_read(capsys, monkeypatch, shared_memory):
+    monkeypatch.setattr(rows, "_SMALL", 0)
+    first = load(backing="shared")
+    capsys.readouterr()
+    second = load(backing="shared")
+    assert "100%" in capsys.readouterr().err.partition("hfq: reading")[2].partition("Loading weights")[0]
+    assert loading_of(first).reader.counters.bytes_read > loading_of(second).reader.counters.bytes_read == 0
+
+
+def test_a_small_read_has_no_bar(capsys):
+    load(backing="arena")
+    assert "hfq: reading" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def cold(tmp_path):
+    """A copy of the model of which no page is in memory."""
+    folder = shutil.copytree(FP8, tmp_path / "cold")
+    with open(folder / "model.safetensors", "r+b") as stream:
+        os.fsync(stream.fileno())
+    return folder
+
+
+@contextlib.contextmanager
+def evicted(monkeypatch, folder):
+    """Throws the file's pages away when the rows are about to be loaded, after the headers and whatever else was read."""
+    file = str(folder / "model.safetensors")
+    original = rows._worth_bringing_in
+
+    def evict_first(plan, reader):
+        os.posix_fadvise(reader.descriptor(file), 0, 0, os.POSIX_FADV_DONTNEED)
+        if any(resident_fraction(reader.descriptor(file), source) != 0 for source in plan.mapped):
+            pytest.skip("this file system does not let go of pages")
+        return original(plan, reader)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "_worth_bringing_in", evict_first)
+        yield
+
+
+def test_a_cold_checkpoint_that_is_mapped_is_in_memory_after_the_load(cold, monkeypatch):
+    with evicted(monkeypatch, cold):
+        loading = loading_of(load(cold))
+    mapped = sum(source.nbytes for source in loading.read_plan.mapped)
+    assert loading.reader.counters.populated == loading.read_report.populated == loading.read_report.mapped == mapped
+    again = loading_of(load(cold))
+    assert again.reader.counters.populated == 0
+
+
+def test_nothing_is_brought_in_where_it_does_not_fit(cold, monkeypatch):
+    monkeypatch.setattr(rows, "available_memory", lambda: 1000)
+    with evicted(monkeypatch, cold):
+        assert loading_of(load(cold)).reader.counters.populated == 0
+
+
+@pytest.mark.parametrize("backing", ["auto", "arena"])
+def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, backing):
+    original = rows.plan_rows
+
+    def cut(*args):
+        plan = original(*args)
+        os.truncate(cold / "model.safetensors", 200_000)
+        return plan
+
+    monkeypatch.setattr(rows, "plan_rows", cut)
+    with pytest.raises(CheckpointError, match="changed after it was validated"):
+        load(cold, backing=backing)
+
+
+SCRIPT = """
+import gc, re, sys
+import torch
+from transformers import AutoModelForCausalLM
+from hfq import HfqConfig
+small, large, backing = sys.argv[1:]
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(backing=backing), dtype=torch.bfloat16)
+def anonymous():
+    gc.collect()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+def proportional():
+    nbytes, counts = 0, False
+    for line in open("/proc/self/smaps"):
+        if not line[0].isupper():
+            counts = "/hfq-" in line or large in line
+        elif counts and line.startswith("Pss:"):
+            nbytes += int(line.split()[1]) * 1024
+    return nbytes
+load(small)
+before = anonymous()
+model = load(large)
+print(anonymous() - before, flush=True)
+sys.stdin.readline()
+assert all(int(p.data.reshape(-1).view(torch.uint8)[::512].sum()) >= 0 for p in model.parameters())
+print(anonymous() - before, flush=True)
+sys.stdin.readline()
+print(proportional(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """(folder, bytes) of a model of about 100 MB, nearly all of it FP8."""
+    folder, sizes = tmp_path_factory.mktemp("large"), {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    config = json.loads((FP8 / "config.json").read_text()) | sizes | {"head_dim": 256, "vocab_size": 512}
+    shapes = {f"self_attn.{name}_proj": (1024, 1024) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (4096, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096)}
+    generator, stored = torch.Generator().manual_seed(0), {}
+    for layer in range(6):
+        for local, (out, size) in shapes.items():
+            name = f"model.layers.{layer}.{local}"
+            codes = torch.randint(0, 100, (out, size), dtype=torch.uint8, generator=generator)
+            stored[f"{name}.weight_scale_inv"] = tiny_models.as_stored(torch.full((out // 128, size // 128), 0.01))
+            stored[f"{name}.weight"] = ("F8_E4M3", (out, size), memoryview(codes.reshape(-1).numpy()))
+        for local in ("input_layernorm", "post_attention_layernorm"):
+            stored[f"model.layers.{layer}.{local}.weight"] = tiny_models.as_stored(torch.ones(1024, dtype=torch.bfloat16))
+    stored["model.norm.weight"] = tiny_models.as_stored(torch.ones(1024, dtype=torch.bfloat16))
+    stored["model.embed_tokens.weight"] = tiny_models.as_stored(torch.ones(512, 1024, dtype=torch.bfloat16))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, write_safetensors(folder / "model.safetensors", stored, {"format": "pt"})
+
+
+@contextlib.contextmanager
+def loaded(folder, backing):
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), backing], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            yield process
+            process.communicate("", timeout=60)
+        finally:
+            process.kill()
+
+
+def ask(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
+@pytest.mark.parametrize("backing", ["mapped", "shared"])
+def test_two_processes_hold_one_copy_and_little_of_their_own(large, backing):
+    folder, nbytes = large
+    constant = 4 << 20  # the skeleton, the plan, and what the allocator keeps, in each process
+    with loaded(folder, backing) as first, loaded(folder, backing) as second:
+        after_load = [int(process.stdout.readline()) for process in (first, second)]
+        touched = [ask(process) for process in (first, second)]
+        assert max(after_load + touched) <= 0.02 * nbytes + constant
+        sizes = [ask(process) for process in (first, second)]
+    assert 0.9 * nbytes < sum(sizes) <= 1.05 * nbytes + constant
