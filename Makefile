@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check docs interop clean
+.PHONY: demo test check docs bench interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,7 +14,7 @@ demo: $(VENV)/.installed  ## create the environment, install, and run the main j
 	$(BIN)/hfq demo
 
 test: $(VENV)/.installed  ## install what is needed and run the fast suite
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest  # threads that spin while they wait take the cores from those that read
 
 check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/ruff check .
@@ -24,6 +24,11 @@ check: $(VENV)/.installed  ## style, layers, types
 
 docs: $(VENV)/.installed  ## write docs/formats.md from the registry
 	$(BIN)/hfq formats --markdown > docs/formats.md
+
+bench: $(VENV)/.installed  ## measure loading and streaming on this machine, undisturbed; writes docs/benchmarks
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/hfq bench load --out docs/benchmarks
+	$(BIN)/hfq bench stream --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	tests/interop/run.sh

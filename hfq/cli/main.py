@@ -7,7 +7,7 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import demo, formats, inspect
+from hfq.cli import bench, demo, formats, inspect, pack
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
@@ -32,6 +32,8 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
+app.add_typer(bench.bench, name="bench")
+app.command("pack")(pack.pack)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""What loading and streaming cost, measured against the machine's own limits and against other tools in the same run."""

@@ -1,0 +1,149 @@
+"""The machine's own limits, measured in the run they are compared in: reads of files, copies in memory; and cold files."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from hfq.errors import SetupError
+from hfq.streaming.buffers import huge_buffer
+
+__all__ = ["CHUNK_NBYTES", "cached_share", "copy_rate", "drop_cache", "read_files", "touch", "warm_cache"]
+
+CHUNK_NBYTES = 16 << 20
+_PAGE = mmap.PAGESIZE
+
+
+def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> float | None:
+    """Reads whole files in pieces of 16 MiB into buffers that are reused, as fast as plain reads go.
+
+    Args:
+        files: The files.
+        direct: Whether to pass by the page cache (O_DIRECT, into 2 MiB pages).
+        threads: How many read at once.
+
+    Returns:
+        Seconds, or None where the file system takes no direct reads.
+
+    Raises:
+        SetupError: A file cannot be read.
+    """
+    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    if direct and not hasattr(os, "O_DIRECT"):
+        return None
+    descriptors: dict[int, int] = {}
+    errors: list[OSError] = []
+    try:
+        for file in files:
+            descriptors[os.open(file, flags)] = file.stat().st_size
+        chunks = iter([(fd, offset) for fd, size in descriptors.items() for offset in range(0, size, CHUNK_NBYTES)])
+        slots = _slots(threads)
+        readers = [threading.Thread(target=_read_chunks, args=(chunks, slot, errors)) for slot in slots]
+        started = time.perf_counter()
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        seconds = time.perf_counter() - started
+    except OSError as error:
+        errors.append(error)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    if errors and direct:
+        return None
+    if errors:
+        raise SetupError(
+            "A checkpoint to measure with cannot be read.", found=errors[0], expected="readable files", fix="check the disk"
+        ) from errors[0]
+    return seconds
+
+
+def drop_cache(files: Iterable[Path]) -> None:
+    """Writes files back and drops their pages from the page cache; pages that a process maps and has touched stay."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def warm_cache(files: Iterable[Path]) -> None:
+    """Brings files into the page cache."""
+    read_files(files, direct=False)
+
+
+def cached_share(files: Iterable[Path]) -> float | None:
+    """The share of the files' pages that are in the page cache, by mincore; None where the system cannot tell."""
+    try:
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+    except (OSError, AttributeError):
+        return None
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    cached = total = 0
+    for file in files:
+        pages = _pages_cached(file, mincore)
+        if pages is None:
+            return None
+        cached, total = cached + sum(pages), total + len(pages)
+    return cached / max(total, 1)
+
+
+@functools.cache
+def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
+    """Bytes per second of a copy in memory by torch's threads, the best of several; each byte is read and written once."""
+    source, target = huge_buffer(nbytes).fill_(1), huge_buffer(nbytes).fill_(2)
+    best = float("inf")
+    for _ in range(times):
+        started = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - started)
+    return nbytes / best
+
+
+@functools.cache
+def _slots(threads: int) -> list[memoryview]:
+    memory = memoryview(huge_buffer(threads * CHUNK_NBYTES).fill_(0).numpy())  # type: ignore[arg-type]
+    return [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(threads)]
+
+
+def _read_chunks(chunks: Iterator[tuple[int, int]], slot: memoryview, errors: list[OSError]) -> None:
+    for descriptor, offset in chunks:  # shared by all threads: a list's iterator hands each item out once
+        try:
+            os.preadv(descriptor, [slot], offset)
+        except OSError as error:
+            errors.append(error)
+            return
+
+
+def _pages_cached(file: Path, mincore) -> list[int] | None:
+    size = file.stat().st_size
+    if size == 0:
+        return []
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY) as memory:
+        pages = (ctypes.c_ubyte * -(-size // _PAGE))()
+        start = ctypes.c_char.from_buffer(memory)
+        failed = mincore(ctypes.addressof(start), size, pages)
+        del start  # the map cannot be closed while something points into it
+    return None if failed else [page & 1 for page in pages]
+
+
+def touch(tensors: Iterable[torch.Tensor]) -> int:
+    """Reads one byte of every page that the tensors lie in, so that all of their bytes are in memory; returns a checksum."""
+    total = 0
+    for tensor in tensors:
+        if tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            total += int(flat[::_PAGE].sum()) + int(flat[-1])
+    return total

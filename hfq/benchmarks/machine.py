@@ -1,0 +1,70 @@
+"""What a benchmark ran on: processor, memory, file system, versions, date; no names of hosts, users or folders."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+__all__ = ["machine_facts"]
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
+
+
+def machine_facts(folder: Path) -> dict[str, str]:
+    """The facts, as text by what they are.
+
+    Args:
+        folder: Where the checkpoints rest; the kind of its file system is told.
+    """
+    from hfq import __version__
+
+    versions = [f"hfq {__version__}", f"Python {platform.python_version()}", *map(_version, _PACKAGES)]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": f"{_processor()}, {_cores()} cores for this process",
+        "memory": f"{_total_memory() / 1e9:.1f} GB",
+        "system": f"{platform.system()} {platform.release()}, {_file_system(folder)} file system",
+        "versions": ", ".join(versions),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
+
+
+def _processor() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of the mount that a folder lies in: the longest mount point that it is within."""
+    path, found = f"{folder.resolve()}/", ("", "unknown")
+    for line in _lines("/proc/mounts"):
+        _, mount, kind, *_ = line.split()
+        if path.startswith(f"{mount.rstrip('/')}/") and len(mount) >= len(found[0]):
+            found = mount, kind
+    return found[1]
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

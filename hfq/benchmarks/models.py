@@ -1,0 +1,240 @@
+"""Checkpoints to measure with: one Llama-like architecture with random weights, written packed in three formats.
+
+Codes are drawn as they are stored, so that no float weight of the model ever exists; scales make the weights look like N(0, 0.02),
+which keeps activations finite. A checkpoint depends on its architecture and format alone, and is used again where it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hfq.checkpoint import Checkpoint, write_safetensors
+from hfq.errors import CheckpointError, SetupError
+from hfq.spec import DTYPE_BITS
+
+__all__ = ["FORMATS", "Architecture", "checkpoint_files", "default_folder", "make_checkpoint"]
+
+FORMATS = ("bf16", "fp8", "gptq4")
+_GROUP = 128
+_LARGEST_SHARD = 1_000_000_000
+_QUANTIZATION: dict[str, dict | None] = {
+    "bf16": None,
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_GROUP, _GROUP], "activation_scheme": "dynamic"},
+    "gptq4": {
+        "quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
+    },
+}  # fmt: skip
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written: its dtype and shape on file, and what draws its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    draw: Draw
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A Llama with 16 heads, 4 of them for keys and values, and an MLP of four times the hidden size."""
+
+    hidden: int
+    layers: int
+
+    @classmethod
+    def of_size(cls, nbytes: float) -> Architecture:
+        """The widest architecture, up to a hidden size of 2048, that has at least 8 layers in `nbytes` of bfloat16.
+
+        Raises:
+            SetupError: So few bytes hold no such model.
+        """
+        for hidden in (2048, 1024, 512, 256, 128):
+            empty, one = (sum(t.nbytes for t in cls(hidden, layers).tensors("bf16").values()) for layers in (0, 1))
+            layers = round((nbytes - empty) / (one - empty))
+            if layers >= 8:
+                return cls(hidden, layers)
+        raise SetupError(
+            "A model to measure with cannot be so small.", expected=f"at least {empty + 8 * (one - empty):,} bytes",
+            found=f"{nbytes:,.0f} bytes", fix="pass a larger --size",
+        )  # fmt: skip
+
+    @property
+    def vocabulary(self) -> int:
+        return min(32_000, 16 * self.hidden)
+
+    def config(self, weights: str) -> dict:
+        """The checkpoint's `config.json`."""
+        config = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": 16,
+            "num_key_value_heads": 4, "head_dim": self.hidden // 16, "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+            "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip
+        quantization = _QUANTIZATION[weights]
+        return config | ({"quantization_config": quantization} if quantization else {})
+
+    def tensors(self, weights: str) -> dict[str, Planned]:
+        """Every tensor by name, in the order of the model.
+
+        Args:
+            weights: The format of the linear layers, one of `FORMATS`.
+        """
+        size, wide = self.hidden, 4 * self.hidden
+        linears = {
+            "self_attn.q_proj": (size, size), "self_attn.k_proj": (size // 4, size), "self_attn.v_proj": (size // 4, size),
+            "self_attn.o_proj": (size, size), "mlp.gate_proj": (wide, size), "mlp.up_proj": (wide, size),
+            "mlp.down_proj": (size, wide),
+        }  # fmt: skip
+        table = Planned("BF16", (self.vocabulary, size), _bf16)
+        tensors = {"model.embed_tokens.weight": table}
+        for layer in range(self.layers):
+            for local, shape in linears.items():
+                for name, planned in _PACKERS[weights](*shape).items():
+                    tensors[f"model.layers.{layer}.{local}.{name}"] = planned
+            for local in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"model.layers.{layer}.{local}.weight"] = _norm(size)
+        return tensors | {"model.norm.weight": _norm(size), "lm_head.weight": table}
+
+
+def default_folder() -> Path:
+    """Where benchmark checkpoints rest between runs: `hfq/bench` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
+
+
+def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> Path:
+    """Writes a checkpoint of several shards into a folder of its own within `folder`, unless it is there and complete.
+
+    Args:
+        folder: Holds all checkpoints; made where it is missing.
+        architecture: The model.
+        weights: The format of its linear layers, one of `FORMATS`.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        SetupError: The disk has too little room; nothing was written.
+        CheckpointError: A file could not be written.
+    """
+    path = folder / f"llama-{architecture.hidden}x{architecture.layers}-{weights}"
+    planned = architecture.tensors(weights)
+    if _is_complete(path, planned):
+        return path
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    needed, free = sum(tensor.nbytes for tensor in planned.values()), shutil.disk_usage(path).free
+    if free < 1.05 * needed:
+        raise SetupError(
+            "The disk has too little room for a checkpoint to measure with; nothing was written.", file=path,
+            expected=f"{1.05 * needed:,.0f} bytes", found=f"{free:,} bytes free", fix="pass another --folder or a smaller --size",
+        )  # fmt: skip
+    shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(path / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    (path / "config.json").write_text(json.dumps(architecture.config(weights), indent=2), encoding="utf-8")
+    index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")  # last: it says complete
+    return path
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The shards of a checkpoint, in order."""
+    return sorted(path.glob("*.safetensors"))
+
+
+def _is_complete(path: Path, planned: dict[str, Planned]) -> bool:
+    try:
+        found = Checkpoint.open(path).tensors
+    except CheckpointError:
+        return False
+    return {name: (info.dtype, info.shape) for name, info in found.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in planned.items()
+    }
+
+
+def _shards(planned: dict[str, Planned], most: int) -> Iterator[dict[str, Planned]]:
+    shard: dict[str, Planned] = {}
+    for name, tensor in planned.items():
+        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > most:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
+
+
+def _write_shard(file: Path, shard: dict[str, Planned]) -> None:
+    stored = {}
+    for name in sorted(shard, key=lambda name: (-DTYPE_BITS[shard[name].dtype], name)):  # the order of safetensors' own writer
+        tensor = shard[name]
+        values = tensor.draw(np.random.default_rng(zlib.crc32(name.encode())), tensor.shape)
+        stored[name] = (tensor.dtype, tensor.shape, np.ascontiguousarray(values).data.cast("B"))
+    write_safetensors(file, stored, {"format": "pt"})
+
+
+def _norm(size: int) -> Planned:
+    return Planned("BF16", (size,), lambda _, shape: np.full(shape, 0x3F80, np.uint16))  # 1.0
+
+
+def _bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random signs and mantissas, and exponents from 2**-12 to 2**-5: a root mean square of 0.018."""
+    bits = generator.integers(0, 1 << 16, shape, np.uint16)
+    bits &= 0x83FF
+    bits += 115 << 7
+    return bits
+
+
+def _e4m3(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Codes below 2, which hold no NaN: a root mean square of 0.59."""
+    return generator.integers(0, 256, shape, np.uint8) & 0xBF
+
+
+def _words(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return generator.integers(0, 1 << 32, shape, np.uint32)
+
+
+def _scales(mean: float, dtype: type) -> Draw:
+    return lambda generator, shape: (mean * generator.uniform(0.9, 1.1, shape)).astype(dtype)
+
+
+def _plain(rows: int, columns: int) -> dict[str, Planned]:
+    return {"weight": Planned("BF16", (rows, columns), _bf16)}
+
+
+def _fp8(rows: int, columns: int) -> dict[str, Planned]:
+    grid = -(-rows // _GROUP), -(-columns // _GROUP)
+    return {
+        "weight": Planned("F8_E4M3", (rows, columns), _e4m3),
+        "weight_scale_inv": Planned("F32", grid, _scales(0.034, np.float32)),
+    }
+
+
+def _gptq(rows: int, columns: int) -> dict[str, Planned]:
+    groups = columns // _GROUP
+    return {
+        "qweight": Planned("I32", (columns // 8, rows), _words),
+        "qzeros": Planned("I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)),  # 8, less one
+        "scales": Planned("F16", (groups, rows), _scales(0.0043, np.float16)),
+        "g_idx": Planned("I32", (columns,), lambda _, shape: np.arange(shape[0], dtype=np.int32) // _GROUP),
+    }
+
+
+_PACKERS: dict[str, Callable[[int, int], dict[str, Planned]]] = {"bf16": _plain, "fp8": _fp8, "gptq4": _gptq}

@@ -1,0 +1,118 @@
+"""Measurements in processes of their own: a worker answers questions, one line of JSON each way, and tells its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hfq.errors import SetupError
+
+__all__ = ["Worker", "memory", "reset_peak", "serve"]
+
+_FIELDS = {"VmHWM": "peak_rss", "VmRSS": "rss", "RssAnon": "anonymous"}
+
+
+class Worker:
+    """A fresh Python process that runs a module's `serve` until it is closed.
+
+    What it prints is no answer, so the libraries that it uses may print. Use it as a context manager.
+
+    Args:
+        module: The module to run.
+        options: What the module is started with; JSON-ready.
+    """
+
+    def __init__(self, module: str, **options: Any) -> None:
+        self._module = module
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed with the process)
+        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._log.close()
+
+    def ask(self, question: str, **arguments: Any) -> dict:
+        """The worker's answer; an exception there is the answer {"error": "its type: its first line"}.
+
+        Raises:
+            SetupError: The worker is gone.
+        """
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([question, arguments]) + "\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+            line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            self._log.seek(0)
+            last = self._log.read().strip().rpartition("\n")[2]
+            raise SetupError(
+                f"A process that measures ended before it answered ({self._module}).", expected=f"an answer to {question!r}",
+                found=f"exit status {self._process.wait()}: {last}", fix="read the last line above; less memory may help: --size",
+            )  # fmt: skip
+        return json.loads(line)
+
+
+def serve(commands: Mapping[str, Callable[..., dict]]) -> None:
+    """Answers the questions on standard input until it ends; standard output is the answers' alone."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            question, arguments = json.loads(line)
+            try:
+                answer = commands[question](**arguments)
+            except Exception as error:  # of any library that is measured
+                answer = {"error": _first_lines(error)}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def memory() -> dict[str, int]:
+    """What this process holds and has read, in bytes: peak_rss, rss, anonymous, pss, device_read; what cannot be told is absent."""
+    found = {}
+    for line in _lines("/proc/self/status"):
+        key, _, value = line.partition(":")
+        if key in _FIELDS:
+            found[_FIELDS[key]] = int(value.split()[0]) * 1024
+    for line in _lines("/proc/self/smaps_rollup"):
+        if line.startswith("Pss:"):
+            found["pss"] = int(line.split()[1]) * 1024
+    for line in _lines("/proc/self/io"):
+        if line.startswith("read_bytes:"):
+            found["device_read"] = int(line.split()[1])
+    return found
+
+
+def reset_peak() -> None:
+    """Makes the peak of the resident memory start anew, where the system allows it."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
+        stream.write("5")
+
+
+def _first_lines(error: BaseException | None) -> str:
+    """The type and first line of an error and of those that caused it."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        error = error.__cause__
+    return "; from ".join(texts)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return stream.readlines()
+    except OSError:
+        return []

@@ -1,0 +1,150 @@
+"""A benchmark's result: tables, targets and raw records, as markdown, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Chart", "Report", "Table", "Target", "as_rate", "median", "rotated", "select"]
+
+Record = dict
+"""One measurement as it was taken: what was measured, and numbers in seconds and bytes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that a result is held against.
+
+    Attributes:
+        what: What is measured.
+        value: What was measured; None where it was not.
+        bound: The target.
+        at_least: Whether a larger value is better.
+    """
+
+    what: str
+    value: float | None
+    bound: float
+    at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        return "met" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "not met"
+
+    def __str__(self) -> str:
+        found = "-" if self.value is None else f"{self.value:.3f}"
+        return f"{self.what}: {found} (target {'>=' if self.at_least else '<='} {self.bound:g}: {self.verdict})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `note` says what its numbers are."""
+
+    title: str
+    note: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def to_markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return f"## {self.title}\n\n{self.note}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all."""
+
+    title: str
+    groups: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+    line: float = 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of one benchmark's result."""
+
+    title: str
+    facts: Mapping[str, str]
+    tables: Sequence[Table]
+    targets: Sequence[Target]
+    records: Sequence[Record]
+    chart: Chart
+
+    def to_markdown(self, plot: str | None = None) -> str:
+        """The page; `plot` is the file of the plot beside it."""
+        facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
+        targets = Table(
+            "Targets", "Medians over the rounds.", ("what", "measured", "target", ""),
+            [
+                (t.what, "-" if t.value is None else f"{t.value:.3f}", f"{'>=' if t.at_least else '<='} {t.bound:g}", t.verdict)
+                for t in self.targets
+            ],
+        )  # fmt: skip
+        picture = (
+            f"![{self.chart.title}]({plot})" if plot else "No plot: matplotlib is not installed (`pip install hfq[bench]`)."
+        )
+        parts = [f"# {self.title}\n", facts, targets.to_markdown(), f"{picture}\n", *(t.to_markdown() for t in self.tables)]
+        return "\n".join(parts)
+
+    def to_json(self) -> str:
+        targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
+        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "records": list(self.records)}
+        return json.dumps(document, indent=1)
+
+    def write(self, folder: Path, name: str) -> None:
+        """Writes `name`.md, .json and, where matplotlib is installed, .png."""
+        folder.mkdir(parents=True, exist_ok=True)
+        plot = f"{name}.png" if _draw(self.chart, folder / f"{name}.png") else None
+        (folder / f"{name}.md").write_text(self.to_markdown(plot), encoding="utf-8")
+        (folder / f"{name}.json").write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def select(records: Iterable[Record], **where: object) -> list[Record]:
+    """The records in which every one of these keys has this value, failed ones left out."""
+    return [r for r in records if "error" not in r and all(r.get(key) == value for key, value in where.items())]
+
+
+def median(records: Iterable[Record], value: Callable[[Record], float], **where: object) -> float | None:
+    """The median of a value over the selected records; None where there are none, or where none has the value."""
+    try:
+        values = [value(record) for record in select(records, **where)]
+    except (KeyError, ZeroDivisionError):
+        return None
+    return statistics.median(values) if values else None
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The names in an order that begins elsewhere each round, so that no place in the order favours anybody."""
+    cut = by % max(len(names), 1)
+    return [*names[cut:], *names[:cut]]
+
+
+def as_rate(rate: float | None) -> str:
+    """Bytes per second as text."""
+    return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
+
+
+def _draw(chart: Chart, file: Path) -> bool:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(2 + 1.2 * len(chart.groups), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(len(chart.series), 1)
+    for index, (name, values) in enumerate(chart.series.items()):
+        places = [group + index * width for group, value in enumerate(values) if value is not None]
+        bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.axhline(chart.line, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks([group + 0.4 for group in range(len(chart.groups))], chart.groups)
+    axes.set_title(chart.title)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=120)
+    return True

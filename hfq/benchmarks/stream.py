@@ -1,0 +1,119 @@
+"""`hfq bench stream`: forwards with all layers on a cold disk, for hfq and accelerate's offload, against direct raw reads.
+
+Each mover has a fresh process in each round, and they take turns. What computes is stood in for by sleeping, as a processor does
+while an accelerator computes (see `movers`), but for greedy decoding, which computes on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hfq.benchmarks.limits import copy_rate, drop_cache, read_files
+from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.benchmarks.movers import MOVERS, layer_nbytes
+from hfq.benchmarks.process import Worker
+from hfq.benchmarks.report import Record, Report, rotated
+from hfq.benchmarks.stream_report import stream_report
+
+__all__ = ["bench_stream", "measure_decoding", "measure_limit", "measure_movement"]
+
+PASSES = 4
+MICRO_BATCHES = (1, 4, 8)
+REPEATS = 2
+TOKENS = 3
+
+Step = tuple[str, str, Callable[[], list[Record]]]
+"""(what is measured, the mover, what measures it)"""
+
+_WORKER = "hfq.benchmarks.stream_worker"
+
+
+def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], None]) -> Report:
+    """Runs the benchmark.
+
+    Args:
+        folder: Where the checkpoints are made, or found.
+        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
+        rounds: How often everything is measured.
+        say: Is told what is going on.
+
+    Raises:
+        SetupError: The disk has too little room, or a measuring process died.
+    """
+    architecture = Architecture.of_size(nbytes)
+    paths = {}
+    for weights in FORMATS:
+        say(f"{weights}: making the checkpoint")
+        paths[weights] = make_checkpoint(folder, architecture, weights)
+    records: list[Record] = []
+    for number in range(rounds):
+        for weights, path in paths.items():
+            for what, mover, measure in _steps(path, number, measure_limit(path)):
+                label = {"weights": weights, "mover": mover, "what": what}
+                if any("error" in record and label.items() <= record.items() for record in records):
+                    continue  # it was refused in an earlier round
+                say(f"{weights}: round {number + 1} of {rounds}, {what}, {mover}")
+                records += [label | {"round": number} | record for record in measure()]
+    facts = {
+        "model": f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers",
+        "memory copy": f"{copy_rate() / 1e9:.2f} GB/s",
+        "rounds": f"{rounds}, interleaved, each mover in a fresh process; medians",
+    }
+    return stream_report(folder, facts, records)
+
+
+def measure_limit(path: Path) -> float:
+    """What the disk gives for a checkpoint's files, in bytes per second: direct reads of 16 MiB by 4 or 8 threads, the faster.
+
+    Where the file system takes no direct reads: buffered ones, from a cold page cache.
+    """
+    files = checkpoint_files(path)
+    drop_cache(files)
+    times = [read_files(files, direct=True, threads=threads) for threads in (4, 8)]
+    seconds = min((time for time in times if time is not None), default=None) or read_files(files, direct=False)
+    drop_cache(files)
+    return sum(file.stat().st_size for file in files) / (seconds or 1e-9)
+
+
+def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
+    """Forwards without compute, with a stand-in for compute, and of micro-batches, in one fresh process.
+
+    Args:
+        path: The checkpoint.
+        mover: A name of `movers.MOVERS`.
+        compute: Seconds that a layer computes; of a micro-batch, an eighth of it.
+    """
+    layers, nbytes = layer_nbytes(path)
+    label = {"limit": measure_limit(path), "layers": layers, "nbytes": nbytes}
+    with Worker(_WORKER, mover=mover, path=str(path)) as worker:
+        loaded = worker.ask("load")
+        if "error" in loaded:
+            return [label | {"kind": "idle"} | loaded]
+        records = [{"kind": "idle", "compute": 0.0, **worker.ask("passes", count=PASSES, compute=0.0)}]
+        records += [{"kind": "busy", "compute": compute, **worker.ask("passes", count=PASSES, compute=compute)}]
+        for count in MICRO_BATCHES if mover != "hfq, buffered" else ():
+            answer = worker.ask("micro_batches", count=count, compute=compute / 8, repeats=REPEATS)
+            records.append({"kind": "micro", "count": count, "compute": compute / 8, **answer})
+    return [label | record for record in records]
+
+
+def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS) -> list[Record]:
+    """Greedy decoding with real compute on the CPU, every forward from a cold page cache, in a fresh process."""
+    with Worker(_WORKER, mover=mover, path=str(path), stand_in=False, on_disk=on_disk) as worker:
+        loaded = worker.ask("load")
+        answer = loaded if "error" in loaded else worker.ask("decode", tokens=tokens)
+    return [{"kind": "decode", "on_disk": on_disk, **answer}]
+
+
+def _steps(path: Path, number: int, limit: float) -> list[Step]:
+    """What a round measures of one checkpoint, given the disk's limit in bytes per second; results in memory are needed once."""
+    layers, nbytes = layer_nbytes(path)
+    compute = nbytes / layers / limit
+    decoders = ["hfq", "accelerate"]
+    steps: list[Step] = [("movement", m, partial(measure_movement, path, m, compute)) for m in rotated([*MOVERS], number)]
+    steps += [("decoding", m, partial(measure_decoding, path, m, True)) for m in rotated(decoders, number)]
+    if number == 0:
+        steps += [("decoding in memory", m, partial(measure_decoding, path, m, False)) for m in decoders]
+    return steps

@@ -1,0 +1,75 @@
+"""`hfq bench load` and `hfq bench stream`: what loading and streaming cost here, against the machine's limits and other tools."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hfq.benchmarks.report import Report
+
+__all__ = ["bench"]
+
+QUICK_NBYTES = 24e6
+
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure loading and streaming on this machine, against its limits and other tools."
+)
+
+Folder = Annotated[Path | None, typer.Option(help="Holds the checkpoints between runs; by default in the user's cache.")]
+Size = Annotated[float, typer.Option(help="Bytes of the bfloat16 checkpoint; the packed ones have the same architecture.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured, interleaved.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A small checkpoint and one round: checks that it works, measures nothing.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of markdown.")]
+Out = Annotated[Path | None, typer.Option(help="Write NAME.md, NAME.json and NAME.png into this folder, too.")]
+
+
+@bench.command("load")
+def load(
+    folder: Folder = None,
+    size: Size = 2.4e9,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Time, memory and reads of loading: hfq, transformers and safetensors, cold and warm."""
+    from hfq.benchmarks.load import bench_load
+    from hfq.benchmarks.models import default_folder
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    _show(bench_load(folder or default_folder(), size, rounds, _say), "load", as_json, out)
+
+
+@bench.command("stream")
+def stream(
+    folder: Folder = None,
+    size: Size = 2.4e9,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Forwards with all layers on a cold disk: hfq, accelerate's offload and the disk's limit, with and without compute."""
+    from hfq.benchmarks.models import default_folder
+    from hfq.benchmarks.stream import bench_stream
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    _show(bench_stream(folder or default_folder(), size, rounds, _say), "stream", as_json, out)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(report: Report, name: str, as_json: bool, out: Path | None) -> None:
+    if out is not None:
+        report.write(out, name)
+    print(report.to_json() if as_json else report.to_markdown(f"{name}.png" if out else None))
+    for target in report.targets:
+        _say(str(target))

@@ -1,0 +1,70 @@
+"""Workers: answers and nothing but answers, errors as answers, deaths as errors."""
+
+import pytest
+
+from hfq import SetupError
+from hfq.benchmarks.process import Worker, memory, reset_peak
+
+MODULE = """
+import json, os, sys
+from hfq.benchmarks.process import memory, serve
+
+def add(first, second):
+    print("this is no answer")
+    os.system("echo nor is this")
+    return {"sum": first + second, "options": json.loads(sys.argv[1])}
+
+def fail():
+    try:
+        raise KeyError("the cause")
+    except KeyError as error:
+        raise ValueError("first line\\nsecond line") from error
+
+def die():
+    print("the reason", file=sys.stderr)
+    os._exit(3)
+
+serve({"add": add, "fail": fail, "die": die, "memory": memory})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    (tmp_path / "answering.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with Worker("answering", option=7) as worker:
+        yield worker
+
+
+def test_answers_are_apart_from_what_is_printed(worker):
+    assert worker.ask("add", first=1, second=2) == {"sum": 3, "options": {"option": 7}}
+    assert worker.ask("add", first=3, second=4)["sum"] == 7
+
+
+def test_an_exception_is_an_answer_with_its_causes(worker):
+    assert worker.ask("fail") == {"error": "ValueError: first line; from KeyError: 'the cause'"}
+    assert worker.ask("add", first=1, second=1)["sum"] == 2
+
+
+def test_a_death_is_an_error_that_tells_the_reason(worker):
+    with pytest.raises(SetupError, match="the reason"):
+        worker.ask("die")
+
+
+def test_a_worker_tells_its_memory(worker):
+    found = worker.ask("memory")
+    assert all(value >= 0 for value in found.values())
+    if "peak_rss" in found:
+        assert found["peak_rss"] >= found["rss"] >= found["anonymous"]
+
+
+def test_the_peak_starts_anew():
+    if "peak_rss" not in memory():
+        pytest.skip("the system does not tell the peak")
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    high = memory()["peak_rss"]
+    del block
+    reset_peak()
+    assert memory()["peak_rss"] < high - (32 << 20)
