@@ -71,7 +71,7 @@ def memory(plan):
 def no_threads():
     """Whether no reader is alive; one whose start was interrupted is given the time to end."""
     deadline = time.monotonic() + 10
-    while any(thread.name.startswith("hfq-read") for thread in threading.enumerate()):
+    while any(thread.name.startswith("hfq-read-") for thread in threading.enumerate()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.001)
