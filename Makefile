@@ -14,7 +14,7 @@ demo: $(VENV)/.installed  ## create the environment, install, and run the main j
 	$(BIN)/hfq demo
 
 test: $(VENV)/.installed  ## install what is needed and run the fast suite
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest  # threads that spin while they wait take the cores from those that read
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/ruff check .

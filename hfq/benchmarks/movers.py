@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-from transformers.utils import logging
 
 from hfq.benchmarks.limits import touch
 from hfq.checkpoint import Checkpoint
@@ -31,8 +30,6 @@ __all__ = ["IN_MEMORY", "MOVERS", "ON_DISK", "Compute", "Mover", "layer_nbytes",
 LAYERS = "model.layers"
 ON_DISK = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu") | {LAYERS: "disk"}
 IN_MEMORY = {"": "cpu"}
-
-logging.disable_progress_bar()
 
 
 class Compute:

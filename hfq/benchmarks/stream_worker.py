@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from hfq.benchmarks.limits import drop_cache
 from hfq.benchmarks.models import checkpoint_files
@@ -50,6 +51,7 @@ class StreamWorker:
 
     def load(self) -> dict:
         """Loads the model; with a stand-in, runs one forward, from which a mover may learn the order of layers."""
+        logging.disable_progress_bar()  # in this process alone
         self._mover: Mover = self._load()
         if self._is_stand_in:
             self._mover.forward(_BATCH)

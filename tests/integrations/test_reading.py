@@ -241,6 +241,16 @@ def test_the_bar_is_shown_as_transformers_says(enabled, capsys, monkeypatch):
     assert loading_of(model).read_plan.bytes_read > 0
 
 
+@pytest.fixture(autouse=True)
+def shown_bars():
+    """transformers' switch is the process's own: whatever ran before may have turned it off."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    yield
+    if not was_on:
+        transformers_logging.disable_progress_bar()
+
+
 def test_the_bar_ends_where_another_process_has_read(capsys, monkeypatch, shared_memory):
     monkeypatch.setattr(rows, "_SMALL", 0)
     first = load(backing="shared")
