@@ -159,15 +159,16 @@ def _guard(owner: type) -> None:
         asked = kwargs.get("quantization_config")
         if asked is None:
             asked = getattr(kwargs.get("config"), "quantization_config", None)
-        if _active.get() or _as_hfq(asked) is None:
+        chosen = _as_hfq(asked)
+        if _active.get() or chosen is None:
             return load()
-        return _guarded(load, pretrained_model_name_or_path, kwargs)
+        return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
 
     from_pretrained._hfq_guards = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
 
 
-def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
+def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
     check_arguments(kwargs)
     checkpoint = open_local(path, kwargs)
@@ -176,7 +177,7 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any]) -> Any:
         source_config(checkpoint)
     token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
     try:
-        with _one_load, reading_early(checkpoint, kwargs.get("device_map")):
+        with _one_load, reading_early(checkpoint, kwargs.get("device_map"), chosen.backing):
             return load()
     except HfqError:
         raise

@@ -76,12 +76,13 @@ class EarlyReading:
 
 
 @contextmanager
-def reading_early(checkpoint: Checkpoint | None, device_map: Any) -> Iterator[None]:
+def reading_early(checkpoint: Checkpoint | None, device_map: Any, backing: str) -> Iterator[None]:
     """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however that ends.
 
-    Nothing is read early where a part rests elsewhere than on the CPU, on a network file system, or beyond the available memory.
+    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`backing`: the page cache would keep a
+    second copy), on a network file system, or beyond the available memory.
     """
-    if checkpoint is None or not _is_mapped_whole(checkpoint, device_map):
+    if checkpoint is None or backing in ("arena", "shared") or not _is_mapped_whole(checkpoint, device_map):
         yield
         return
     early = EarlyReading(checkpoint)
@@ -99,7 +100,8 @@ def early_reading() -> EarlyReading | None:
 
 
 def _is_mapped_whole(checkpoint: Checkpoint, device_map: Any) -> bool:
-    homes = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map or "cpu")}
+    whole = {"": "cpu" if device_map is None else device_map}
+    homes = set(map(str, (device_map if isinstance(device_map, Mapping) else whole).values()))
     available = available_memory()
     fits = available is not None and _SMALL <= checkpoint.nbytes <= available
     return homes == {"cpu"} and fits and not any(map(is_network, checkpoint.headers))

@@ -215,6 +215,11 @@ class _Filler:
     def _shared(self, arena: Arena) -> memoryview:
         key = _identity(self._plan, arena, self._loading.reader)
         shared = SharedArena.open(key, arena.nbytes, lambda memory: self._read(arena, memory)) if arena.nbytes else None
+        if shared is None and arena.nbytes and self._loading.config.backing == "shared":
+            raise PlacementError(
+                "The rows cannot be kept in shared memory; nothing was loaded.", file="/dev/shm", found="no room, or no shared memory",
+                expected=f"{arena.nbytes} free bytes", fix='free shared memory, or pass HfqConfig(backing="auto")',
+            )  # fmt: skip
         if shared is None:
             return self._own(arena)
         if not shared.was_filled:  # another process has read it

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hfq.checkpoint.direct import DIRECT_ALIGNMENT
+from hfq.checkpoint.read_plan import coalesce
 from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["GAP_NBYTES", "PAGE", "BlockLayout", "Run", "lay_out"]
 
-PAGE = 4096
+PAGE = DIRECT_ALIGNMENT
 GAP_NBYTES = 64 << 10
 """Neighbours on file that lie no further apart are read together, the gap along with them."""
 
@@ -77,7 +79,7 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> BlockL
     ordered = sorted({info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset))
     runs: list[Run] = []
     places: dict[TensorInfo, int] = dict.fromkeys((info for info in infos if not info.nbytes), 0)
-    for source in _merge(ordered, gap_nbytes):
+    for source in coalesce((info.range for info in ordered), gap_nbytes):
         runs.append(Run(source, runs[-1].offset + runs[-1].nbytes if runs else 0))
     end, copies, index = sum(run.nbytes for run in runs), [], 0
     for info in ordered:
@@ -90,18 +92,6 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> BlockL
             place, end = end, -(-(end + info.nbytes) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
         places[info] = place
     return BlockLayout(tuple(runs), places, tuple(copies), -(-end // PAGE) * PAGE)
-
-
-def _merge(ordered: list[TensorInfo], gap_nbytes: int) -> list[ByteRange]:
-    merged: list[ByteRange] = []
-    for info in ordered:
-        last = merged[-1] if merged else None
-        if last and last.file == info.range.file and info.range.offset <= last.offset + last.nbytes + gap_nbytes:
-            end = max(last.offset + last.nbytes, info.range.offset + info.nbytes)
-            merged[-1] = ByteRange(last.file, last.offset, end - last.offset)
-        else:
-            merged.append(info.range)
-    return merged
 
 
 def _holds(run: ByteRange, part: ByteRange) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from hfq.streaming.source import CHUNK_NBYTES, Source
 __all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
 
 
-class Regions:
+class Regions(ABC):
     """What both kinds share: a ring, its buffer, and the tickets of the blocks that have a place in it.
 
     Args:
@@ -84,6 +85,7 @@ class Regions:
             raise
         return region
 
+    @abstractmethod
     def give_back(self, block: int) -> None:
         """The block's forward is over; its region may be given to another."""
 
@@ -114,11 +116,13 @@ class Regions:
         offset = self.ring.place_of(block) or 0
         return self.buffer[offset : offset + self.layouts[block].nbytes]
 
+    @abstractmethod
     def _lost(self, block: int) -> None:
         """The region of a block is about to be given to another; nobody fills it any more."""
 
+    @abstractmethod
     def _fill(self, block: int, region: torch.Tensor) -> Ticket:
-        raise NotImplementedError
+        """The jobs that fill a region."""
 
 
 class HostRegions(Regions):
@@ -126,6 +130,12 @@ class HostRegions(Regions):
 
     def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool) -> None:
         super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=True))
+
+    def give_back(self, block: int) -> None:
+        """Nothing follows: who computed here is done with it."""
+
+    def _lost(self, block: int) -> None:
+        """Nothing follows: nobody else has written to it."""
 
     def _fill(self, block: int, region: torch.Tensor) -> Ticket:
         layout, memory = self.layouts[block], _memory(region)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from hfq.checkpoint import Reader
@@ -15,6 +16,8 @@ from hfq.spec import ByteRange
 from hfq.streaming.layout import PAGE
 
 __all__ = ["CHUNK_NBYTES", "Mode", "Source"]
+
+logger = logging.getLogger("hfq")
 
 Mode = Literal["direct", "buffered"]
 
@@ -39,17 +42,19 @@ class Source:
         asked: `"auto"`, `"direct"`, `"buffered"`.
         nbytes: All that a pass streams.
         verify: Which reads are checked against the CRC-32 that `record` took: none, the first of each chunk, or all.
+        names: The files that are streamed from; where one takes no direct reads, a warning says that reads are buffered.
 
     Attributes:
         mode: How the present pass reads.
         nbytes_read: What was read so far, without the bytes that `record` read.
     """
 
-    def __init__(self, reader: Reader, asked: str, nbytes: int, verify: str = "off") -> None:
+    def __init__(self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()) -> None:
         self.reader, self.files = reader, DirectFiles(reader)
         self._asked, self._nbytes, self._verify = asked, nbytes, verify
         self._sums: dict[ByteRange, int] = {}
         self._lock, self._copying = threading.Lock(), threading.Semaphore(_BUFFERED_AT_ONCE)
+        self._names, self._has_warned = tuple(names), False
         self.mode: Mode = "buffered"
         self.nbytes_read = 0
         self.choose()
@@ -62,6 +67,11 @@ class Source:
             self.mode = "buffered" if fits else "direct"
         else:
             self.mode = "direct" if self._asked == "direct" else "buffered"
+        if self.mode == "direct" and not all(map(self.files.supports_direct, self._names)):
+            self.mode = "buffered"
+            if not self._has_warned:
+                logger.warning("hfq: the file system of this checkpoint takes no direct reads; they go through the page cache")
+            self._has_warned = True
 
     def read(self, wanted: ByteRange, target: memoryview) -> None:
         """Fills `target` with a chunk.

@@ -86,7 +86,8 @@ class Streamer:
         self.blocks = tuple(block for block in blocks if not _is_table(block))
         layouts = [lay_out(block.infos(self.device)) for block in self.blocks]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
-        self.source = Source(reader, options.mode, self.pass_nbytes, options.verify)
+        names = sorted({run.source.file for layout in layouts for run in layout.runs})
+        self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         self.pool = Pool(options.threads)
         self.regions = self._make_regions(layouts)
         self._bindings = [Binding(block, layout, self.device) for block, layout in zip(self.blocks, layouts, strict=True)]
@@ -214,6 +215,7 @@ class Streamer:
             refuse_meta(block.name, args)
             return forward(*args, **kwargs)
 
+        looked_up.streamer = self  # type: ignore[attr-defined]  # its reader threads end with it, and the table needs them
         slot.module.forward = looked_up
 
     def _acquire(self, index: int) -> torch.Tensor:

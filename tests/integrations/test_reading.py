@@ -206,11 +206,14 @@ def test_another_version_of_a_file_is_not_taken_for_it(misaligned, shared_memory
     assert len(list(shared_memory.iterdir())) == 2
 
 
-def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, tmp_path, expected, shared_memory):
+def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, misaligned, expected, shared_memory):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shared_memory.rmdir()
-    model = load(backing="shared")
+    model = load(misaligned)
     assert loading_of(model).read_report.shared == 0
     assert torch.equal(logits(model), expected)
+    with pytest.raises(PlacementError, match="cannot be kept in shared memory"):  # asked for by name
+        load(misaligned, backing="shared")
 
 
 def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, log):

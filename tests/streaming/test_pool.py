@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
+from hfq.checkpoint.direct import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.spec import ByteRange
 from hfq.streaming.pool import Pool, Ticket
@@ -234,3 +235,12 @@ def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, a
         monkeypatch.setattr("hfq.streaming.source.available_memory", lambda: 10**9)
         made.choose()
         assert made.mode == "buffered"
+
+
+def test_direct_reads_that_a_file_system_does_not_take_are_said_once_and_reported_as_buffered(monkeypatch, source, caplog):
+    monkeypatch.setattr(DirectFiles, "supports_direct", lambda *_: False)
+    made = Source(source("off")[0].reader, "direct", 100, names=["a file"])
+    made.choose()
+    assert made.mode == "buffered"
+    assert [record.message for record in caplog.records if "no direct reads" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1

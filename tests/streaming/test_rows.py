@@ -1,6 +1,7 @@
 """Embeddings in a file are read by row: the bytes of the distinct tokens and no others, through subclasses too."""
 
 import functools
+import gc
 import inspect
 
 import pytest
@@ -170,6 +171,14 @@ def test_a_token_out_of_range_is_named(table, numbers, found):
     with pytest.raises(SetupError, match=rf"(?s)embed.*0 to {ROWS - 1}.*{found}"):
         module(tokens_of(*numbers))
     assert reader.counters.bytes_read == 0
+
+
+def test_a_table_outlives_whoever_else_knew_its_streamer(table):
+    module, resident, streamer, _ = offloaded(table)
+    del streamer
+    gc.collect()
+    many = torch.arange(ROWS)
+    assert torch.equal(module(many), resident(many))
 
 
 @pytest.mark.parametrize("count", [3, 200])

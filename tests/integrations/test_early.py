@@ -1,0 +1,34 @@
+"""Early reading: only what will be mapped whole in CPU memory is brought in before its home is settled."""
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig, PlacementError
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.shared import SharedArena
+from hfq.integrations import early
+
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+
+
+@pytest.mark.parametrize(
+    ("device_map", "backing", "reads"),
+    [
+        (None, "auto", True), ("cpu", "auto", True), (torch.device("cpu"), "auto", True), ({"": "cpu"}, "mapped", True),
+        (0, "auto", False), ("auto", "auto", False), ({"": 0}, "auto", False), ({"": "cpu", "model.layers.1": "disk"}, "auto", False),
+        (None, "arena", False), (None, "shared", False),
+    ],
+)  # fmt: skip
+def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, device_map, backing, reads):
+    monkeypatch.setattr(early, "_SMALL", 0)
+    with early.reading_early(Checkpoint.open(GPTQ), device_map, backing):
+        assert (early.early_reading() is not None) == reads
+    assert early.early_reading() is None
+
+
+def test_shared_memory_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(SharedArena, "open", lambda *_: None)
+    with pytest.raises(PlacementError, match="cannot be kept in shared memory"):
+        AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(backing="shared"))
