@@ -167,7 +167,7 @@ def _exactness_table(records: list[Record]) -> Table:
         read = f"{record['read']:,} of at most {record['bound']:,}"
         equal = f"{record['equal']} of {record['tensors']}"
         rows.append(
-            (record["weights"], equal, read if record["packed"] else "nothing is packed", f"{record['device_read']:,}")
+            (record["weights"], equal, read if record["packed"] else "nothing is packed", f"{record['lazy_device_read']:,}")
         )
     note = (
         "Tensors whose sha256 in memory is that of their bytes on file; bytes read by a load that leaves everything on disk."
@@ -192,7 +192,7 @@ def _targets(records: list[Record]) -> list[Target]:
             Target(f"{weights}: share of tensors equal by sha256", exact, 1, at_least=True),
         ]
         if weights != "bf16":
-            for key, what in (("read", "read"), ("device_read", "read from the device")):
+            for key, what in (("read", "read"), ("lazy_device_read", "read from the device")):
                 share = _of_bound(records, key, weights)
                 targets.append(Target(f"{weights}: {what} with all on disk, over headers and what is not quantized", share, 1))
     for what, key, bound in (("times as fast as", "seconds", 5), ("times less peak RSS than", "peak_rss", 2.4)):

@@ -118,7 +118,7 @@ class LoadWorker:
             "read": headers + loading.reader.counters.bytes_read,
             "bound": headers + tensors - packed,
             "packed": packed,
-            "device_read": after.get("device_read", 0) - before.get("device_read", 0),
+            "lazy_device_read": after.get("device_read", 0) - before.get("device_read", 0),
         }
 
 

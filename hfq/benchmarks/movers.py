@@ -33,20 +33,9 @@ IN_MEMORY = {"": "cpu"}
 
 
 class Compute:
-    """How long each layer's stand-in sleeps, in s, set between forwards; and how long stand-ins have computed so far.
+    """How long each layer's stand-in sleeps, in s, set between forwards."""
 
-    `spent` holds the touch of every page of the weights, too. Where weights are maps, as accelerate's are, it holds their reading.
-    """
-
-    seconds = spent = 0.0
-
-    @classmethod
-    @contextlib.contextmanager
-    def counted(cls) -> Iterator[None]:
-        """Adds what is done within to `spent`."""
-        started = time.perf_counter()
-        yield
-        cls.spent += time.perf_counter() - started
+    seconds = 0.0
 
 
 class Mover:
@@ -79,7 +68,7 @@ class Mover:
         self.model(input_ids=tokens, use_cache=False)
 
     def forward_all(self, batches: list[torch.Tensor]) -> None:
-        """A pass for each micro-batch, in the best way this mover has."""
+        """One pass for all micro-batches, for a mover that `shares_reads`."""
         for tokens in batches:
             self.forward(tokens)
 
@@ -160,15 +149,13 @@ def _layer(self: nn.Module, hidden_states: torch.Tensor, *_: object, **__: objec
     for part in self.modules():
         if part._parameters:
             part(hidden_states)  # through the part's own hooks, which is where accelerate reads
-    with Compute.counted():
-        time.sleep(Compute.seconds)
+    time.sleep(Compute.seconds)
     return hidden_states
 
 
 def _part(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     tensors = self.packed_tensors() if isinstance(self, PackedModule) else self._parameters
-    with Compute.counted():
-        touch(tensor for tensor in tensors.values() if tensor is not None)
+    touch(tensor for tensor in tensors.values() if tensor is not None)
     return hidden_states
 
 

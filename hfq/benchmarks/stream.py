@@ -17,7 +17,7 @@ from hfq.benchmarks.process import Worker
 from hfq.benchmarks.report import Record, Report, rotated
 from hfq.benchmarks.stream_report import stream_report
 
-__all__ = ["bench_stream", "measure_decoding", "measure_limit", "measure_movement"]
+__all__ = ["bench_stream", "measure_compute", "measure_decoding", "measure_limit", "measure_movement"]
 
 PASSES = 4
 MICRO_BATCHES = (1, 4, 8)
@@ -93,10 +93,19 @@ def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
             return [label | {"kind": "idle"} | loaded]
         records = [{"kind": "idle", "compute": 0.0, **worker.ask("passes", count=PASSES, compute=0.0)}]
         records += [{"kind": "busy", "compute": compute, **worker.ask("passes", count=PASSES, compute=compute)}]
+        records[-1]["alone"] = measure_compute(path, compute)
         for count in MICRO_BATCHES if mover != "hfq, buffered" else ():
             answer = worker.ask("micro_batches", count=count, compute=compute / 8, repeats=REPEATS)
             records.append({"kind": "micro", "count": count, "compute": compute / 8, **answer})
     return [label | record for record in records]
+
+
+def measure_compute(path: Path, compute: float) -> float:
+    """Seconds of a forward with the stand-in for compute that reads nothing: by hfq, with all in memory, in a fresh process."""
+    with Worker(_WORKER, mover="hfq", path=str(path), on_disk=False) as worker:
+        worker.ask("load")
+        answer = worker.ask("passes", count=PASSES, compute=compute)
+    return answer["seconds"] / answer["steps"]
 
 
 def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS) -> list[Record]:

@@ -60,13 +60,15 @@ class StreamWorker:
     def passes(self, count: int, compute: float) -> dict:
         """Runs `count` forwards, each from a cold page cache; each layer computes for so many seconds. See `_measured`."""
         Compute.seconds = compute
-        return self._measured([lambda: self._mover.forward(_BATCH)] * count, 1)
+        return self._measured([lambda: self._mover.forward(_BATCH)] * count)
 
     def micro_batches(self, count: int, compute: float, repeats: int) -> dict:
-        """As `passes`, of `count` micro-batches at once, several times over."""
+        """As `passes`, of `count` micro-batches, several times over: together, or each in a pass of its own."""
         Compute.seconds = compute
-        reads = 1 if self._mover.shares_reads else count
-        return self._measured([lambda: self._mover.forward_all([_BATCH] * count)] * repeats, reads)
+        if self._mover.shares_reads:
+            return self._measured([lambda: self._mover.forward_all([_BATCH] * count)] * repeats)
+        answer = self._measured([lambda: self._mover.forward(_BATCH)] * (count * repeats))
+        return answer | {"steps": repeats}
 
     def decode(self, tokens: int) -> dict:
         """Generates greedily, every forward from a cold page cache: the tokens, and the seconds for each."""
@@ -89,22 +91,19 @@ class StreamWorker:
             seconds = time.perf_counter() - started - dropped
         return {"tokens": generated[0, _PROMPT.shape[1] :].tolist(), "seconds": seconds / tokens}
 
-    def _measured(self, steps: list[Callable[[], None]], reads: int) -> dict:
-        """Runs steps from a cold page cache; reads that go on between two of them are neither timed nor counted.
+    def _measured(self, steps: list[Callable[[], None]]) -> dict:
+        """Runs steps that need all layers once, each from a cold page cache; what is read between two is neither timed nor counted.
 
         Args:
             steps: What is run.
-            reads: How often each step reads all layers.
 
         Returns:
             steps: How many they are.
             seconds: All steps together, without what dropping the page cache took.
             expected: The bytes of the layers that the steps need.
             moved: Those of them that were read while the clock ran; the others had been read ahead.
-            spent: The seconds that stand-ins computed.
         """
         mover, seconds, read = self._mover, 0.0, 0
-        Compute.spent = 0.0
         for step in steps:
             drop_cache([*self._files, *mover.files()])
             before = mover.bytes_read() if mover.bytes_read else 0
@@ -112,9 +111,9 @@ class StreamWorker:
             step()
             seconds += time.perf_counter() - started
             read += mover.bytes_read() - before if mover.bytes_read else 0
-        expected = self._nbytes * len(steps) * reads
+        expected = self._nbytes * len(steps)
         moved = min(expected, read) if mover.bytes_read else expected
-        return {"steps": len(steps), "seconds": seconds, "expected": expected, "moved": moved, "spent": Compute.spent}
+        return {"steps": len(steps), "seconds": seconds, "expected": expected, "moved": moved}
 
 
 if __name__ == "__main__":

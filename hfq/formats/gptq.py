@@ -181,7 +181,10 @@ class Gptq(Format):
         g_idx = tensors.get("g_idx")
         if g_idx is None or g_idx.numel() <= 1:
             return resolved
-        groups = tensors["scales"].shape[0]
+        groups, span = tensors["scales"].shape[0], g_idx.numel() if self.group_size == -1 else self.group_size
+        trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
+        if torch.equal(g_idx, trivial) and groups == -(-g_idx.numel() // span):
+            return dataclasses.replace(resolved, act_order=False)
         check_index(module, "g_idx", g_idx, groups)
         if g_idx.unique().numel() != groups:
             raise FormatError(
@@ -189,8 +192,6 @@ class Gptq(Format):
                 expected=f"all of {groups} groups", found=f"{g_idx.unique().numel()} of them",
                 fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
             )  # fmt: skip
-        span = g_idx.numel() if self.group_size == -1 else self.group_size
-        trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
         return dataclasses.replace(resolved, act_order=not torch.equal(g_idx, trivial))
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
@@ -280,7 +281,8 @@ class Gptq(Format):
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
-        middle, stored = 1 << (self.num_bits - 1), self._unpack(qzeros.t(), count)
+        differing = qzeros[:1] if bool((qzeros == qzeros[:1]).all()) else qzeros  # one group tells what equal groups hold
+        middle, stored = 1 << (self.num_bits - 1), self._unpack(differing.t(), count)
         check_zero_points(module, stored, self)
         if not self.symmetric or self.is_planar:
             return self.zero_reading

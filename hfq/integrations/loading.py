@@ -136,11 +136,12 @@ class Loading:
         log_summary(self, time.perf_counter() - self._started)
 
     def _stream_options(self) -> StreamOptions:
-        cache = self.config.expert_cache_nbytes
-        if cache is None and self.budget is not None:
-            cache = max(0, self.budget.headroom().get(self.main, 0))
+        cache, read_ahead = self.config.expert_cache_nbytes, StreamOptions.read_ahead_nbytes
+        if self.budget is not None:
+            read_ahead = self.budget.read_ahead_nbytes()
+            cache = max(0, self.budget.headroom().get(self.main, 0) - read_ahead) if cache is None else cache
         threads = max(StreamOptions.threads, self.read_report.threads)  # more on a network file system
-        return StreamOptions(self.config.stream, self.config.verify, threads, cache)
+        return StreamOptions(self.config.stream, self.config.verify, threads, cache, read_ahead)
 
     def describe_formats(self) -> str:
         """The distinct formats of the model."""

@@ -11,7 +11,10 @@ from typing import Literal
 
 from hfq.errors import PlacementError
 
-__all__ = ["Budget", "Unit", "plan_homes", "ring_nbytes"]
+__all__ = ["READ_AHEAD_NBYTES", "Budget", "Unit", "plan_homes", "ring_nbytes"]
+
+READ_AHEAD_NBYTES = 192 << 20
+"""What streaming reads ahead beyond the next block, where there is room for it."""
 
 Kind = Literal["block", "embedding", "experts", "other", "fixed"]
 
@@ -77,6 +80,11 @@ class Budget:
     def headroom(self) -> dict[str, int]:
         """The bytes that are left in each home that has a limit."""
         return {home: capacity - self.taken(home) for home, capacity in self.capacities.items()}
+
+    def read_ahead_nbytes(self) -> int:
+        """What may be read ahead beyond the rings that are counted: nothing that a limit forbids."""
+        left = self.headroom()
+        return max(0, min((READ_AHEAD_NBYTES, *(left[home] for home in self.rings if home in left))))
 
     def __str__(self) -> str:
         left = self.headroom()
@@ -187,11 +195,20 @@ def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[U
     return [unit for unit in units if unit.name in gone]
 
 
-def ring_nbytes(sizes: Sequence[int]) -> int:
-    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two neighbours."""
+def ring_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
+    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two neighbours, and read-ahead.
+
+    Between two blocks there is nothing to read; where blocks are small, that time counts, and reading more than one of them
+    ahead fills it. Read-ahead never makes the ring hold more than half of a pass: what stays is for a placement to say.
+
+    Args:
+        sizes: The blocks in their order.
+        read_ahead_nbytes: How much more may be read ahead.
+    """
     if len(sizes) < 3:
         return sum(sizes)
-    return max(size + sizes[index - 1] for index, size in enumerate(sizes))
+    least = max(size + sizes[index - 1] for index, size in enumerate(sizes))
+    return max(least, min(least + read_ahead_nbytes, sum(sizes) // 2))
 
 
 def _ring(units: Sequence[Unit]) -> int:

@@ -15,6 +15,9 @@ from hfq.streaming.layout import BlockLayout
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
 
+_VIEWS = 16
+"""For how many places of a block its views are kept."""
+
 Resting = tuple["DenseParameter", nn.Parameter]
 
 
@@ -114,7 +117,7 @@ class Binding:
     def _of(self, region: torch.Tensor) -> tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]:
         place = region.data_ptr()
         if place not in self._views:
-            if len(self._views) > 2:  # two places in the ring; regions apart come and go
+            if len(self._views) >= _VIEWS:  # places in the ring come back; regions apart come and go
                 self._views.clear()
             with torch.inference_mode(False):
                 packed: list[Mapping[str, torch.Tensor]] = [self._tensors(region, module.infos) for module in self._moved]

@@ -27,13 +27,15 @@ class Regions(ABC):
         source: Reads the checkpoint.
         pool: The reader threads.
         make: Makes a buffer of so many bytes on the device that computes.
+        read_ahead_nbytes: How much may be read beyond the next block.
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor]
-    ) -> None:
+        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor],
+        read_ahead_nbytes: int,
+    ) -> None:  # fmt: skip
         self.layouts, self.source, self.pool, self._make = layouts, source, pool, make
-        self.ring = Ring(ring_nbytes([layout.nbytes for layout in layouts]))
+        self.ring = Ring(ring_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
         self.buffer = make(self.ring.nbytes)
         self._tickets: dict[int, Ticket] = {}
 
@@ -44,10 +46,7 @@ class Regions(ABC):
 
     def start(self, block: int, kept: Collection[int]) -> bool:
         """Begins to fill a region for a block, unless it has one; False where there is no room beside `kept`."""
-        ticket = self._tickets.get(block)
-        if (
-            ticket is not None and not ticket.is_cancelled and ticket.error is None
-        ):  # what failed ahead of its time is read again
+        if self._is_started(block):
             return True
         nbytes = self.layouts[block].nbytes
         found = self.ring.find(block, nbytes, kept)
@@ -58,6 +57,10 @@ class Regions(ABC):
         self.ring.give(block, found[0], nbytes)
         self._tickets[block] = self.pool.submit(self._fill(block, self._region(block)))
         return True
+
+    def start_ahead(self, block: int, kept: Collection[int]) -> bool:
+        """As `start`, for a block that is not needed yet: False where its reading would take more memory, too."""
+        return self.start(block, kept)
 
     def take(self, block: int) -> torch.Tensor:
         """Waits for a block's region, and returns it: uint8 [the layout's nbytes].
@@ -112,6 +115,10 @@ class Regions(ABC):
         self._tickets.clear()
         self.ring.clear()
 
+    def _is_started(self, block: int) -> bool:
+        ticket = self._tickets.get(block)  # what failed ahead of its time is read again
+        return ticket is not None and not ticket.is_cancelled and ticket.error is None
+
     def _region(self, block: int) -> torch.Tensor:
         offset = self.ring.place_of(block) or 0
         return self.buffer[offset : offset + self.layouts[block].nbytes]
@@ -128,8 +135,8 @@ class Regions(ABC):
 class HostRegions(Regions):
     """Blocks compute where they are read."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool) -> None:
-        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=True))
+    def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
+        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=True), read_ahead_nbytes)
 
     def give_back(self, block: int) -> None:
         """Nothing follows: who computed here is done with it."""
@@ -159,14 +166,17 @@ class AcceleratorRegions(Regions):
         pool: The reader threads.
         lane: Copies to the accelerator.
         resident: The blocks that rest in host memory.
+        read_ahead_nbytes: How much may be read beyond the next block, on the device and on the host.
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, lane: Lane, resident: Collection[int] = ()
-    ) -> None:
-        super().__init__(layouts, source, pool, lane.empty)
+        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, lane: Lane, resident: Collection[int] = (),
+        read_ahead_nbytes: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(layouts, source, pool, lane.empty, read_ahead_nbytes)
         self._lane = lane
-        self._host = Ring(ring_nbytes([layout.nbytes for index, layout in enumerate(layouts) if index not in resident]))
+        read = [layout.nbytes for index, layout in enumerate(layouts) if index not in resident]
+        self._host = Ring(ring_nbytes(read, read_ahead_nbytes))
         self._staging = lane.pin(huge_buffer(self._host.nbytes, is_touched=True))
         self._resident = {index: lane.pin(self._read_once(layouts[index])) for index in resident}
         self._copied: dict[int, object] = {}
@@ -180,6 +190,10 @@ class AcceleratorRegions(Regions):
     def resident_nbytes(self) -> int:
         """The pinned host bytes of the blocks that rest there."""
         return sum(memory.numel() for memory in self._resident.values())
+
+    def start_ahead(self, block: int, kept: Collection[int]) -> bool:
+        can_read = self._is_started(block) or block in self._resident or self._find_staging(block) is not None
+        return can_read and self.start(block, kept)
 
     def take(self, block: int) -> torch.Tensor:
         region = super().take(block)
@@ -229,9 +243,7 @@ class AcceleratorRegions(Regions):
 
     def _staging_for(self, block: int) -> torch.Tensor:
         """Host memory to read to, from which nothing is copied any more."""
-        nbytes = self.layouts[block].nbytes
-        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != block]
-        found = self._host.find(block, nbytes, reading)
+        found, nbytes = self._find_staging(block), self.layouts[block].nbytes
         if found is None:
             return huge_buffer(nbytes)
         for other in {*found[1], block} & self._copied.keys():
@@ -240,6 +252,10 @@ class AcceleratorRegions(Regions):
             self._host.forget(other)
         self._host.give(block, found[0], nbytes)
         return self._staging[found[0] : found[0] + nbytes]
+
+    def _find_staging(self, block: int) -> tuple[int, list[int]] | None:
+        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != block]
+        return self._host.find(block, self.layouts[block].nbytes, reading)
 
     def _read_once(self, layout: BlockLayout) -> torch.Tensor:
         memory = huge_buffer(layout.nbytes)

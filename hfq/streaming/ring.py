@@ -1,4 +1,4 @@
-"""The two-ended ring: where in one buffer the block that computes and the block that is read next lie."""
+"""The ring: where in one buffer the block that computes and the blocks that are read next lie."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """Gives blocks a place at one of the two ends of a buffer.
+    """Gives blocks a place at one of the two ends of a buffer, or beside another block.
 
-    Two slots of their own size suffice where reading is the bottleneck, and memory is better spent on parts that stay; a large
-    block (an `lm_head`) does not make the slot of the others large.
+    Two places of their own size suffice where blocks are large, and memory is better spent on parts that stay; a large block (an
+    `lm_head`) does not make the place of the others large.
 
     Args:
         nbytes: The size of the buffer, a multiple of 4096.
@@ -39,11 +39,13 @@ class Ring:
             The offset, a multiple of 4096, and the blocks that would be overlapped; None where there is no room beside `kept`.
         """
         top = (self.nbytes - nbytes) // PAGE * PAGE
-        candidates = (
-            [] if top < 0 else [(offset, self._overlapped(block, offset, nbytes)) for offset in dict.fromkeys((0, top))]
-        )
-        possible = [(offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)]
-        return min(possible, key=lambda choice: len(choice[1]), default=None)
+        beside = [offset for start, size in self._places.values() for offset in (_up(start + size), start - _up(nbytes))]
+        for offsets in ((0, top), beside):  # from an end, the other end is free for whatever comes next
+            candidates = [(offset, self._overlapped(block, offset, nbytes)) for offset in offsets if 0 <= offset <= top]
+            possible = [(offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)]
+            if possible:
+                return min(possible, key=lambda choice: len(choice[1]))
+        return None
 
     def give(self, block: int, offset: int, nbytes: int) -> None:
         """Gives a block the place that `find` found, once the blocks that it overlaps are forgotten."""
@@ -60,3 +62,8 @@ class Ring:
     def _overlapped(self, block: int, offset: int, nbytes: int) -> list[int]:
         end, others = offset + nbytes, self._places.items()
         return [other for other, (start, size) in others if other != block and start < end and offset < start + size]
+
+
+def _up(nbytes: int) -> int:
+    """To the next multiple of a page."""
+    return -(-nbytes // PAGE) * PAGE

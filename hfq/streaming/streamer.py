@@ -23,6 +23,7 @@ from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, read_tensor
+from hfq.placement.budget import READ_AHEAD_NBYTES
 from hfq.streaming.block import Binding, Block, DenseParameter, Resting, is_on_disk, owners_within
 from hfq.streaming.expert_cache import ExpertCache
 from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
@@ -49,12 +50,14 @@ class StreamOptions:
         verify: Which reads are checked: see `Source`.
         threads: Reader threads.
         expert_cache_nbytes: The most bytes of routed experts that are kept; None takes a tenth of the memory available at first.
+        read_ahead_nbytes: How much is read ahead beyond the next block, where blocks are small.
     """
 
     mode: str = "auto"
     verify: str = "off"
     threads: int = 8
     expert_cache_nbytes: int | None = None
+    read_ahead_nbytes: int = READ_AHEAD_NBYTES
 
 
 class Streamer:
@@ -131,9 +134,10 @@ class Streamer:
 
     def _make_regions(self, layouts) -> Regions:
         if self.device.type == "cpu":
-            return HostRegions(layouts, self.source, self.pool)
+            return HostRegions(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
         resident = {index for index, block in enumerate(self.blocks) if not _rests_on_disk(block)}
-        return AcceleratorRegions(layouts, self.source, self.pool, lane_to(self.device), resident)
+        lane, read_ahead = lane_to(self.device), self.options.read_ahead_nbytes
+        return AcceleratorRegions(layouts, self.source, self.pool, lane, resident, read_ahead)
 
     def _wrap_all(self, blocks: Sequence[Block], on_demand: Sequence[PackedModule], root: nn.Module | None) -> None:
         for index, block in enumerate(self.blocks):
@@ -244,8 +248,8 @@ class Streamer:
         """Begins to read what comes next, as far as there is room beside what is in use and what comes sooner."""
         kept = list(kept)
         if self._finalizer.alive:
-            for index in self.schedule.expected(2):
-                if not self.regions.start(index, kept):
+            for index in self.schedule.expected(len(self.blocks)):
+                if not self.regions.start_ahead(index, kept):
                     return
                 kept.append(index)
 

@@ -97,9 +97,9 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     limit = int(total(resident) * share) // 1000 * 1000
     model = load(path, {"cpu": f"{limit // 1000}KB"}, device_map)
     loading = model.hf_quantizer.loading
-    ring = loading.budget.rings["cpu"]
+    ring = loading.streamer.regions.nbytes
     assert loading.plan.resident_nbytes() + ring <= limit
-    assert ring == loading.streamer.regions.nbytes
+    assert 0 <= ring - loading.budget.rings["cpu"] <= loading.budget.read_ahead_nbytes()
     assert loading.plan.moved_nbytes() > 0
     assert next(iter(model.hf_device_map.values())) == "cpu"
     assert torch.equal(logits(model), logits(resident))

@@ -16,7 +16,7 @@ from hfq.modules.row import map_row, read_tensor
 from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.streamer import Streamer, StreamOptions
 
-SIZE, MOST_LAYERS = 64, 6
+SIZE, MOST_LAYERS = 64, 8
 FORMATS = {"q": Fp8(strategy="block", block_structure=(24, 40)), "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE)}
 DENSE = ("norm.weight", "norm.bias", "scale")
 

@@ -17,7 +17,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layers", [3, 4, 6])
 def test_every_pass_reads_each_block_once(build, layers, mode):
-    stack = build(layers=layers, options=StreamOptions(mode))
+    stack = build(layers=layers, options=StreamOptions(mode, read_ahead_nbytes=0))
     sizes, activations = stack.read_nbytes(), random(3, SIZE)
     assert stack.quiet() == 0
     for passes in range(1, 6):
@@ -36,6 +36,27 @@ def test_what_fits_into_the_ring_is_read_once_only(build, layers, mode):
     for _ in range(4):
         stack.model(activations)
     assert stack.quiet() == sum(stack.read_nbytes())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
+    stack, resident, activations = (
+        build(layers=8, options=StreamOptions(mode)),
+        build(offload=False, layers=8),
+        random(3, SIZE),
+    )
+    sizes, started = stack.read_nbytes(), []
+
+    def probe(layer):
+        started.append([index for index in range(8) if stack.streamer.regions.ticket_of(index) is not None])
+
+    stack.model[0].probe = probe
+    for passes in range(1, 5):
+        assert torch.equal(stack.model(activations), resident.model(activations))
+        assert sum(sizes) < stack.quiet() <= passes * sum(sizes) + sum(sizes) // 2 + max(sizes)
+    assert all({0, 1, 2} <= set(indices) for indices in started)  # two blocks fit beside the one that computes
+    regions = stack.streamer.regions
+    assert regions.nbytes <= sum(layout.nbytes for layout in regions.layouts) // 2
 
 
 def test_both_modes_give_the_same_bytes(build):
