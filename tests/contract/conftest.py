@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from contract.cases import CASES, REPRESENTATIVES
+from contract.cases import CASES, REPRESENTATIVES, Case
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
@@ -22,8 +22,8 @@ def pytest_generate_tests(metafunc):
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items):
     for item in items:
-        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        if case and case.id not in REPRESENTATIVES:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if isinstance(case, Case) and case.id not in REPRESENTATIVES:
             item.add_marker("every_dialect")
             if item.get_closest_marker("once_each_format"):
                 item.add_marker("slow")
