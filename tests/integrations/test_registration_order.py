@@ -72,7 +72,7 @@ for script in json.load(sys.stdin):
 
 
 def run(code: str, text: str = "") -> str:
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
