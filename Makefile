@@ -2,19 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile every module anew
 
 .PHONY: demo test check docs bench interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import hfq.integrations, transformers.models.llama.modeling_llama'  # compiles what is used, and once
 	touch $@
 
 demo: $(VENV)/.installed  ## create the environment, install, and run the main job on a small real model
 	$(BIN)/hfq demo
 
 test: $(VENV)/.installed  ## install what is needed and run the fast suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/ruff check .

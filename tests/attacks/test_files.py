@@ -14,7 +14,7 @@ from hfq import Checkpoint
 from hfq.checkpoint import read_header
 
 SIZES = {"a": 24, "b": 1, "c": 40}
-BIG = 8 << 20
+BIG = 4 << 20
 
 
 @pytest.fixture

@@ -166,19 +166,31 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.fixture(scope="module", params=["gptq", "fp8"])
-def endings(request, tmp_path_factory):
-    """How a process of its own, offline and with an empty cache, ended and what it said of each dangerous checkpoint."""
-    folders = {danger: copy_model(request.param, tmp_path_factory.mktemp("dangerous")) for danger in DANGEROUS}
+def dangerous(kind, folder) -> list:
+    """The paths of the dangerous checkpoints."""
+    folders = {danger: copy_model(kind, folder / str(index)) for index, danger in enumerate(DANGEROUS)}
     for key, value in HUGE.items():
         edit_config(folders[key], **{key: value})
     whole = folders["truncated file"] / "model.safetensors"
     os.truncate(whole, os.path.getsize(whole) - 1)
     shard = shard_model(folders["truncated shard"])[1]
     os.truncate(shard, os.path.getsize(shard) // 2)
-    paths = {**folders, "not cached": "nobody/no-such-model"}.values()
-    result = run_python(LOAD_EACH, *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache")))
-    return result.returncode, dict(zip(DANGEROUS, map(json.loads, result.stdout.splitlines()), strict=False)), result.stderr
+    return list({**folders, "not cached": "nobody/no-such-model"}.values())
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A process of its own, offline and with an empty cache, that loaded the dangerous checkpoints of both kinds."""
+    paths = [path for kind in ("gptq", "fp8") for path in dangerous(kind, tmp_path_factory.mktemp(kind))]
+    return run_python(LOAD_EACH, *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(params=["gptq", "fp8"])
+def endings(request, ended):
+    """How that process ended and what it said of each dangerous checkpoint of one kind."""
+    lines = list(map(json.loads, ended.stdout.splitlines()))
+    mine = lines[: len(DANGEROUS)] if request.param == "gptq" else lines[len(DANGEROUS) :]
+    return ended.returncode, dict(zip(DANGEROUS, mine, strict=False)), ended.stderr
 
 
 def test_no_dangerous_checkpoint_ends_the_process(endings):

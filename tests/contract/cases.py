@@ -214,3 +214,6 @@ CASES = [
         {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64},
     ),
 ]
+
+REPRESENTATIVES = frozenset({type(case.format): case.id for case in reversed(CASES)}.values())
+"""The first row of each format: the others run the same code with other numbers, and prove less in the fast suite."""

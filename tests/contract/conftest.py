@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 import torch
-from contract.cases import CASES
+from contract.cases import CASES, REPRESENTATIVES, Case
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
@@ -17,6 +17,16 @@ def pytest_generate_tests(metafunc):
         indexed = "indexed_tensors" in metafunc.fixturenames
         cases = [case for case in CASES if not indexed or "g_idx" in case.format.quantize(torch.randn(128, 128))]
         metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
+def pytest_collection_modifyitems(items):
+    for item in items:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        if isinstance(case, Case) and case.id not in REPRESENTATIVES:
+            item.add_marker("every_dialect")
+            if item.get_closest_marker("once_each_format"):
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="module")

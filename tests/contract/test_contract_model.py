@@ -11,12 +11,13 @@ from hfq.cli.inspect import inspect_checkpoint
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {
-    "none": None,
     "cpu": {"": "cpu"},
     "half": {"": "cpu", "model.layers.1": "disk", "lm_head": "disk"},
     "disk": {"": "disk"},
     "auto": "auto",
 }
+ONCE = pytest.mark.once_each_format  # a device map or a backing is read above the formats
+HALF_AND_ONCE = ["half", *(pytest.param(placement, marks=ONCE) for placement in ("cpu", "disk"))]
 
 
 def logits(model) -> torch.Tensor:
@@ -29,13 +30,14 @@ def resident(load, checkpoint):
     return logits(load(checkpoint))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["half", "disk", *(pytest.param(other, marks=ONCE) for other in ("cpu", "auto"))])
 def test_every_placement_gives_the_same_logits(load, checkpoint, resident, placement):
     model = load(checkpoint, PLACEMENTS[placement])
     assert torch.equal(logits(model), resident)
     assert torch.equal(logits(model), resident)
 
 
+@ONCE
 @pytest.mark.parametrize("backing", ["mapped", "arena"])
 def test_both_backings_give_the_same_logits(load, checkpoint, resident, backing):
     assert torch.equal(logits(load(checkpoint, backing=backing)), resident)
@@ -57,10 +59,10 @@ def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
         assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
 
 
-@pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
+@pytest.mark.parametrize("placement", HALF_AND_ONCE)
 def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_path):
     model = load(checkpoint, PLACEMENTS[placement])
-    model.to(torch.bfloat16) if placement == "cpu" else None
+    model.to(torch.bfloat16) if placement != "disk" else None
     model.save_pretrained(tmp_path)
     source, saved = tiny_models.digests(checkpoint), tiny_models.digests(tmp_path)
     assert source.keys() == saved.keys()
@@ -128,7 +130,7 @@ def test_a_wrong_shape_is_refused_by_name(case, required, tensors, load, tmp_pat
         assert tiny_models.FIRST in str(caught.value), local
 
 
-@pytest.mark.parametrize("device_map", [None, {"": "disk"}], ids=["resident", "disk"])
+@pytest.mark.parametrize("device_map", [None, pytest.param({"": "disk"}, marks=ONCE)], ids=["resident", "disk"])
 def test_a_scale_that_is_not_finite_is_refused_while_loading(case, detected, tensors, load, tmp_path, device_map):
     specs = detected[tiny_models.FIRST][0].tensor_specs(128, 128)
     local = next(spec.name for spec in specs if spec.role == "scale")

@@ -38,6 +38,7 @@ def test_the_trained_model_has_the_perplexity_that_its_card_says():
     assert perplexity(model, tokens) == pytest.approx(32.298, rel=2e-2)  # the card's figure ends each document with </s>
 
 
+@pytest.mark.slow  # of the script alone, not of hfq
 def test_training_is_deterministic():
     module = train_tiny()
     tokens = torch.randint(0, module.VOCABULARY, (2000,), generator=torch.Generator().manual_seed(0))
@@ -45,6 +46,7 @@ def test_training_is_deterministic():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow  # parses the whole standard library
 def test_the_text_is_found_in_this_installation():
     documents = train_tiny().read_documents()
     assert len(documents) > 300

@@ -7,7 +7,7 @@ import json
 import pytest
 import tiny_models
 import torch
-from contract.cases import CASES
+from contract.cases import CASES, REPRESENTATIVES
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -180,6 +180,11 @@ def damaged_headers(data, infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]
 
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+by_format = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.id in REPRESENTATIVES else pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.id,
+)
 few = settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -192,7 +197,7 @@ def test_the_module_as_it_is_comes_through(case):
     judge(case, infos, config)
 
 
-@by_case
+@by_format
 @few
 @given(data=st.data())
 def test_a_damaged_config_is_judged_by_hfq_alone(case, data):
@@ -202,7 +207,7 @@ def test_a_damaged_config_is_judged_by_hfq_alone(case, data):
     judge(case, tiny_models.described(MODULE, tensors), changed)
 
 
-@by_case
+@by_format
 @few
 @given(data=st.data())
 def test_damaged_headers_are_judged_by_hfq_alone(case, data):
@@ -215,7 +220,7 @@ def test_damaged_headers_are_judged_by_hfq_alone(case, data):
     judge(case, changed, config)
 
 
-@by_case
+@by_format
 @few
 @given(data=st.data())
 def test_both_at_once_are_judged_by_hfq_alone(case, data):

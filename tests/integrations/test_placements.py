@@ -230,21 +230,23 @@ def test_a_model_serves_after_a_fork(path, one_torch_thread):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_both_sides_of_a_fork_after_the_import_load(path):
+def test_both_sides_of_a_fork_after_the_import_load():
     code = """
 import os, sys, torch
 import hfq
 from transformers import AutoModelForCausalLM
 child = os.fork()
 device_map = {"": "cpu", "model.layers.2": "disk"}
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hfq.HfqConfig(), device_map=device_map)
-with torch.no_grad():
-    finite = bool(torch.isfinite(model(torch.arange(9)[None]).logits).all())
+finite = []
+for path in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), device_map=device_map)
+    with torch.no_grad():
+        finite.append(bool(torch.isfinite(model(torch.arange(9)[None]).logits).all()))
 if child == 0:
-    os._exit(0 if finite else 1)
-assert finite and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os._exit(0 if all(finite) else 1)
+assert all(finite) and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, *map(str, PATHS.values())], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

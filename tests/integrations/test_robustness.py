@@ -4,8 +4,6 @@ import copy
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -36,26 +34,6 @@ def written(tmp_path, change=lambda tensors: None, **config):
     tensors = tiny_models.packed_tensors(weight_format)
     change(tensors)
     return tiny_models.write_model(tmp_path, tensors, {**CONFIG, **config})
-
-
-@pytest.mark.parametrize("first", ["transformers", "hfq"])
-def test_the_guard_stands_whichever_is_imported_first(first):
-    orders = {
-        "transformers": "from transformers import AutoModelForCausalLM\nimport hfq",
-        "hfq": "import hfq\nfrom transformers import AutoModelForCausalLM",
-    }
-    code = (
-        orders[first]
-        + """
-for path, options in (("/nope/x", {}), ("/nope", {"gguf_file": "x.gguf"})):
-    try:
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), **options)
-    except hfq.HfqError as error:
-        print(type(error).__name__)
-"""
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["CheckpointError", "SetupError"], done.stderr
 
 
 def test_threads_that_load_without_the_patch_wait_for_each_other_too():

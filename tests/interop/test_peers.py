@@ -18,12 +18,13 @@ GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 STOCK = """
 import hashlib, sys
 import torch
-if "hfq" in sys.argv[2]: import hfq
+if "hfq" in sys.argv[1]: import hfq
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, device_map="cpu")
-assert not [m for m in model.modules() if type(m).__module__.startswith("hfq")]
-with torch.no_grad(): logits = model(torch.arange(1, 25)[None]).logits
-print("digest", hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+for path in map(str.strip, sys.stdin):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map="cpu")
+    assert not [m for m in model.modules() if type(m).__module__.startswith("hfq")]
+    with torch.no_grad(): logits = model(torch.arange(1, 25)[None]).logits
+    print("digest", hashlib.sha256(logits.numpy().tobytes()).hexdigest(), flush=True)
 """
 
 
@@ -42,13 +43,27 @@ def identity(path) -> str:
     return path.name
 
 
-def stock_digest(path, flag="") -> str:
-    """The digest of the logits that a stock load gives, in a process of its own."""
-    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}
-    command = [sys.executable, "-c", STOCK, str(path), flag]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return next(line for line in done.stdout.splitlines() if line.startswith("digest"))
+@pytest.fixture(scope="module")
+def stock_digest(tmp_path_factory):
+    """stock_digest(path, flag="") → the digest of the logits of a stock load, in one process without hfq, or in one with it."""
+    environment, readers = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}, {}
+    errors = tmp_path_factory.mktemp("stock") / "stderr"
+
+    def stock_digest(path, flag="") -> str:
+        if flag not in readers:
+            command = [sys.executable, "-c", STOCK, flag]
+            with open(errors, "a") as stream:
+                readers[flag] = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=stream, text=True, env=environment)
+        print(path, file=readers[flag].stdin, flush=True)
+        for line in readers[flag].stdout:
+            if line.startswith("digest"):
+                return line
+        readers.pop(flag).wait(60)  # it ended; the next test starts another
+        raise AssertionError(errors.read_text()[-3000:])
+
+    yield stock_digest
+    for reader in readers.values():
+        reader.communicate(timeout=60)
 
 
 def load(path, **options):
@@ -57,7 +72,7 @@ def load(path, **options):
 
 
 @pytest.mark.parametrize("path", [GPTQS[0], *CT[:1]], ids=identity)
-def test_a_stock_load_is_the_same_with_and_without_hfq(path):
+def test_a_stock_load_is_the_same_with_and_without_hfq(stock_digest, path):
     assert stock_digest(path) == stock_digest(path, "hfq")
 
 
@@ -66,7 +81,7 @@ STOCK_READABLE = [path for path in [*GPTQS, *CT] if "dynamic" not in path.name]
 
 
 @pytest.mark.parametrize("path", STOCK_READABLE, ids=identity)
-def test_a_stock_reader_loads_what_hfq_saved(path, tmp_path):
+def test_a_stock_reader_loads_what_hfq_saved(stock_digest, path, tmp_path):
     expected = stock_digest(path)
     for placement, device_map in PLACEMENTS.items():
         load(path, device_map=device_map).save_pretrained(tmp_path / placement)

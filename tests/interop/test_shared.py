@@ -48,7 +48,7 @@ def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placem
     assert all(torch.equal(found["cpu"], other) for other in found.values())
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))])
 @pytest.mark.parametrize("name", READ)
 def test_saving_gives_back_every_byte_and_the_config(name, placement, tmp_path):
     model = load(name, device_map=PLACEMENTS[placement], dtype="auto")

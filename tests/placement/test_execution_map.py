@@ -45,7 +45,7 @@ def executed(device_map, names, modules):
     return meant, expand_device_map(computing, names)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(placements())
 def test_transformers_reads_every_device_as_hfq_means_it(placement):
     meant, read = executed(*placement)
