@@ -46,7 +46,8 @@ def main() -> None:
     memory = mapped_bytes(arguments.model) if device_map is None else None
     found = gather_object([{"answers": answers, "memory": memory}])
     if accelerator.is_main_process:
-        print(json.dumps({"answers": sum((each["answers"] for each in found), []), "memory": [e["memory"] for e in found]}))
+        everything = [answer for each in found for answer in each["answers"]]
+        print(json.dumps({"answers": everything, "memory": [each["memory"] for each in found]}))
     accelerator.end_training()
 
 

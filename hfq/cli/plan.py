@@ -28,7 +28,8 @@ def plan(
     offload_optimizer: Annotated[str, typer.Option(metavar="none|cpu|nvme", help="Where optimizer states rest.")] = "none",
     lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, and nothing else.")] = None,
     lora_target: Annotated[
-        list[str] | None, typer.Option(help="A module with an adapter (q_proj); may be repeated; by default every linear layer.")
+        list[str] | None,
+        typer.Option(help="A module with an adapter (q_proj); may be repeated; by default every linear layer."),
     ] = None,
     parameters: Annotated[float | None, typer.Option(help="Plan for so many 16-bit parameters, without a checkpoint.")] = None,
     trainable: Annotated[float | None, typer.Option(help="Train so many parameters more, and nothing else.")] = None,
@@ -44,6 +45,13 @@ def plan(
             fix="pass --zero 3; device maps are planned by from_pretrained itself, as yet",
         )  # fmt: skip
     _check_source(path, parameters, lora_rank, trainable)
+    if lora_target and lora_rank is None:
+        raise SetupError(
+            "--lora-target names layers that get an adapter.",
+            expected="--lora-rank R",
+            found="no rank",
+            fix="add --lora-rank 16",
+        )
     trains = lora_rank is not None or trainable is not None or (parameters is not None and optimizer != "none")
     optimizer = optimizer or ("adam" if trains else "none")
     states = _states(path, parameters, optimizer, lora_rank, lora_target or [], trainable)
@@ -134,8 +142,8 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
         f"{len(states.packed)} packed rows of {_size(sum(states.packed))}, {sum(states.frozen):,} other frozen parameters, "
         f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)", soft_wrap=True,
     )  # fmt: skip
-    homes = f"weights at rest on {_home(setup.offload_param)}, optimizer states on {_home(setup.offload_optimizer)}"
-    console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {homes}", soft_wrap=True)
+    resting = f"weights at rest on {_home(setup.offload_param)}, optimizer states on {_home(setup.offload_optimizer)}"
+    console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
     chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
     table = Table(f"stage {setup.stage}", *(f"{home} per rank" for home in HOMES))
     for name, homes in chosen.parts.items():

@@ -95,7 +95,9 @@ class ZeroSetup:
             if home not in ("none", "cpu", "nvme"):
                 raise _refused(name, repr(home), "none, cpu or nvme", "choose one of these")
             if home != "none" and self.stage < least:
-                raise _refused(name, f"stage {self.stage}", f"stage {least} or more", f"plan stage {least}, or leave {name} out")
+                raise _refused(
+                    name, f"stage {self.stage}", f"stage {least} or more", f"plan stage {least}, or leave {name} out"
+                )
 
     @property
     def on_a_node(self) -> int:

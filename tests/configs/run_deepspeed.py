@@ -17,6 +17,11 @@ FILLED = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
 """What Trainer and accelerate put in place of "auto"."""
 
 
+def filled(config: dict) -> dict:
+    """A config without "auto"."""
+    return config | {key: value for key, value in FILLED.items() if config.get(key) == "auto"}
+
+
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
@@ -38,8 +43,7 @@ def held_bytes(engine) -> dict:
 
 
 def run(path: Path, config: dict) -> dict:
-    config |= {key: value for key, value in FILLED.items() if config.get(key) == "auto"}
-    alive = HfDeepSpeedConfig(config)
+    alive = HfDeepSpeedConfig(filled(config))
     model = small_model()
     trains = not path.stem.startswith("inference")
     for name, parameter in model.named_parameters():
