@@ -29,8 +29,12 @@ def small_model() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
+def digest(logits: torch.Tensor) -> str:
+    return hashlib.sha256(logits.float().numpy().tobytes()).hexdigest()
+
+
 def held_bytes(engine) -> dict:
-    """The bytes of this rank: weights by home, float32 masters, and optimizer states."""
+    """Every parameter's elements, and the bytes of this rank: weights by home, float32 masters, and moments."""
     weights: dict[str, int] = {}
     for parameter in engine.module.parameters():
         shard = parameter.ds_tensor
@@ -39,7 +43,13 @@ def held_bytes(engine) -> dict:
     optimizer = engine.optimizer
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])
     states = [value for state in getattr(optimizer, "state", {}).values() for value in state.values() if value.dim()]
-    return {"weights": weights, "masters": sum(t.nbytes for t in masters), "moments": sum(t.nbytes for t in states)}
+    sizes = [[p.ds_numel, p.requires_grad] for p in engine.module.parameters()]
+    return {
+        "sizes": sizes,
+        "weights": weights,
+        "masters": sum(t.nbytes for t in masters),
+        "moments": sum(t.nbytes for t in states),
+    }
 
 
 def run(path: Path, config: dict) -> dict:
@@ -54,7 +64,7 @@ def run(path: Path, config: dict) -> dict:
     engine.eval()
     with torch.no_grad():
         logits = [engine(input_ids=tokens).logits for _ in range(3)]
-    found = {"logits": [hashlib.sha256(each.float().numpy().tobytes()).hexdigest() for each in logits]}
+    found = {"logits": [digest(each) for each in logits]}
     engine.train()
     losses = []
     for _ in range(2 if trains else 0):
