@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deepspeed,peft]'
 	touch $@
 
 demo: $(VENV)/.installed  ## create the environment, install, and run the main job on a small real model

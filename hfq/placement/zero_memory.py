@@ -68,7 +68,7 @@ class ZeroSetup:
         gradient_nbytes: Bytes of one element of a gradient.
         offload_param: Where weights rest, `none`, `cpu` or `nvme`; stage 3 only.
         offload_optimizer: Where optimizer states rest; stages 1 to 3. Sharded gradients then rest in CPU memory.
-        buffer_count: Buffers that swap weights in from NVMe, each as large as the largest shard there.
+        buffer_count: The most buffers that swap weights in from NVMe, each as large as the largest shard there.
     """
 
     stage: int
@@ -160,19 +160,17 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     trained = [numel * states.itemsize for numel in states.trained]
     groups = {"packed weights": states.packed, "frozen weights": frozen, "trained weights": trained}
     parts: dict[str, dict[Home, int]] = {}
-    largest_swapped = 0
+    swapped: list[int] = []
     for name, rows in groups.items():
         held = [shard_numel(nbytes, shards, states.itemsize) * states.itemsize for nbytes in rows]
         parts[name] = _rest(held, setup.offload_param)
-        swapped = [nbytes for nbytes in held if setup.offload_param == "nvme" and nbytes >= SMALLEST_SWAPPED]
-        largest_swapped = max(largest_swapped, *swapped, 0)
+        swapped += [nbytes for nbytes in held if setup.offload_param == "nvme" and nbytes >= SMALLEST_SWAPPED]
     gradients, masters = _trained_shards(states, setup)
     with_optimizer = setup.stage >= 2 and setup.offload_optimizer != "none"
     parts["gradients"] = _rest([gradients * setup.gradient_nbytes], "cpu" if with_optimizer else "none")
     states_home = "cpu" if masters * 4 < SMALLEST_SWAPPED and setup.offload_optimizer == "nvme" else setup.offload_optimizer
     parts["optimizer states"] = _rest([masters * OPTIMIZERS[setup.optimizer]], states_home, smallest=0)
-    buffer = min(largest_swapped, _DEFAULT_BUFFER * states.itemsize) if states.is_sum else largest_swapped
-    parts["swap buffers"] = _rest([buffer * setup.buffer_count], "cpu")
+    parts["swap buffers"] = _rest([_buffers(swapped, states, setup.buffer_count)], "cpu")
     gathers = setup.stage == 3 and not states.is_sum
     gathered = max((*states.packed, *frozen, *trained), default=0) if gathers else 0
     return ZeroMemory(setup, {name: homes for name, homes in parts.items() if homes}, gathered)
@@ -186,6 +184,14 @@ def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
         return sharded, sharded
     sharded = shard_numel(total, setup.ranks, 1)
     return (sharded if setup.stage == 2 else total), (sharded if setup.stage >= 1 else total)
+
+
+def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
+    """The bytes of the buffers for these shards."""
+    largest = max(swapped, default=0)
+    if states.is_sum:
+        return count * min(largest, _DEFAULT_BUFFER * states.itemsize)
+    return min(count, len(swapped)) * largest
 
 
 def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[Home, int]:
