@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile eve
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,deepspeed,peft]'
 	$(BIN)/python -c 'import hfq.integrations, transformers.models.llama.modeling_llama'  # compiles what is used, and once
 	touch $@
 

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import bench, demo, formats, inspect, pack
+from hfq.cli import bench, demo, formats, inspect, pack, plan
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
@@ -34,6 +34,7 @@ app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
 app.add_typer(bench.bench, name="bench")
 app.command("pack")(pack.pack)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

@@ -1,0 +1,210 @@
+"""What a model takes under ZeRO: bytes per rank and per node, for stages 0 to 3 and every offload. Pure data.
+
+With P trained parameters, N ranks and K bytes of optimizer state for each parameter, mixed precision takes on each device
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, figure 1):
+
+    stage 0   2 P + 2 P + K P            weights, gradients and optimizer states on every rank
+    stage 1   2 P + 2 P + K P / N        optimizer states sharded
+    stage 2   2 P + (2 + K) P / N        and gradients
+    stage 3   (2 + 2 + K) P / N          and weights
+
+What is frozen has neither gradients nor optimizer states. Under stage 3 a packed row is sharded as its bytes, as elements of
+ZeRO's own dtype; each tensor and each row is padded to whole elements on every rank. Activations, gathered weights, buckets of
+communication and allocator slack are not model states and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hfq.errors import PlacementError, nearest
+
+__all__ = ["HOMES", "OPTIMIZERS", "STAGES", "ModelStates", "ZeroMemory", "ZeroSetup", "estimate_zero", "shard_numel"]
+
+Home = Literal["device", "cpu", "nvme"]
+HOMES: tuple[Home, ...] = ("device", "cpu", "nvme")
+STAGES = (0, 1, 2, 3)
+
+OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 4, "momentum": 8, "adam": 12, "adam8bit": 6}
+"""Bytes of optimizer state for each trained parameter: a float32 master copy, and float32 (or 8-bit) moments."""
+
+SMALLEST_SWAPPED = 1 << 20
+"""Bytes: DeepSpeed (0.19) leaves a smaller shard in CPU memory where NVMe is asked for (swap_tensor/utils.py)."""
+
+_DEFAULT_BUFFER = 100_000_000
+"""Elements of one of DeepSpeed's buffers, where it is not sized after the tensors."""
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """What ZeRO has to place.
+
+    Attributes:
+        packed: The bytes of each packed row.
+        frozen: The elements of each frozen float tensor.
+        trained: The elements of each trained tensor.
+        itemsize: Bytes of an element of ZeRO's dtype: 2 for bfloat16 and float16.
+        is_sum: Whether these are sums over a model whose tensors are not known.
+    """
+
+    packed: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+    itemsize: int = 2
+    is_sum: bool = False
+
+
+@dataclass(frozen=True)
+class ZeroSetup:
+    """How ZeRO is run.
+
+    Attributes:
+        stage: 0 to 3.
+        ranks: All ranks.
+        ranks_per_node: Those that share a node's memory and disk; None for all.
+        optimizer: A key of `OPTIMIZERS`.
+        gradient_nbytes: Bytes of one element of a gradient.
+        offload_param: Where weights rest, `none`, `cpu` or `nvme`; stage 3 only.
+        offload_optimizer: Where optimizer states rest; stages 1 to 3. Sharded gradients then rest in CPU memory.
+        buffer_count: The most buffers that swap weights in from NVMe, each as large as the largest shard there.
+    """
+
+    stage: int
+    ranks: int = 1
+    ranks_per_node: int | None = None
+    optimizer: str = "adam"
+    gradient_nbytes: int = 2
+    offload_param: str = "none"
+    offload_optimizer: str = "none"
+    buffer_count: int = 5
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise _refused("stage", self.stage, "0, 1, 2 or 3", "pass a stage of ZeRO")
+        if self.ranks < 1:
+            raise _refused("ranks", self.ranks, "at least 1", "pass the number of processes")
+        if not 1 <= self.on_a_node <= self.ranks:
+            raise _refused("ranks_per_node", self.on_a_node, f"1 to {self.ranks}", "pass the processes of one node")
+        if self.optimizer not in OPTIMIZERS:
+            fix = f"choose one of these{nearest(self.optimizer, OPTIMIZERS)}"
+            raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
+        for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+            home = getattr(self, name)
+            if home not in ("none", "cpu", "nvme"):
+                raise _refused(name, repr(home), "none, cpu or nvme", "choose one of these")
+            if home != "none" and self.stage < least:
+                raise _refused(
+                    name, f"stage {self.stage}", f"stage {least} or more", f"plan stage {least}, or leave {name} out"
+                )
+
+    @property
+    def on_a_node(self) -> int:
+        """The ranks of one node."""
+        return self.ranks if self.ranks_per_node is None else self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class ZeroMemory:
+    """What one rank holds.
+
+    Attributes:
+        setup: How ZeRO is run.
+        parts: The bytes of each part (`packed weights`, `frozen weights`, `trained weights`, `gradients`,
+            `optimizer states`, `swap buffers`) in each home that it uses, on the fullest rank.
+        largest_row_nbytes: Stage 3 gathers at least this on the device while it computes: its largest tensor or row. 0 where
+            nothing is gathered, and where tensors are not known.
+    """
+
+    setup: ZeroSetup
+    parts: Mapping[str, Mapping[Home, int]]
+    largest_row_nbytes: int
+
+    def per_rank(self) -> dict[Home, int]:
+        """The bytes of one rank in each home."""
+        return {home: sum(homes.get(home, 0) for homes in self.parts.values()) for home in HOMES}
+
+    def per_node(self) -> dict[Home, int]:
+        """The bytes of all ranks of one node in each home (`device`: of all of its devices together)."""
+        return {home: nbytes * self.setup.on_a_node for home, nbytes in self.per_rank().items()}
+
+    def to_dict(self) -> dict:
+        """The estimate as JSON-ready data."""
+        return {
+            "stage": self.setup.stage, "per_rank": self.per_rank(), "per_node": self.per_node(),
+            "parts_per_rank": {name: dict(homes) for name, homes in self.parts.items()},
+            "largest_row_nbytes": self.largest_row_nbytes,
+        }  # fmt: skip
+
+
+def shard_numel(nbytes: int, ranks: int, itemsize: int = 2) -> int:
+    """The elements of ZeRO's dtype that each rank holds of so many bytes: the row is padded to a multiple of ranks × itemsize."""
+    return -(-nbytes // (ranks * itemsize))
+
+
+def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
+    """The bytes that each rank holds of a model's states.
+
+    Args:
+        states: The model's weights.
+        setup: How ZeRO is run.
+
+    Raises:
+        PlacementError: Something is trained, and there is no optimizer.
+    """
+    if setup.optimizer == "none" and states.trained:
+        raise _refused("optimizer", "none", "an optimizer, for what is trained", "name the optimizer, or train nothing")
+    shards = setup.ranks if setup.stage == 3 else 1
+    frozen = [numel * states.itemsize for numel in states.frozen]
+    trained = [numel * states.itemsize for numel in states.trained]
+    groups = {"packed weights": states.packed, "frozen weights": frozen, "trained weights": trained}
+    parts: dict[str, dict[Home, int]] = {}
+    swapped: list[int] = []
+    for name, rows in groups.items():
+        held = [shard_numel(nbytes, shards, states.itemsize) * states.itemsize for nbytes in rows]
+        parts[name] = _rest(held, setup.offload_param)
+        swapped += [nbytes for nbytes in held if setup.offload_param == "nvme" and nbytes >= SMALLEST_SWAPPED]
+    gradients, masters = _trained_shards(states, setup)
+    with_optimizer = setup.stage >= 2 and setup.offload_optimizer != "none"
+    parts["gradients"] = _rest([gradients * setup.gradient_nbytes], "cpu" if with_optimizer else "none")
+    states_home = "cpu" if masters * 4 < SMALLEST_SWAPPED and setup.offload_optimizer == "nvme" else setup.offload_optimizer
+    parts["optimizer states"] = _rest([masters * OPTIMIZERS[setup.optimizer]], states_home, smallest=0)
+    parts["swap buffers"] = _rest([_buffers(swapped, states, setup.buffer_count)], "cpu")
+    gathers = setup.stage == 3 and not states.is_sum
+    gathered = max((*states.packed, *frozen, *trained), default=0) if gathers else 0
+    return ZeroMemory(setup, {name: homes for name, homes in parts.items() if homes}, gathered)
+
+
+def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
+    """The elements of gradients, and of optimizer states, that a rank holds: flat in stages 1 and 2, by tensor in stage 3."""
+    total = sum(states.trained)
+    if setup.stage == 3:
+        sharded = sum(shard_numel(numel, setup.ranks, 1) for numel in states.trained)
+        return sharded, sharded
+    sharded = shard_numel(total, setup.ranks, 1)
+    return (sharded if setup.stage == 2 else total), (sharded if setup.stage >= 1 else total)
+
+
+def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
+    """The bytes of the buffers for these shards."""
+    largest = max(swapped, default=0)
+    if states.is_sum:
+        return count * min(largest, _DEFAULT_BUFFER * states.itemsize)
+    return min(count, len(swapped)) * largest
+
+
+def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[Home, int]:
+    """The bytes of these shards in each home; those too small for NVMe rest in CPU memory."""
+    homes: dict[Home, int] = {}
+    for nbytes in shards:
+        home: Home = "device"
+        if offload != "none":
+            home = "nvme" if offload == "nvme" and nbytes >= smallest else "cpu"
+        if nbytes:
+            homes[home] = homes.get(home, 0) + nbytes
+    return homes
+
+
+def _refused(name: str, found: object, expected: str, fix: str) -> PlacementError:
+    return PlacementError(f"ZeRO cannot be planned with this {name}.", expected=expected, found=found, fix=fix)

@@ -1,0 +1,106 @@
+"""Every config is read by the library that it is for, says what its name says, and has nothing that would harm packed bytes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+
+ROOT = Path(__file__).parents[2]
+JSONS = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
+YAMLS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+NAMES = {f"{use}zero3{home}" for use in ("", "inference_") for home in ("", "_cpu", "_nvme")}
+
+PARSE = """
+import json, sys
+from pathlib import Path
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers.integrations import HfDeepSpeedConfig
+from configs.run_deepspeed import filled
+
+fields = DeepSpeedZeroConfig.model_fields
+known = set(fields) | {field.alias for field in fields.values() if field.alias}
+found = {}
+for file in map(Path, sys.argv[1:]):
+    stored = json.loads(file.read_text())
+    hf = HfDeepSpeedConfig(str(file))
+    parsed = DeepSpeedConfig(filled(json.loads(file.read_text())))
+    zero = parsed.zero_config
+    found[file.stem] = {
+        "is_zero3": hf.is_zero3(), "is_offload": hf.is_offload(), "bf16": parsed.bfloat16_config.enabled,
+        "unknown": sorted(set(stored["zero_optimization"]) - known) + sorted(set(stored.get("aio", {})) - set(AIO_DEFAULT_DICT)),
+        "param": zero.offload_param.device if zero.offload_param else "none",
+        "optimizer": zero.offload_optimizer.device if zero.offload_optimizer else "none",
+        "harmful": [zero.use_all_reduce_for_fetch_params, zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights,
+                    zero.gather_16bit_weights_on_model_save],
+        "reuse": zero.max_reuse_distance, "aio": parsed.aio_config["queue_depth"],
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n{PARSE}"
+    command = [sys.executable, "-c", code, *map(str, JSONS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_there_is_one_of_each():
+    assert {path.stem for path in JSONS} == NAMES
+    assert {path.stem for path in YAMLS} == NAMES | {"device_map"}
+
+
+def test_deepspeed_reads_each_as_its_name_says(parsed):
+    assert set(parsed) == NAMES
+    for name, config in parsed.items():
+        home = name.partition("zero3")[2].removeprefix("_") or "none"
+        assert config["unknown"] == [], name
+        assert (config["is_zero3"], config["bf16"]) == (True, True)
+        assert config["param"] == home
+        is_offloaded = home != "none" and not name.startswith("inference")
+        assert config["optimizer"] == ("cpu" if is_offloaded else "none")
+        assert config["is_offload"] is (home != "none")
+        assert config["reuse"] == 0
+        assert config["aio"] == (32 if home == "nvme" else 8)  # 8 is DeepSpeed's default: aio was found where it stands
+
+
+def test_none_has_an_option_that_changes_packed_bytes(parsed):
+    assert {name: config["harmful"] for name, config in parsed.items()} == dict.fromkeys(parsed, [False] * 4)
+
+
+def test_inference_configs_leave_nothing_to_be_filled():
+    for path in JSONS:
+        assert ('"auto"' in path.read_text()) is (not path.stem.startswith("inference"))
+
+
+def test_the_readme_explains_every_key_and_file():
+    text = (ROOT / "configs" / "deepspeed" / "README.md").read_text(encoding="utf-8")
+    for path in JSONS:
+        assert f"`{path.name}`" in text
+        config = json.loads(path.read_text())
+        keys = {*config.pop("zero_optimization"), *config} - {"stage", "offload_param"}  # the files' table says these
+        assert [key for key in sorted(keys) if f"`{key}" not in text] == []
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_accelerate_reads_each(path):
+    config = load_config_from_file(str(path))
+    assert path.read_text(encoding="utf-8").count("#") >= 5
+    if path.stem == "device_map":
+        assert (config.distributed_type, config.num_processes, config.deepspeed_config) == (DistributedType.NO, 1, {})
+        return
+    assert config.distributed_type == DistributedType.DEEPSPEED
+    stored = f"configs/deepspeed/{path.stem}.json"
+    assert config.deepspeed_config == {"deepspeed_config_file": stored, "zero3_init_flag": True}
+    assert (ROOT / stored).is_file()

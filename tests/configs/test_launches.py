@@ -1,0 +1,126 @@
+"""Every DeepSpeed config under the real launchers, 2 CPU ranks: equal logits, equal losses, and the bytes that were planned."""
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfq.placement.zero_memory import ModelStates, ZeroSetup, estimate_zero
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+JSONS = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
+BIN = Path(sys.executable).parent
+LAUNCHED = ("zero3_cpu", "inference_zero3")
+"""The accelerate configs that are launched: test_configs.py finds the others equal to them, but for the file they name."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def launch(command: list, folder: Path) -> None:
+    paths = os.pathsep.join((str(ROOT), str(HERE)))
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def has_async_io() -> bool:
+    """Whether DeepSpeed's file I/O has been compiled: that takes minutes, and is not done here."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    return any(root.glob("**/async_io/async_io.so"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict:
+    """What each config did: {its name: [of rank 0, of rank 1]}; one launch, in a folder that looks like the repository."""
+    folder = tmp_path_factory.mktemp("launch")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    configs = [path.relative_to(ROOT) for path in JSONS if has_async_io() or not path.stem.endswith("nvme")]
+    if has_async_io():
+        config = json.loads((folder / "configs/deepspeed/zero3_nvme.json").read_text())
+        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": ".nvme", "buffer_count": 4}
+        (folder / "zero3_optimizer_nvme.json").write_text(json.dumps(config))
+        configs.append(Path("zero3_optimizer_nvme.json"))
+    first, *others = configs
+    command = [BIN / "deepspeed", "--num_gpus", "2", "--master_port", free_port(), HERE / "run_deepspeed.py", folder, *others]
+    launch([*command, "--deepspeed", "--deepspeed_config", first], folder)
+    found = {path.stem: [json.loads((folder / f"{path.stem}-{rank}.json").read_text()) for rank in (0, 1)] for path in configs}
+    states = folder / ".nvme" / "zero_stage_3" / "optimizer" / "rank0"
+    found["states on nvme"] = sum(file.stat().st_size for file in states.rglob("*.swp")) if has_async_io() else 0
+    return found
+
+
+def of_each(runs: dict) -> dict:
+    return {name: ranks for name, ranks in runs.items() if name != "states on nvme"}
+
+
+def test_logits_and_losses_are_those_of_every_other_config(runs):
+    ranks = [found for both in of_each(runs).values() for found in both]
+    assert len({logits for found in ranks for logits in found["logits"]}) == 1
+    trained = {tuple(found["losses"]) for found in ranks if found["losses"]}
+    assert len(trained) == 1
+    first, second = trained.pop()
+    assert second < first - 0.5  # measured: 8.34, 7.00
+
+
+def test_each_rank_holds_what_was_planned(runs):
+    for name, ranks in of_each(runs).items():
+        trains, home = not name.startswith("inference"), "nvme" if "nvme" in name else "cpu" if "cpu" in name else "none"
+        optimizer_home = "nvme" if "optimizer" in name else "cpu" if trains and home != "none" else "none"
+        for held in (found["held"] for found in ranks):
+            frozen = tuple(numel for numel, is_trained in held["sizes"] if not is_trained)
+            trained = tuple(numel for numel, is_trained in held["sizes"] if is_trained)
+            offloads = {"offload_param": home, "offload_optimizer": optimizer_home}
+            setup = ZeroSetup(3, 2, optimizer="adam" if trains else "none", **offloads)
+            parts = estimate_zero(ModelStates(frozen=frozen, trained=trained), setup).parts
+            weights: dict[str, int] = {"nvme": 0, "memory": 0}
+            for part in ("frozen weights", "trained weights"):
+                for where, nbytes in parts.get(part, {}).items():
+                    weights["nvme" if where == "nvme" else "memory"] += nbytes
+            assert {"nvme": 0, **held["weights"]} == weights, name
+            states = held["masters"] + held["moments"]
+            assert states == sum(n for where, n in parts.get("optimizer states", {}).items() if where != "nvme"), name
+            assert bool(trained) is trains
+
+
+def test_optimizer_states_rest_on_nvme_as_planned(runs):
+    if "zero3_optimizer_nvme" not in runs:
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    trained = tuple(numel for numel, is_trained in runs["zero3_optimizer_nvme"][0]["held"]["sizes"] if is_trained)
+    planned = estimate_zero(ModelStates(trained=trained), ZeroSetup(3, 2, offload_optimizer="nvme"))
+    assert planned.parts["optimizer states"] == {"nvme": runs["states on nvme"]}
+
+
+def test_nvme_configs_put_large_shards_on_nvme(runs):
+    if not has_async_io():
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    for name in ("zero3_nvme", "inference_zero3_nvme"):
+        assert runs[name][0]["held"]["weights"]["nvme"] == 2 * 4096 * 512  # half of the embedding and of the head, in bf16
+
+
+def test_accelerate_launches_what_its_configs_name(runs, tmp_path):
+    for name in LAUNCHED:
+        config = f"configs/accelerate/{name}.yaml"
+        command = [BIN / "accelerate", "launch", "--config_file", config, "--main_process_port", free_port()]
+        launch([*command, HERE / "run_accelerate.py", tmp_path / name], ROOT)
+        for rank in (0, 1):
+            found = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert (found["is_zero3"], found["world"]) == (True, 2)
+            assert found["logits"] == runs["zero3"][0]["logits"][0]
+            assert found["losses"] == runs[name][0]["losses"]
+            assert found["sharded"] == sum(numel // 2 for numel, _ in runs["zero3"][0]["held"]["sizes"])
