@@ -16,7 +16,9 @@ from torch import nn
 
 from hfq.integrations.zero_config import ZeroConfig
 
-__all__ = ["Sharder", "gather", "is_gathered", "mark_leaf", "missing_internals"]
+__all__ = [
+    "Sharder", "gather", "gather_state", "is_gathered", "mark_leaf", "missing_internals", "partition_whole_model", "watch_forwards",
+]  # fmt: skip
 
 _INTERNALS = {
     "deepspeed.runtime.zero.partition_parameters": ("Init", "ZeroParamStatus", "free_param"),
@@ -113,11 +115,19 @@ class Sharder:
         return get_accelerator().pin_memory(shard) if self._init.pin_memory and self.home != "device" else shard
 
 
+def partition_whole_model(model: nn.Module, options: dict[str, Any]) -> torch.device:
+    """Partitions a model that every rank holds whole, by DeepSpeed's public API; gives the device where it is gathered."""
+    import deepspeed
+
+    # not enabled: it would replace torch's `linear` by one that rounds a bias apart
+    init = deepspeed.zero.Init(module=model, config_dict_or_path=options, enabled=False)
+    return torch.device(init.local_device)
+
+
 def is_gathered(parameter: nn.Parameter) -> bool:
     """Whether a partitioned parameter is whole at the moment, on this rank."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    return parameter.ds_status == ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    status = getattr(parameter, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
 
 
 def gather(parameter: nn.Parameter) -> torch.Tensor:
@@ -127,13 +137,12 @@ def gather(parameter: nn.Parameter) -> torch.Tensor:
         A tensor of the parameter's shape and dtype, on the device where parameters are gathered.
     """
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-    swapper, is_out = parameter.nvme_swapper, shard.status == PartitionedParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+    swapper, is_out = parameter.nvme_swapper, shard.status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
     if is_out:
         swapper.swap_in([parameter], async_op=False)
-    elif shard.status == PartitionedParamStatus.INFLIGHT:
+    elif shard.status.name == "INFLIGHT":
         swapper.synchronize_reads()
     device = torch.device(get_accelerator().current_device_name())
     group: Any = parameter.ds_process_group  # type: ignore[attr-defined]
@@ -142,6 +151,31 @@ def gather(parameter: nn.Parameter) -> torch.Tensor:
     if is_out:
         swapper.remove_partition_and_release_buffers([parameter])
     return flat[: parameter.ds_numel].view(parameter.ds_shape)  # type: ignore[attr-defined]
+
+
+def gather_state(model: nn.Module, is_kept: bool) -> dict[str, torch.Tensor] | None:
+    """The model's state_dict with whole dense parameters in CPU memory; packed ones stand in it on meta.
+
+    All ranks must call it. Parameters are gathered one at a time.
+
+    Args:
+        model: The model.
+        is_kept: Whether this rank keeps what is gathered.
+
+    Returns:
+        The state, or None where it is not kept.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state, done = dict(model.state_dict()), dict[int, torch.Tensor]()
+    for name in state:
+        parameter = parameters.get(name)
+        if parameter is None or not hasattr(parameter, "ds_id"):
+            continue
+        if id(parameter) not in done:
+            whole = gather(parameter)
+            done[id(parameter)] = whole.cpu() if is_kept else torch.empty(0)
+        state[name] = done[id(parameter)]
+    return state if is_kept else None
 
 
 def mark_leaf(module: nn.Module) -> None:

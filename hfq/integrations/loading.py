@@ -149,7 +149,7 @@ class Loading:
         state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[None]:
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
         """During this, `save_pretrained` writes what the source had, and nothing that it had not: see `saving.like_source`."""
         return like_source(model, self.checkpoint, folder, is_main_process)
 

@@ -133,7 +133,9 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
 def _check_options(config: Mapping[str, Any]) -> None:
     for refusal in _REFUSED:
         section = config.get(refusal.section)
-        for name in refusal.names if isinstance(section, Mapping) else ():
+        for name in refusal.names:
+            if not isinstance(section, Mapping):
+                continue
             if name in section and refusal.is_harmful(section[name]):
                 raise SetupError(
                     f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.", found=section[name],

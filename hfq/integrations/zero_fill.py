@@ -69,7 +69,8 @@ class ShardFiller:
     def __init__(self, loading: Loading, rank: int, world: int, is_dealt: bool, device: torch.device) -> None:
         self._loading, self._rank, self._world, self._is_dealt, self._device = loading, rank, world, is_dealt, device
         self._batch: list[tuple[Shard, torch.Tensor]] = []
-        self._nbytes, self._checked, self._error = 0, 0, None
+        self._nbytes, self._checked = 0, 0
+        self._error: Exception | None = None
         self._formats: dict[str, Format] = {}
         self.packed_read = self.dense_read = self.checked_read = 0
 
@@ -87,6 +88,16 @@ class ShardFiller:
         """Checks the small tensors of a row whose shards stay on disk, on one rank in turn."""
         if self._next_checker() == self._rank and self._error is None:
             _, self._error = attempt(self._check, module, self._read_small(module))
+
+    def read_whole(self, row: ZeroRow, target: torch.Tensor, module: PackedModule | None) -> None:
+        """Fills a whole row on this rank, and checks it, where shards cannot be made."""
+        memory = target.view(torch.uint8)
+        reads = tuple(ShardRead(source, offset) for offset, source in row.parts)
+        if self._error is None:
+            _, self._error = attempt(read_all, self._loading.reader, place_reads(reads, memory), _THREADS)
+            self._count(row, sum(read.source.nbytes for read in reads))
+        if module is not None and self._error is None:
+            _, self._error = attempt(self._check, module, _views(module, memory))
 
     def flush(self) -> None:
         """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others behind."""
@@ -129,12 +140,7 @@ class ShardFiller:
         parts = None
         if self._rank == 0:
             whole = torch.zeros(size * self._world, dtype=torch.uint8)
-            if self._error is None:
-                reads = tuple(ShardRead(source, offset) for offset, source in row.parts)
-                _, self._error = attempt(read_all, self._loading.reader, place_reads(reads, whole), _THREADS)
-                self._count(row, sum(read.source.nbytes for read in reads))
-            if shard.module is not None and self._error is None:
-                _, self._error = attempt(self._check, shard.module, _views(shard.module, whole))
+            self.read_whole(row, whole, shard.module)
             parts = list(whole.to(self._device).split(size)) if size else [whole] * self._world
         mine = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.scatter(mine, parts, src=0)
