@@ -18,6 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import transformers
+from accelerate import Accelerator
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -93,7 +94,8 @@ def measures(model, loading, folder: Path) -> dict:
 
 def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     config = ds_config(case["home"], folder, **case.get("zero", {}))
-    alive = HfDeepSpeedConfig(config)
+    accelerator = Accelerator() if case.get("accelerates") else None  # its config file keeps a config of its own alive
+    alive = HfDeepSpeedConfig(config) if accelerator is None else None
     started = time.perf_counter()
     lacking = mock.patch.object(internals, "_METHODS", ("_no_such_method",)) if case.get("lacks") else contextlib.nullcontext()
     with lacking:
@@ -101,7 +103,7 @@ def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     loading, found = model.hf_quantizer.loading, {"seconds": time.perf_counter() - started}
     if case.get("early"):
         found["early"] = errors_of_early_use(model)
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = accelerator.prepare(model) if accelerator else deepspeed.initialize(model=model, config=config)[0]
     logits, tokens = outputs(case, engine.module, engine, rank)
     found["logits_equal"] = [torch.equal(a, b) for a, b in zip(logits, plain[0], strict=True)]
     found["tokens_equal"] = tokens == plain[1]
@@ -119,6 +121,17 @@ def hfq_report(model):
     import hfq
 
     return hfq.report(model)
+
+
+def run_stock(folder: Path) -> dict:
+    """What DeepSpeed's own partitioning to NVMe makes of a frozen int32 parameter, as of GPTQ words."""
+    words = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    module = torch.nn.Module()
+    module.words = torch.nn.Parameter(words.clone(), requires_grad=False)
+    deepspeed.zero.Init(module=module, config_dict_or_path=ds_config("nvme", folder))
+    with deepspeed.zero.GatheredParameters([module.words]):
+        back = module.words.data.clone()
+    return {"words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(), "dtype": str(back.dtype)}
 
 
 def errors_of_early_use(model) -> list[str]:
@@ -145,12 +158,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     partitioned_param_swapper.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     deepspeed.init_distributed()
     rank, results, plain = torch.distributed.get_rank(), {}, {}
     for case in json.loads(arguments.cases.read_text()):
         path = case["checkpoint"]
         own = case.get("elsewhere", path) if rank else path
         try:
+            if case.get("stock"):
+                results[case["id"]] = run_stock(arguments.out / case["id"])
+                continue
             if path not in plain and not case.get("fails"):
                 model = load(case, path)
                 plain[path] = outputs(case, model, model, rank)
