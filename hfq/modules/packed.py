@@ -141,7 +141,8 @@ class PackedModule(nn.Module):
 
     def _dequantized(self) -> torch.Tensor:
         """The weight in the model's dtype, as the module that was replaced held it; on meta as long as nothing is loaded."""
-        if self.fetch is None and any(tensor.is_meta for tensor in self.resting_tensors().values()):
+        is_away = any(tensor.is_meta for tensor in self.resting_tensors().values())
+        if is_away and self.fetch is None and self._is_gathered is None:
             weight = self._blank_weight()
         else:
             try:
@@ -149,7 +150,7 @@ class PackedModule(nn.Module):
             except PlacementError:
                 if self._is_gathered is None:
                     raise
-                weight = AwayParameter(self._blank_weight(), requires_grad=False)  # code that asks for its shape or dtype
+                weight = AwayParameter(self._blank_weight(), requires_grad=False)  # for code that asks for its shape or dtype
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
