@@ -12,10 +12,12 @@ from hfq.checkpoint.read_plan import ReadPlan, Request, coalesce
 from hfq.checkpoint.reader import Reader
 from hfq.spec import ByteRange
 
-__all__ = ["bring_in", "cold_ranges", "read_arena"]
+__all__ = ["bring_in", "cold_ranges", "read_all", "read_arena"]
 
 _WHOLE = 0.9
 """The share of a file from which on reading it in order is worth the system's reading ahead."""
+
+_PIECE = 16 << 20
 
 _COLD = 0.5
 """A range of which less than this share is in the page cache is called cold."""
@@ -65,6 +67,26 @@ def read_arena(
     finally:
         for file in files:  # the advice holds for maps of the file, too
             _advise(reader, ByteRange(file, 0, 0), "NORMAL")
+
+
+def read_all(reader: Reader, jobs: Iterable[tuple[ByteRange, memoryview]], threads: int = 4) -> None:
+    """Reads ranges, each into its own memory (writable bytes of its size), in the order of the files.
+
+    Raises:
+        CheckpointError: A file changed or cannot be read. All threads have ended then.
+    """
+
+    def read(source: ByteRange, target: memoryview) -> int:
+        reader.read_into(source, target)
+        return source.nbytes
+
+    ordered = sorted(jobs, key=lambda job: (job[0].file, job[0].offset))
+    pieces = [
+        (ByteRange(source.file, source.offset + done, min(_PIECE, source.nbytes - done)), target[done : done + _PIECE])
+        for source, target in ordered
+        for done in range(0, source.nbytes, _PIECE)
+    ]
+    _run([partial(read, *piece) for piece in pieces], threads, None)
 
 
 def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:

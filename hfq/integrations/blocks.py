@@ -12,7 +12,7 @@ from hfq.modules.packed import PackedModule
 from hfq.spec import TensorInfo
 from hfq.streaming.block import Block, DenseParameter
 
-__all__ = ["find_blocks"]
+__all__ = ["find_blocks", "stored_place"]
 
 
 def find_blocks(
@@ -30,7 +30,7 @@ def find_blocks(
     dense: dict[str, list[DenseParameter]] = {}
     for name in sorted(hidden):
         module, _, local = name.rpartition(".")
-        owner, info = model.get_submodule(module), _stored(name, model, match)
+        owner, info = model.get_submodule(module), stored_place(name, model, match)
         parameter = owner._parameters.get(local)
         if info is not None and parameter is not None:
             dense.setdefault(module, []).append(DenseParameter(owner, local, info, homes[name]))
@@ -38,7 +38,7 @@ def find_blocks(
     return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
 
 
-def _stored(name: str, model: PreTrainedModel, match: Match) -> TensorInfo | None:
+def stored_place(name: str, model: PreTrainedModel, match: Match) -> TensorInfo | None:
     """Where a parameter is stored: under its own name, or under a name that it is tied to."""
     if name in match.dense:
         return match.dense[name]

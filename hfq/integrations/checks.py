@@ -15,9 +15,7 @@ from hfq.integrations.compat import opened_checkpoint
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
 
-__all__ = [
-    "check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes", "refuse_zero3",
-]  # fmt: skip
+__all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes"]
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -51,16 +49,6 @@ def open_files(files: list[str] | None) -> Checkpoint:
             fix="convert the checkpoint to safetensors; hfq never opens a pickle",
         )  # fmt: skip
     return opened_checkpoint(files)
-
-
-def refuse_zero3() -> None:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        raise SetupError(
-            "hfq does not load into DeepSpeed ZeRO-3 yet; nothing was loaded.", expected="no active ZeRO-3 config",
-            found="a live HfDeepSpeedConfig of stage 3", fix="load with device_map, or without DeepSpeed",
-        )  # fmt: skip
 
 
 def check_not_converted(names: list[str] | None, match: Match, model: nn.Module) -> None:

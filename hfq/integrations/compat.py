@@ -35,6 +35,8 @@ from hfq.integrations.early import reading_early
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
 from hfq.integrations.transformers import METHOD, HfqConfig
+from hfq.integrations.zero_config import is_zero3
+from hfq.integrations.zero_deal import described_folder
 
 __all__ = ["opened_checkpoint", "passed_key_mapping", "patch_auto_factory", "patch_modeling_utils", "show_device"]
 
@@ -116,8 +118,8 @@ def _completing(original):
         loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
         if loading is None or not hasattr(loading, "saved_like_source"):
             return original(self, save_directory, *args, **kwargs)
-        with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)):
-            return original(self, save_directory, *args, **kwargs)
+        with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)) as is_written_here:
+            return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
 
@@ -155,20 +157,25 @@ def _guard(owner: type) -> None:
 
     @functools.wraps(original)
     def from_pretrained(cls, pretrained_model_name_or_path=None, *args: Any, **kwargs: Any):
-        load = functools.partial(original, cls, pretrained_model_name_or_path, *args, **kwargs)
+        def load(path: Any) -> Any:
+            return original(cls, path, *args, **kwargs)
+
         asked = kwargs.get("quantization_config")
         if asked is None:
             asked = getattr(kwargs.get("config"), "quantization_config", None)
         chosen = _as_hfq(asked)
         if _active.get() or chosen is None:
-            return load()
+            return load(pretrained_model_name_or_path)
+        if chosen.load == "broadcast" and is_zero3():
+            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path:
+                return _guarded(load, path, kwargs, chosen)
         return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
 
     from_pretrained._hfq_guards = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]
 
 
-def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
+def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
     check_arguments(kwargs)
     checkpoint = open_local(path, kwargs)
@@ -177,8 +184,9 @@ def _guarded(load: Callable[[], Any], path: Any, kwargs: dict[str, Any], chosen:
         source_config(checkpoint)
     token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
     try:
-        with _one_load, reading_early(checkpoint, kwargs.get("device_map"), chosen.backing):
-            return load()
+        whole = None if is_zero3() else checkpoint
+        with _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
+            return load(path)
     except HfqError:
         raise
     except OSError as error:

@@ -29,7 +29,6 @@ from hfq.integrations.checks import (
     check_one_home,
     open_files,
     planned_dtypes,
-    refuse_zero3,
 )
 from hfq.integrations.compat import passed_key_mapping, show_device
 from hfq.integrations.matching import Match, match_model
@@ -37,12 +36,12 @@ from hfq.integrations.rows import load_rows, log_summary
 from hfq.integrations.saving import like_source, stored_state
 from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
+from hfq.modules.away import AwayParameter
 from hfq.modules.experts import PackedExperts
 from hfq.modules.packed import PackedModule
 from hfq.placement.budget import Budget
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
-from hfq.streaming.away import AwayParameter
 from hfq.streaming.streamer import Streamer, StreamOptions
 
 __all__ = ["Loading"]
@@ -62,7 +61,6 @@ class Loading:
 
     def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
         self._started = time.perf_counter()
-        refuse_zero3()
         self.checkpoint = open_files(files)
         self.reader = Reader(self.checkpoint)
         source = config.source if config.source is not None else source_config(self.checkpoint)
@@ -152,7 +150,7 @@ class Loading:
         state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[None]:
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
         """During this, `save_pretrained` writes what the source had, and nothing that it had not: see `saving.like_source`."""
         return like_source(model, self.checkpoint, folder, is_main_process)
 

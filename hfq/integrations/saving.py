@@ -38,11 +38,12 @@ def stored_state(
     checkpoint: Checkpoint,
     reader: Reader,
     conversions: list[Any] | None,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every tensor of a loaded model by its name in the checkpoint.
 
-    What rests on disk is given as a view of the mapped checkpoint (a dense tensor: cast to the model's dtype). Tensors that
-    the checkpoint does not know get the names that transformers' own conversions give them.
+    What rests on disk, or packed in the shards of ranks, is given as a view of the mapped checkpoint (a dense tensor: cast to the
+    model's dtype). Tensors that the checkpoint does not know get the names that transformers' own conversions give them.
 
     Args:
         model: The loaded model.
@@ -51,8 +52,9 @@ def stored_state(
         checkpoint: The checkpoint.
         reader: Its reader.
         conversions: transformers' conversions of this model.
+        state: Its tensors by their names in the model; None to ask the model.
     """
-    state, stored = dict(model.state_dict()), {}
+    state, stored = dict(model.state_dict() if state is None else state), {}
     for name, module in packed.items():
         for local, info in module.infos.items():
             tensor = state.pop(f"{name}.{local}", None)
@@ -76,8 +78,10 @@ def stored_state(
 
 
 @contextlib.contextmanager
-def like_source(model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True) -> Iterator[None]:
+def like_source(model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True) -> Iterator[bool]:
     """While a model is saved: copies the side files, and keeps a config.json that named no quantization from naming one.
+
+    Gives True: what is saved is written by this process.
 
     Args:
         model: The model.
@@ -90,11 +94,11 @@ def like_source(model: Any, checkpoint: Checkpoint, folder: Any, is_main_process
         _copy_side_files(checkpoint, Path(folder))
     named = getattr(model.config, "quantization_config", None)
     if named is None or is_declared(checkpoint):
-        yield
+        yield True
         return
     del model.config.quantization_config
     try:
-        yield
+        yield True
     finally:
         model.config.quantization_config = named
 

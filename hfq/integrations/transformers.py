@@ -31,8 +31,10 @@ _CHOICES = {
     "backing": ("auto", "mapped", "arena", "shared"),
     "stream": ("auto", "direct", "buffered"),
     "verify": ("off", "first", "always"),
+    "load": ("ranges", "broadcast"),
+    "nvme": ("in_place", "swap"),
 }
-_OPTIONS = ("kernel", "activations", "modules_to_not_convert", "backing", "stream", "verify", "expert_cache_nbytes")
+_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes")
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -53,6 +55,10 @@ class HfqConfig(QuantizationConfigMixin):
             `"off"`, at the `"first"` read of each block, or `"always"`.
         expert_cache_nbytes: The most bytes of routed experts that are kept where they compute while they rest elsewhere; None
             takes a tenth of the memory that is available when the model is loaded.
+        load: Under ZeRO-3: with `"ranges"` every rank reads the bytes of its own shards; with `"broadcast"` rank 0 reads all and
+            deals it out, for clusters of which one node alone has the files.
+        nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
+            files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
 
     Raises:
@@ -68,6 +74,8 @@ class HfqConfig(QuantizationConfigMixin):
         stream: str = "auto",
         verify: str = "off",
         expert_cache_nbytes: int | None = None,
+        load: str = "ranges",
+        nvme: str = "in_place",
         source: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
@@ -78,11 +86,20 @@ class HfqConfig(QuantizationConfigMixin):
                 fix="remove or correct the option",
             )  # fmt: skip
         choose_kernel(kernel)
-        _check_choices({"activations": activations, "backing": backing, "stream": stream, "verify": verify})
+        chosen = {
+            "activations": activations,
+            "backing": backing,
+            "stream": stream,
+            "verify": verify,
+            "load": load,
+            "nvme": nvme,
+        }
+        _check_choices(chosen)
         _check_values(modules_to_not_convert, expert_cache_nbytes, source)
         self.quant_method = METHOD  # transformers takes any string that is registered
         self.kernel, self.activations, self.backing = kernel, activations, backing
         self.stream, self.verify, self.expert_cache_nbytes = stream, verify, expert_cache_nbytes
+        self.load, self.nvme = load, nvme
         self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None
 
@@ -176,8 +193,11 @@ class HfqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         from hfq.integrations.loading import Loading
+        from hfq.integrations.zero3 import ShardedLoading
+        from hfq.integrations.zero_config import is_zero3
 
-        self.loading = Loading(model, self.quantization_config, checkpoint_files, self._dtype)
+        kind = ShardedLoading if is_zero3() else Loading
+        self.loading = kind(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if not isinstance(device_map, str):
             self.loading.place(device_map)

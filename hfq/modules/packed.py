@@ -12,6 +12,7 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.dtypes import torch_dtype
+from hfq.modules.away import AwayParameter
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
 
@@ -26,10 +27,10 @@ class PackedModule(nn.Module):
     """Holds the tensors of one packed module.
 
     They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets `stored_` before it), or
-    one flat frozen uint8 parameter `packed_row` (`hold_row`); `state_dict` speaks on-disk names either way. Before either they
-    are on `meta`, as they are for a module that rests on disk: then `onload` lends it a row for one forward and `offload` takes
-    it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor as it is. Model code that reads `weight` is
-    given it dequantized, anew each time.
+    one flat frozen uint8 parameter `packed_row` (`hold_row`), or that parameter cut into shards by ZeRO-3 (`hold_shard`);
+    `state_dict` speaks on-disk names in every case. Before they are held they are on `meta`, as they are for a module that rests
+    on disk: then `onload` lends it a row for one forward and `offload` takes it back. Casting the module (`half()`, `to(dtype)`)
+    leaves every packed tensor as it is. Model code that reads `weight` is given it dequantized, anew each time.
 
     Args:
         name: The module's name in the model, for messages.
@@ -46,6 +47,7 @@ class PackedModule(nn.Module):
         self.name, self.in_features, self.out_features = name, in_features, out_features
         self.weight_format, self.infos = weight_format, dict(infos)
         self._segments: Mapping[str, Segment] | None = None
+        self._is_gathered: Callable[[], bool] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
@@ -59,15 +61,27 @@ class PackedModule(nn.Module):
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
         self._parameters.clear()
-        self._segments = None
+        self._segments = self._is_gathered = None
         for local, tensor in tensors.items():
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
     def hold_row(self, row: ArenaRow) -> None:
         """Keeps one arena as the frozen parameter `packed_row`."""
         self._parameters.clear()
-        self._segments = row.segments
+        self._segments, self._is_gathered = row.segments, None
         self._parameters[_ARENA] = _frozen(row.buffer)
+
+    def hold_shard(self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]) -> None:
+        """Keeps a row that others gather and let go of again: a flat parameter of the row's bytes, viewed as some dtype.
+
+        Args:
+            parameter: Frozen; its `data` is the whole row while it is gathered, and anything else while it is not.
+            segments: Where each tensor lies in the row.
+            is_gathered: Whether it is gathered.
+        """
+        self._parameters.clear()
+        self._segments, self._is_gathered = segments, is_gathered
+        self._parameters[_ARENA] = parameter
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lends the module tensors to compute with until `offload`, in this thread alone."""
@@ -97,7 +111,12 @@ class PackedModule(nn.Module):
         return tensors
 
     def resting_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they rest; on meta for a module that rests on disk."""
+        """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in the shards of ranks."""
+        if self._is_gathered is not None and not self._is_gathered():
+            return {local: _on_meta(info) for local, info in self.infos.items()}
+        if self._is_gathered is not None and self._segments is not None:
+            row = self._parameters[_ARENA].data.view(torch.uint8)  # type: ignore[union-attr]
+            return ArenaRow(row, self._segments).tensors()
         if self._segments is not None:
             return ArenaRow(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
@@ -122,13 +141,22 @@ class PackedModule(nn.Module):
 
     def _dequantized(self) -> torch.Tensor:
         """The weight in the model's dtype, as the module that was replaced held it; on meta as long as nothing is loaded."""
-        if self.fetch is None and any(tensor.is_meta for tensor in self.resting_tensors().values()):
-            weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        is_away = any(tensor.is_meta for tensor in self.resting_tensors().values())
+        if is_away and self.fetch is None and self._is_gathered is None:
+            weight = self._blank_weight()
         else:
-            weight = self.weight_format.dequantize(self.packed_tensors(), self.dtype)
+            try:
+                weight = self.weight_format.dequantize(self.packed_tensors(), self.dtype)
+            except PlacementError:
+                if self._is_gathered is None:
+                    raise
+                weight = AwayParameter(self._blank_weight(), requires_grad=False)  # for code that asks for its shape or dtype
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
+
+    def _blank_weight(self) -> torch.Tensor:
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight_format.describe()}"
@@ -137,6 +165,8 @@ class PackedModule(nn.Module):
         """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype touches."""
         probe = fn(torch.empty(0, dtype=self.dtype))
         self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
+        if self._is_gathered is not None:
+            return self  # where a shard rests is settled by ZeRO
         for local, parameter in self._parameters.items():
             if parameter is None:
                 continue
@@ -159,6 +189,8 @@ class PackedModule(nn.Module):
             found = state_dict.get(prefix + local)
             if found is None:
                 missing.append(prefix + local)
+            elif tensor.is_meta and found.is_meta and self._is_gathered is not None:
+                continue  # a checkpoint of DeepSpeed, which holds no packed bytes
             elif tensor.is_meta:
                 errors.append(f"{prefix + local}: rests on disk, where nothing is written")
             elif found.shape != tensor.shape or found.dtype != tensor.dtype:

@@ -1,0 +1,204 @@
+"""Every private call to DeepSpeed, and what hfq does where one of them is missing. Tested with DeepSpeed 0.19.8.
+
+`deepspeed.zero.Init` partitions a parameter that every rank holds whole. hfq takes from it what describes a partitioned parameter
+(`_convert_to_deepspeed_param`, partition_parameters.py) and allocates the shard itself, so that the whole never exists: such a
+parameter is born sharded. Hooks, gathers, prefetching and offloading are DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hfq.integrations.zero_config import ZeroConfig
+
+__all__ = [
+    "Sharder", "gather", "gather_state", "is_gathered", "mark_leaf", "missing_internals", "partition_whole_model", "watch_forwards",
+]  # fmt: skip
+
+_INTERNALS = {
+    "deepspeed.runtime.zero.partition_parameters": ("Init", "ZeroParamStatus", "free_param"),
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": ("PartitionedParamStatus", "AsyncPartitionedParameterSwapper"),
+    "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum",),
+    "deepspeed.utils": ("set_z3_leaf_module",),
+}
+_METHODS = ("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_convert_to_zero_parameters")
+
+
+def missing_internals() -> list[str]:
+    """The private names that this version of DeepSpeed lacks; empty where rows can be born sharded."""
+    import importlib
+
+    missing = []
+    for name, attributes in _INTERNALS.items():
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+            continue
+        missing += [f"{name}.{attribute}" for attribute in attributes if not hasattr(module, attribute)]
+    if not missing:
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        missing += [f"Init.{method}" for method in _METHODS if not callable(getattr(Init, method, None))]
+    return missing
+
+
+class Sharder:
+    """Makes parameters that are partitioned from their birth on.
+
+    Args:
+        config: The active ZeRO-3 config.
+        swapper: What reads shards that rest on NVMe; None for DeepSpeed's own.
+
+    Attributes:
+        device: Where parameters are gathered.
+        home: Where shards rest: `device`, `cpu` or `nvme`.
+        swapper: The swapper in use, if any.
+    """
+
+    def __init__(self, config: ZeroConfig, options: dict[str, Any], swapper: Any = None) -> None:
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        self._init = Init(config_dict_or_path=options, enabled=False, param_swapper=swapper)
+        self.device, self.home, self.swapper = self._init.local_device, config.home, self._init.param_swapper
+
+    def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False) -> nn.Parameter:
+        """A parameter of this shape and dtype that holds no values and takes no memory."""
+        blank = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
+        return nn.Parameter(blank, requires_grad=requires_grad)
+
+    def adopt(self, parameter: nn.Parameter, is_swapped: bool) -> torch.Tensor:
+        """Makes a parameter partitioned, and gives this rank's shard of it, uninitialised.
+
+        Args:
+            parameter: As `new_parameter` gives it.
+            is_swapped: Whether its shard is to rest with the swapper; it then lies in one of its buffers until `settle`.
+
+        Returns:
+            [shard numel], padding included, in the dtype of the parameter.
+        """
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+        from deepspeed.runtime.zero.partition_parameters import free_param
+
+        self._init._convert_to_deepspeed_param(parameter)
+        size = self._init._aligned_size(parameter)
+        numel = size // self._init._partition_world_size(parameter)
+        if is_swapped:
+            shard = torch.empty(0, dtype=parameter.dtype)
+            shard.data = self.swapper.get_buffer(parameter, numel)
+        else:
+            shard = self._allocate(numel, parameter.dtype)
+        parameter.ds_tensor = shard  # type: ignore[attr-defined]
+        shard.ds_numel, shard.status = numel, PartitionedParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        shard.final_location = OffloadDeviceEnum.nvme if is_swapped else None  # type: ignore[attr-defined]
+        parameter.ds_numel_aligned = size  # type: ignore[attr-defined]
+        free_param(parameter)
+        return shard
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Hands a filled shard over to the swapper, if it rests there."""
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+        if parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
+            self.swapper.swap_out_and_release([parameter])
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        from deepspeed.accelerator import get_accelerator
+
+        shard = torch.empty(numel, dtype=dtype, device=self.device if self.home == "device" else "cpu")
+        return get_accelerator().pin_memory(shard) if self._init.pin_memory and self.home != "device" else shard
+
+
+def partition_whole_model(model: nn.Module, options: dict[str, Any]) -> torch.device:
+    """Partitions a model that every rank holds whole, by DeepSpeed's public API; gives the device where it is gathered."""
+    import deepspeed
+
+    # not enabled: it would replace torch's `linear` by one that rounds a bias apart
+    init = deepspeed.zero.Init(module=model, config_dict_or_path=options, enabled=False)
+    return torch.device(init.local_device)
+
+
+def is_gathered(parameter: nn.Parameter) -> bool:
+    """Whether a partitioned parameter is whole at the moment, on this rank."""
+    status = getattr(parameter, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"
+
+
+def gather(parameter: nn.Parameter) -> torch.Tensor:
+    """A copy of a whole parameter, whatever DeepSpeed does with it meanwhile; all ranks must call it, in the same order.
+
+    Returns:
+        A tensor of the parameter's shape and dtype, on the device where parameters are gathered.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+    swapper, is_out = parameter.nvme_swapper, shard.status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined]
+    if is_out:
+        swapper.swap_in([parameter], async_op=False)
+    elif shard.status.name == "INFLIGHT":
+        swapper.synchronize_reads()
+    device = torch.device(get_accelerator().current_device_name())
+    group: Any = parameter.ds_process_group  # type: ignore[attr-defined]
+    flat = torch.empty(shard.ds_numel * dist.get_world_size(group), dtype=shard.dtype, device=device)
+    dist.all_gather_into_tensor(flat, shard.data.to(device), group=group)
+    if is_out:
+        swapper.remove_partition_and_release_buffers([parameter])
+    return flat[: parameter.ds_numel].view(parameter.ds_shape)  # type: ignore[attr-defined]
+
+
+def gather_state(model: nn.Module, is_kept: bool) -> dict[str, torch.Tensor] | None:
+    """The model's state_dict with whole dense parameters in CPU memory; packed ones stand in it on meta.
+
+    All ranks must call it. Parameters are gathered one at a time.
+
+    Args:
+        model: The model.
+        is_kept: Whether this rank keeps what is gathered.
+
+    Returns:
+        The state, or None where it is not kept.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state, done = dict(model.state_dict()), dict[int, torch.Tensor]()
+    for name in state:
+        parameter = parameters.get(name)
+        if parameter is None or not hasattr(parameter, "ds_id"):
+            continue
+        if id(parameter) not in done:
+            whole = gather(parameter)
+            done[id(parameter)] = whole.cpu() if is_kept else torch.empty(0)
+        state[name] = done[id(parameter)]
+    return state if is_kept else None
+
+
+def mark_leaf(module: nn.Module) -> None:
+    """Has all parameters of a module gathered when it begins, for forwards that differ from rank to rank, as of routed experts."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    set_z3_leaf_module(module, True)
+
+
+def watch_forwards(model: nn.Module, check: Callable[[], None]) -> Callable[[], bool]:
+    """Calls `check` before every forward of the model; gives a function that says whether one is under way.
+
+    A backward counts as one, since gradient checkpointing computes parts of the model again in it.
+    """
+    depth = [0]
+
+    def enter(*_: Any) -> None:
+        check()
+        depth[0] += 1
+
+    def leave(*_: Any) -> None:
+        depth[0] = max(0, depth[0] - 1)
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+    return lambda: depth[0] > 0 or torch._C._current_graph_task_id() != -1

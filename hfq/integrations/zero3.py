@@ -1,0 +1,195 @@
+"""Loading under DeepSpeed ZeRO-3: every parameter is born sharded, and each rank reads the bytes of its own shards.
+
+transformers is shown the parameters that it merges of several stored tensors or initialises anew, and buffers; those parameters are
+partitioned one at a time when it has loaded them. Everything else is hidden from it, as what rests on disk is in a plain load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hfq.errors import PlacementError, SetupError
+from hfq.integrations.blocks import stored_place
+from hfq.integrations.deepspeed import gather, gather_state, mark_leaf, watch_forwards
+from hfq.integrations.loading import Loading
+from hfq.integrations.ranks import exchange, raise_together, start_distributed
+from hfq.integrations.saving import stored_state
+from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.zero_config import read_zero_config
+from hfq.integrations.zero_make import ShardMaker
+from hfq.integrations.zero_slots import ZeroSlot, find_slots
+from hfq.modules.experts import PackedExperts
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, arena_layout
+from hfq.placement.plan import Plan, PlanEntry
+from hfq.placement.zero import ZeroPlan, check_same_plan
+
+__all__ = ["ShardedLoading"]
+
+logger = logging.get_logger("hfq")
+
+
+class ShardedLoading(Loading):
+    """A load under ZeRO-3; see `Loading`.
+
+    Attributes:
+        zero: The active ZeRO-3 config.
+        sharded: The dense parameters that hfq shards, by name, and whether each may be trained.
+        zero_plan: How all rows are cut.
+        maker: What has made the shards, and what this rank has read for it.
+    """
+
+    zero_plan: ZeroPlan
+    maker: ShardMaker
+
+    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
+        self.zero = read_zero_config(dtype or model.dtype)
+        self.rank, self.world = start_distributed()
+        self.sharded: dict[str, bool] = {}
+        self._gathered: dict[str, torch.Tensor] | None = None
+        if self.zero.home == "nvme" and config.load == "broadcast" and config.nvme == "in_place":
+            raise SetupError(
+                'HfqConfig(load="broadcast") cannot be used with shards that stay in the checkpoint; nothing was loaded.',
+                expected="files that every rank can read", found='offload_param.device nvme, nvme="in_place"',
+                fix='pass nvme="swap", or load="ranges"',
+            )  # fmt: skip
+        super().__init__(model, config, files, dtype)
+
+    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
+        """Hides from transformers every parameter that hfq shards."""
+        for name in self._tensor_names():
+            if self._is_sharded(name):
+                self.sharded[name] = self.model.get_parameter(name).requires_grad
+                self._prepare(name)
+        self._hidden |= self.sharded.keys()
+
+    def finish(self) -> None:
+        """After transformers has loaded the rest: makes and fills all shards, and reports."""
+        self._hook.remove()
+        self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        self._cast_dense()
+        self._check_ties()
+        slots = find_slots(self)
+        self.zero_plan = ZeroPlan(tuple(slot.row for slot in slots), self.rank, self.world, self.zero.home, self._settings())
+        check_same_plan(exchange(self.zero_plan.digests()))
+        self.maker = ShardMaker(self)
+        self.maker.make(slots)
+        self._prepare_forwards()
+        self.plan = Plan(tuple(self._entry(slot) for slot in slots))
+        self._conversions = getattr(self.model, "_weight_conversions", None)
+        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
+        if self.match.unused:
+            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
+        logger.info(
+            "hfq: loaded %s in %.2f s: %s", self.checkpoint.root, time.perf_counter() - self._started, self.describe_shards()
+        )
+
+    def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Every tensor by its name in the checkpoint, dense ones as `saved_like_source` gathered them."""
+        if self._gathered is None:
+            raise PlacementError(
+                "A model that is sharded by ZeRO-3 was asked for its tensors, which no rank has.", found="one rank's shards",
+                expected="save_pretrained, called on all ranks", fix="call save_pretrained on every rank; rank 0 writes",
+            )  # fmt: skip
+        match, conversions = self.match, self._conversions
+        state = stored_state(model, match, self.packed, self.checkpoint, self.reader, conversions, self._gathered)
+        return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
+
+    @contextlib.contextmanager
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
+        """Gathers the dense parameters, one at a time, for rank 0, which alone writes; all ranks must save together.
+
+        Packed rows are frozen, and are written from the checkpoint itself.
+        """
+        self._gathered, error = gather_state(model, is_kept=self.rank == 0), None
+        try:
+            if self.rank == 0:
+                with super().saved_like_source(model, folder, is_main_process) as is_written_here:
+                    yield is_written_here
+            else:
+                yield False
+        except Exception as failure:
+            error = failure
+        finally:
+            self._gathered = None
+        raise_together(error)
+
+    def describe_shards(self) -> str:
+        """What this rank keeps and has read, in one line."""
+        plan, maker, filler = self.zero_plan, self.maker, self.maker.filler
+        home = f"{self.zero.home} in place" if maker.swapper is not None else self.zero.home
+        return (
+            f"{len(self.packed)} packed modules ({self.describe_formats()}), {plan.packed_nbytes:,} packed bytes; rank {self.rank} of "
+            f"{self.world}: {plan.packed_shard_nbytes:,} of them on {home}, {filler.packed_read + filler.checked_read:,} packed and "
+            f"{filler.dense_read:,} dense bytes read{maker.pool}"
+        )
+
+    def _entry(self, slot: ZeroSlot) -> PlanEntry:
+        home = f"{self.zero.home} (shard {self.rank} of {self.world})"
+        nbytes = slot.row.shard_numel(self.world) * slot.dtype.itemsize
+        return PlanEntry(slot.row.name, home, str(self.maker.device), nbytes, slot.module is not None)
+
+    def _is_sharded(self, name: str) -> bool:
+        """Whether a name is that of a dense parameter that is stored as it is, or tied to one."""
+        ties = self.model.all_tied_weights_keys
+        group = {name, ties.get(name, name)} | {target for target, source in ties.items() if source == ties.get(name, name)}
+        is_dense = name not in self._packed_names and not self._is_buffer(name) and not group & self.match.merged.keys()
+        return is_dense and stored_place(name, self.model, self.match) is not None
+
+    def _settings(self) -> dict[str, str]:
+        """What all ranks must have the same, beside the rows."""
+        options = {key: value for key, value in self.config.options().items() if key != "source"}
+        sizes = sorted(
+            (file.replace("\\", "/").rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers
+        )
+        return {
+            "hfq version": version("hfq"), "DeepSpeed version": version("deepspeed"), "dtype": str(self.zero.dtype),
+            "HfqConfig": repr(sorted(options.items(), key=str)), "sizes of the checkpoint's files": repr(sizes),
+            "class of the model": type(self.model).__name__,
+        }  # fmt: skip
+
+    def _prepare_forwards(self) -> None:
+        """Moves buffers, and settles how packed modules are reached whose row is not gathered by a hook of their own."""
+        for module in self.model.modules():
+            for local, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[local] = moved = buffer.to(self.maker.device).contiguous()
+                    if self.config.load == "broadcast" and moved.numel():
+                        dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
+            if isinstance(module, PackedExperts):
+                mark_leaf(module)
+        is_under_way = watch_forwards(self.model, self._check_engine)
+        for packed in self.packed.values():
+            packed.fetch = partial(_fetch, packed, is_under_way)
+
+    def _check_engine(self) -> None:
+        if not hasattr(self.model, "ds_id"):
+            raise PlacementError(
+                "A model that is sharded by ZeRO-3 was called without DeepSpeed's engine, which gathers its parameters.",
+                expected="a forward of the engine", found=type(self.model).__name__,
+                fix="call deepspeed.initialize(model=model, config=…)[0], or Accelerator.prepare(model), first",
+            )  # fmt: skip
+
+
+def _fetch(module: PackedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
+    """The tensors of a packed module whose weight other code reads during a forward, gathered for it."""
+    if not is_under_way():
+        raise PlacementError(
+            f"{module.name} is sharded by ZeRO-3, and was used while its row was not gathered.", found="one rank's shard",
+            expected="a forward of the engine that deepspeed.initialize returned",
+            fix="call deepspeed.initialize (or Accelerator.prepare) first; outside of a forward, on all ranks: "
+            "with deepspeed.zero.GatheredParameters(list(module.parameters())): …",
+        )  # fmt: skip
+    row = gather(module.packed_row)
+    return ArenaRow(row.view(torch.uint8), arena_layout(module.infos)[0]).tensors()

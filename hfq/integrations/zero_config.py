@@ -1,0 +1,156 @@
+"""The DeepSpeed config of a load: is ZeRO-3 active, in which dtype and home, and which options would corrupt packed bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfq.errors import SetupError
+
+__all__ = ["ZeroConfig", "is_zero3", "read_zero_config"]
+
+_ZERO = "zero_optimization"
+_KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "neither bf16 nor fp16"}
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """One option: its names in `section`, whether a value is harmful, what it would do, and what to write instead."""
+
+    section: str
+    names: tuple[str, ...]
+    is_harmful: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+def _is_on(value: Any) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() == "true")
+
+
+def _is_more_than_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+_GATHER = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
+_REFUSED = (
+    _Refusal(
+        _ZERO, ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"), _is_on,
+        "gathers by adding floats, which changes packed bytes", "set it to false",
+    ),
+    _Refusal(_ZERO, ("zero_quantized_weights",), _is_on, "quantizes packed bytes as if they were floats", "set it to false"),
+    _Refusal(
+        _ZERO, ("zero_quantized_nontrainable_weights",), _is_on, "quantizes packed bytes as if they were floats", "set it to false",
+    ),
+    _Refusal(
+        _ZERO, _GATHER, _is_on, "would save packed bytes as if they were floats",
+        "set it to false, and save with save_pretrained, called on all ranks",
+    ),
+    _Refusal(
+        _ZERO, ("zero_hpz_partition_size",), _is_more_than_one, "keeps a second shard of every row, which hfq does not make yet",
+        "set it to 1",
+    ),
+    _Refusal(_ZERO, ("mics_shard_size",), _is_more_than_one, "shards by another rule, which hfq does not follow yet", "remove it"),
+    _Refusal(
+        "torch_autocast", ("enabled",), _is_on, "may gather parameters in another dtype, which changes packed bytes",
+        "set torch_autocast.enabled to false, and load the model in the dtype it is to compute in",
+    ),
+    _Refusal(
+        "tensor_parallel", ("autotp_size",), _is_more_than_one, "cuts dense layers and leaves packed ones whole", "set it to 1",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What a load needs to know of an active ZeRO-3 config.
+
+    Attributes:
+        options: The sections that concern parameters, with `auto` settled, as `deepspeed.zero.Init` takes them.
+        dtype: The dtype that ZeRO runs in.
+        home: Where shards rest: `device`, `cpu` or `nvme`.
+        nvme_path: The folder for swapped parameters, if any.
+    """
+
+    options: dict[str, Any]
+    dtype: torch.dtype
+    home: str
+    nvme_path: str | None
+
+    def with_offload(self, **changes: Any) -> dict[str, Any]:
+        """The options, with these values in `offload_param`."""
+        options = copy.deepcopy(self.options)
+        options[_ZERO]["offload_param"] = {**options[_ZERO].get("offload_param", {}), **changes}
+        return options
+
+
+def is_zero3() -> bool:
+    """Whether a DeepSpeed config of stage 3 is alive in this process."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return bool(is_deepspeed_zero3_enabled())
+
+
+def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
+    """The active ZeRO-3 config.
+
+    Args:
+        dtype: The dtype that the model is loaded in.
+
+    Raises:
+        SetupError: An option would corrupt packed bytes, or ZeRO runs in another dtype than the model is loaded in.
+    """
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    config = deepspeed_config()
+    _check_options(config)
+    options = {key: copy.deepcopy(config[key]) for key in _KEPT if isinstance(config.get(key), Mapping)}
+    options["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants one; what is made from these options runs no batch
+    found = _running_dtype(options, dtype)
+    if found != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise SetupError(
+            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}; nothing was loaded.",
+            expected=f"a model in {str(found).removeprefix('torch.')}", found=name,
+            fix=f"pass dtype={found} to from_pretrained, or enable the dtype of the model in the DeepSpeed config",
+        )  # fmt: skip
+    offload = options[_ZERO].get("offload_param") or {}
+    home = str(offload.get("device", "none"))
+    home = "device" if home in ("none", "None") else home
+    path = offload.get("nvme_path")
+    return ZeroConfig(options, found, home, str(path) if path is not None else None)
+
+
+def _check_options(config: Mapping[str, Any]) -> None:
+    for refusal in _REFUSED:
+        section = config.get(refusal.section)
+        for name in refusal.names:
+            if not isinstance(section, Mapping):
+                continue
+            if name in section and refusal.is_harmful(section[name]):
+                raise SetupError(
+                    f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.", found=section[name],
+                    expected="an option that leaves packed bytes as they are", fix=refusal.fix,
+                )  # fmt: skip
+
+
+def _running_dtype(options: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """The dtype that ZeRO runs in; `auto` means the dtype of the model, and is settled so in `options`."""
+    sections = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    for name, meant in sections.items():
+        section = options.get(name, {})
+        if section.get("enabled") == "auto":
+            section["enabled"] = dtype == meant
+        for key in [key for key, value in section.items() if value == "auto"]:
+            del section[key]
+    enabled = [meant for name, meant in sections.items() if _is_on(options.get(name, {}).get("enabled"))]
+    return enabled[0] if enabled else torch.float32

@@ -1,0 +1,209 @@
+"""Fills shards while a model is loaded: each rank reads the bytes of its own, or rank 0 reads all and deals them out.
+
+The values of small tensors (scales, indices) are checked by one rank for each row, in the shard's own bytes where that rank has them
+all, so that the check costs no second read of the model; all ranks then learn what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hfq.checkpoint.execute import read_all
+from hfq.formats import Format
+from hfq.integrations.checks import check_bias
+from hfq.integrations.ranks import attempt, exchange, raise_together
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, arena_layout, read_tensor
+from hfq.placement.zero import ShardRead, ZeroRow
+from hfq.spec import Segment
+
+if TYPE_CHECKING:
+    from hfq.integrations.loading import Loading
+
+__all__ = ["Shard", "ShardFiller"]
+
+_BATCH = 256 << 20
+_THREADS = 4
+
+
+@dataclass
+class Shard:
+    """One shard to be filled.
+
+    Attributes:
+        row: What it is cut from.
+        tensor: This rank's shard.
+        stored: The dtype that its bytes are stored as.
+        module: The packed module whose row it is, if any.
+        settle: Called when it is filled.
+    """
+
+    row: ZeroRow
+    tensor: torch.Tensor
+    stored: torch.dtype
+    module: PackedModule | None
+    settle: Callable[[], None]
+
+
+class ShardFiller:
+    """Fills shards in batches of bounded memory, and checks the small tensors of packed rows.
+
+    Args:
+        loading: The load.
+        rank: This rank.
+        world: How many ranks there are.
+        is_dealt: Whether rank 0 reads everything and deals it out.
+        device: Where ranks can send to each other from.
+
+    Attributes:
+        packed_read: Bytes of packed rows that this rank has read from files.
+        dense_read: Bytes of dense tensors that it has read.
+        checked_read: Bytes of small tensors that it has read a second time, to check them.
+    """
+
+    def __init__(self, loading: Loading, rank: int, world: int, is_dealt: bool, device: torch.device) -> None:
+        self._loading, self._rank, self._world, self._is_dealt, self._device = loading, rank, world, is_dealt, device
+        self._batch: list[tuple[Shard, torch.Tensor]] = []
+        self._nbytes, self._checked = 0, 0
+        self._error: Exception | None = None
+        self._formats: dict[str, Format] = {}
+        self.packed_read = self.dense_read = self.checked_read = 0
+
+    def add(self, shard: Shard) -> None:
+        """Fills a shard now or with those that follow."""
+        nbytes = shard.row.shard_nbytes(self._world)
+        is_direct = shard.tensor.device.type == "cpu" and shard.tensor.dtype == shard.stored and not self._is_dealt
+        memory = shard.tensor.view(torch.uint8) if is_direct else torch.empty(nbytes, dtype=torch.uint8)
+        self._batch.append((shard, memory))
+        self._nbytes += 0 if is_direct else nbytes
+        if self._nbytes >= _BATCH:
+            self.flush()
+
+    def check_unread(self, module: PackedModule) -> None:
+        """Checks the small tensors of a row whose shards stay on disk, on one rank in turn."""
+        if self._next_checker() == self._rank and self._error is None:
+            _, self._error = attempt(self._check, module, self._read_small(module))
+
+    def read_whole(self, row: ZeroRow, target: torch.Tensor, module: PackedModule | None) -> None:
+        """Fills a whole row on this rank, and checks it, where shards cannot be made."""
+        memory = target.view(torch.uint8)
+        reads = tuple(ShardRead(source, offset) for offset, source in row.parts)
+        if self._error is None:
+            _, self._error = attempt(read_all, self._loading.reader, place_reads(reads, memory), _THREADS)
+            self._count(row, sum(read.source.nbytes for read in reads))
+        if module is not None and self._error is None:
+            _, self._error = attempt(self._check, module, _views(module, memory))
+
+    def flush(self) -> None:
+        """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others behind."""
+        batch, self._batch, self._nbytes = self._batch, [], 0
+        if self._is_dealt:
+            for shard, memory in batch:
+                self._deal(shard, memory)
+        elif self._error is None:
+            _, self._error = attempt(self._read, batch)
+        for shard, memory in batch:
+            if shard.module is not None and not self._is_dealt:
+                self._check_filled(shard.module, shard.row, memory)
+            if memory.data_ptr() != shard.tensor.data_ptr():
+                shard.tensor.copy_(memory.view(shard.stored))
+            shard.settle()
+
+    def finish(self) -> None:
+        """Fills what is left, and tells every rank what was found.
+
+        Raises:
+            HfqError: This rank or another could not read, or found impossible values.
+        """
+        self.flush()
+        raise_together(self._error)
+        for found in exchange(self._formats):
+            for name, resolved in found.items():
+                self._loading.packed[name].weight_format = resolved
+
+    def _read(self, batch: list[tuple[Shard, torch.Tensor]]) -> None:
+        jobs = []
+        for shard, memory in batch:
+            reads = shard.row.reads(self._rank, self._world)
+            jobs += place_reads(reads, memory)
+            self._count(shard.row, sum(read.source.nbytes for read in reads))
+        read_all(self._loading.reader, jobs, _THREADS)
+
+    def _deal(self, shard: Shard, memory: torch.Tensor) -> None:
+        """Rank 0 reads a whole row and sends every rank its shard."""
+        row, size = shard.row, memory.numel()
+        parts = None
+        if self._rank == 0:
+            whole = torch.zeros(size * self._world, dtype=torch.uint8)
+            self.read_whole(row, whole, shard.module)
+            parts = list(whole.to(self._device).split(size)) if size else [whole] * self._world
+        mine = torch.empty(size, dtype=torch.uint8, device=self._device)
+        dist.scatter(mine, parts, src=0)
+        memory.copy_(mine)
+
+    def _check_filled(self, module: PackedModule, row: ZeroRow, memory: torch.Tensor) -> None:
+        """Checks the small tensors of a row on the rank that has them all, else on one rank in turn."""
+        small = {local: segment for local, segment in row_segments(module).items() if local != module.weight_format.codes_name}
+        start = min((segment.offset for segment in small.values()), default=0)
+        stop = max((segment.offset + segment.nbytes for segment in small.values()), default=0)
+        holders = [rank for rank in range(self._world) if _holds(row.bounds(rank, self._world), start, stop)]
+        checker = holders[0] if holders else self._next_checker()
+        if checker != self._rank or self._error is not None:
+            return
+        if not holders:
+            _, self._error = attempt(self._check, module, self._read_small(module))
+            return
+        first = row.bounds(self._rank, self._world)[0]
+        cut = memory[start - first : stop - first].clone()  # views need their alignment
+        moved = {local: Segment(s.offset - start, s.nbytes, s.dtype, s.shape) for local, s in small.items()}
+        _, self._error = attempt(self._check, module, ArenaRow(cut, moved).tensors())
+
+    def _next_checker(self) -> int:
+        self._checked += 1
+        return self._checked % self._world if not self._is_dealt else 0
+
+    def _read_small(self, module: PackedModule) -> dict[str, torch.Tensor]:
+        small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
+        self.checked_read += sum(info.nbytes for info in small.values())
+        return {local: read_tensor(self._loading.reader, info) for local, info in small.items()}
+
+    def _check(self, module: PackedModule, tensors: Mapping[str, torch.Tensor]) -> None:
+        resolved = module.weight_format.resolve(module.name, tensors)
+        check_bias(module.name, tensors.get("bias"), self._loading.match.packed[module.name].slot.has_bias)
+        if resolved != module.weight_format:
+            self._formats[module.name] = resolved
+
+    def _count(self, row: ZeroRow, nbytes: int) -> None:
+        self.packed_read += nbytes if row.is_packed else 0
+        self.dense_read += 0 if row.is_packed else nbytes
+
+
+def row_segments(module: PackedModule) -> dict[str, Segment]:
+    """Where each tensor of a packed module lies in its row."""
+    return arena_layout(module.infos)[0]
+
+
+def place_reads(reads: tuple[ShardRead, ...], memory: torch.Tensor) -> list[tuple[Any, memoryview]]:
+    """(what is read, the memory it goes to) of each read; what none of them fills is made zero."""
+    end, flat = 0, memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+    jobs = []
+    for read in reads:
+        memory[end : read.offset].zero_()
+        end = read.offset + read.source.nbytes
+        jobs.append((read.source, flat[read.offset : end]))
+    memory[end:].zero_()
+    return jobs
+
+
+def _views(module: PackedModule, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    small = {local: s for local, s in row_segments(module).items() if local != module.weight_format.codes_name}
+    return ArenaRow(whole, small).tensors()
+
+
+def _holds(bounds: tuple[int, int], start: int, stop: int) -> bool:
+    return bounds[0] <= start and stop <= bounds[1]

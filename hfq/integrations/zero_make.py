@@ -1,0 +1,164 @@
+"""Makes the sharded parameters of a model: each born sharded, or, where this DeepSpeed does not allow that, whole first."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.utils import logging
+
+from hfq.errors import PlacementError
+from hfq.integrations.deepspeed import Sharder, is_gathered, missing_internals, partition_whole_model
+from hfq.integrations.zero_fill import Shard, ShardFiller
+from hfq.integrations.zero_pool import least_swapped, plan_pool, swap_options
+from hfq.integrations.zero_slots import ZeroSlot
+from hfq.integrations.zero_swap import CheckpointSwapper, ShardSource
+from hfq.modules.experts import PackedExperts
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import arena_layout
+
+if TYPE_CHECKING:
+    from hfq.integrations.zero3 import ShardedLoading
+
+__all__ = ["ShardMaker"]
+
+logger = logging.get_logger("hfq")
+
+_STAYS_NBYTES = 1 << 16
+"""Dense shards of at most so many bytes stay in memory where others are read from the checkpoint for every use."""
+
+
+class ShardMaker:
+    """Makes the parameters of one load.
+
+    Args:
+        loading: A load whose plan is settled.
+
+    Attributes:
+        device: Where parameters are gathered.
+        filler: What this rank has read.
+        swapper: What swaps shards in from the checkpoint, if anything does.
+        missing: The internals of DeepSpeed for want of which every rank read the whole model.
+        pool: The swap buffers in words, if there are any.
+    """
+
+    def __init__(self, loading: ShardedLoading) -> None:
+        self._loading, self._zero, self._plan = loading, loading.zero, loading.zero_plan
+        self._is_dealt, self.missing, self.pool = loading.config.load == "broadcast", missing_internals(), ""
+        self.swapper: CheckpointSwapper | None = None
+        options = self._options()
+        if self.missing:
+            self._refuse_without_internals()
+            self.device = torch.device("cpu")
+            self._whole_options = options
+        else:
+            self._sharder = Sharder(self._zero, options, self.swapper)
+            self.device = self._sharder.device
+        self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_dealt, self.device)
+
+    def make(self, slots: list[ZeroSlot]) -> None:
+        """Makes and fills every parameter, then partitions those that transformers has loaded.
+
+        Raises:
+            HfqError: This rank or another could not read, or found impossible values.
+        """
+        for slot in slots:
+            if self.missing:
+                self._make_whole(slot)
+            else:
+                self._make(slot)
+        self.filler.finish()
+        model = self._loading.model
+        if self.missing:
+            self.device = partition_whole_model(model, self._whole_options)
+            return
+        for parameter in list(model.parameters()):
+            if not hasattr(parameter, "ds_id"):
+                self._partition(parameter)
+
+    def _options(self) -> dict[str, Any]:
+        """The options for DeepSpeed, with a pool of swap buffers where anything is swapped."""
+        if self._zero.home != "nvme":
+            return swap_options(self._zero, None)
+        is_in_place = self._loading.config.nvme == "in_place" and not self.missing
+        experts = [module for module in self._loading.model.modules() if isinstance(module, PackedExperts)]
+        at_once = max((sum(isinstance(part, PackedModule) for part in module.modules()) for module in experts), default=1)
+        least = 0 if is_in_place else least_swapped(self._zero)
+        pool = plan_pool(self._plan, self._zero.dtype.itemsize, at_once, least)
+        self.pool = f"; at most {pool.count} swap buffers of {pool.numel:,} elements, {pool.nbytes:,} bytes"
+        if not is_in_place:
+            return swap_options(self._zero, pool)
+        self.swapper = CheckpointSwapper(self._loading.reader, is_direct=self._loading.config.stream == "direct")
+        self.swapper.window = pool.count
+        return swap_options(self._zero, None)
+
+    def _make(self, slot: ZeroSlot) -> None:
+        """Makes one parameter, and fills this rank's shard of it or lets it rest where it is stored."""
+        parameter = self._sharder.new_parameter(slot.shape, slot.dtype, slot.requires_grad)
+        is_swapped = self._is_swapped(slot)
+        tensor = self._sharder.adopt(parameter, is_swapped)
+        _hold(slot, parameter)
+        if is_swapped and self.swapper is not None:
+            rank, world = self._plan.rank, self._plan.world
+            source = ShardSource(slot.row.reads(rank, world), slot.row.shard_nbytes(world), slot.stored)
+            self.swapper.place(parameter, source)
+            if slot.module is not None:
+                self.filler.check_unread(slot.module)
+            return
+        self.filler.add(Shard(slot.row, tensor, slot.stored, slot.module, partial(self._sharder.settle, parameter)))
+        if is_swapped:
+            self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
+
+    def _is_swapped(self, slot: ZeroSlot) -> bool:
+        if self._zero.home != "nvme":
+            return False
+        if self.swapper is not None:
+            return slot.module is not None or slot.row.shard_nbytes(self._plan.world) > _STAYS_NBYTES
+        # DeepSpeed's swapper casts the values of every other dtype without a word
+        numel = slot.row.shard_numel(self._plan.world)
+        return slot.dtype == self._zero.dtype and self._sharder.swapper.swappable_tensor(numel=numel)
+
+    def _partition(self, parameter: nn.Parameter) -> None:
+        """Partitions a parameter that every rank has whole: as it is on rank 0."""
+        whole = parameter.data.to(self.device).contiguous()
+        flat = whole.reshape(-1)
+        if flat.numel():
+            dist.broadcast(flat.view(torch.uint8), 0)
+        parameter.data = whole
+        shard = self._sharder.adopt(parameter, is_swapped=False)
+        start = min(self._plan.rank * shard.numel(), flat.numel())
+        own = flat[start : start + shard.numel()]
+        shard.zero_()
+        shard[: own.numel()].copy_(own)
+
+    def _make_whole(self, slot: ZeroSlot) -> None:
+        """Makes one parameter that this rank holds whole, for DeepSpeed to partition."""
+        tensor = torch.empty(slot.row.numel, dtype=slot.stored)
+        self.filler.read_whole(slot.row, tensor, slot.module)
+        parameter = nn.Parameter(tensor.view(slot.shape).to(slot.dtype), requires_grad=slot.requires_grad)
+        _hold(slot, parameter)
+
+    def _refuse_without_internals(self) -> None:
+        names = ", ".join(self.missing)
+        mixed = {row.itemsize for row in self._plan.rows} != {self._zero.dtype.itemsize}
+        if self._is_dealt or (self._zero.home == "nvme" and mixed):
+            raise PlacementError(
+                "This version of DeepSpeed lacks what hfq needs to shard this model exactly; nothing was loaded.", found=f"no {names}",
+                expected="DeepSpeed 0.19.8, or one like it", fix="install that version, or offload to cpu with load=\"ranges\"",
+            )  # fmt: skip
+        logger.warning(
+            "hfq: this version of DeepSpeed lacks %s: every rank reads the whole model, and DeepSpeed partitions it then",
+            names,
+        )
+
+
+def _hold(slot: ZeroSlot, parameter: nn.Parameter) -> None:
+    """Puts a parameter into its places."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    for owner, local in slot.places:
+        owner._parameters[local] = parameter
+    if slot.module is not None:
+        slot.module.hold_shard(parameter, arena_layout(slot.module.infos)[0], partial(is_gathered, parameter))

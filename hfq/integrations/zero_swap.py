@@ -1,0 +1,236 @@
+"""A ZeRO-3 parameter swapper that swaps in from the checkpoint's own files: shards rest where they lie, and nothing is written.
+
+DeepSpeed's swapper copies every shard to a file of its own when a model is loaded, in one dtype, through libaio. This one stands in
+its place (`deepspeed.zero.Init(param_swapper=…)`, swap_tensor/partitioned_param_swapper.py of 0.19.8) and needs neither. A shard that
+is changed while it is gathered no longer equals its file, and rests in CPU memory from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfq.checkpoint import Reader
+from hfq.checkpoint.direct import DIRECT_ALIGNMENT, DirectFiles
+from hfq.errors import PlacementError
+from hfq.placement.zero import ShardRead
+from hfq.spec import ByteRange
+from hfq.streaming.buffers import huge_buffer
+
+__all__ = ["CheckpointSwapper", "ShardSource"]
+
+_THREADS = 4
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Where one rank's shard of one parameter lies: reads into `nbytes` bytes of the stored dtype, the rest of which is zero."""
+
+    reads: tuple[ShardRead, ...]
+    nbytes: int
+    dtype: torch.dtype
+
+
+class CheckpointSwapper:
+    """Swaps shards in from the files of a checkpoint.
+
+    Args:
+        reader: The checkpoint's reader.
+        is_direct: Whether reads pass by the page cache.
+
+    Attributes:
+        window: How many shards may be in memory before DeepSpeed stops reading ahead; what a module needs at once always may.
+        nbytes_read: Bytes swapped in so far.
+        nbytes_written: Bytes swapped out so far: none, ever.
+        most_nbytes: The most bytes that shards in memory have taken at a time.
+    """
+
+    def __init__(self, reader: Reader, is_direct: bool = False) -> None:
+        self._reader, self._files, self._is_direct = reader, DirectFiles(reader), is_direct
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfq-swap")
+        self._sources: dict[int, ShardSource] = {}
+        self._changed: dict[int, torch.Tensor] = {}
+        self._lent: dict[int, torch.Tensor] = {}
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._pending: list[tuple[Any, torch.Tensor, list[Future]]] = []
+        self._lock = threading.Lock()
+        self.window, self.nbytes_read, self.nbytes_written, self.most_nbytes = 8, 0, 0, 0
+
+    def place(self, parameter: Any, source: ShardSource) -> None:
+        """Lets the shard of a partitioned parameter rest where it lies in the files."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        self._sources[parameter.ds_id] = source
+        parameter.ds_tensor.data = self._blank(parameter)
+        parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    # what DeepSpeed calls
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Whether DeepSpeed may hand over a shard that is in no file, as of an adapter: such shards stay in CPU memory."""
+        return False
+
+    def available_swap_in_buffers(self) -> int:
+        """How many shards may be read ahead."""
+        return max(0, self.window - len(self._lent))
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """Memory for a shard that is about to be placed: none, since it stays where it is."""
+        return torch.empty(0, dtype=param.dtype)
+
+    def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        """Begins to read shards; waits for them unless `async_op`."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        for parameter in params:
+            buffer = self._borrow(parameter)
+            self._pending.append((parameter, buffer, self._begin(parameter, buffer)))
+            parameter.ds_tensor.status = PartitionedParamStatus.INFLIGHT
+        if not async_op:
+            self.synchronize_reads()
+
+    def synchronize_reads(self) -> None:
+        """Waits for all reads that have begun.
+
+        Raises:
+            CheckpointError: A file was truncated or replaced, or the disk fails.
+        """
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        pending, self._pending = self._pending, []
+        for parameter, buffer, jobs in pending:
+            for job in jobs:
+                job.result()
+            parameter.ds_tensor.data = self._as_shard(parameter, buffer)
+            parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+    def synchronize_writes(self) -> None:
+        """Nothing is ever written."""
+
+    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+        """Reads a shard into memory of DeepSpeed's, where it then stays: a parameter that is trained."""
+        self.swap_in([param], async_op=False)
+        dest_buffer.copy_(param.ds_tensor.data)
+        self.remove_partition_and_release_buffers([param])
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Lets the memory of shards go, which stay where they rest."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        for parameter in params:
+            buffer = self._lent.pop(parameter.ds_id, None)
+            if buffer is not None:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+            parameter.ds_tensor.data = self._blank(parameter)
+            parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+        """Lets shards go that were partitioned again; those that have changed are kept in CPU memory."""
+        for parameter in params:
+            shard = parameter.ds_tensor.data
+            if parameter.ds_id in self._changed or not self._equals_file(parameter, shard):
+                self._changed[parameter.ds_id] = shard.clone()
+        self.remove_partition_and_release_buffers(params)
+
+    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
+        """Keeps what the optimizer has made of shards."""
+        for parameter, values in zip(dst_fp16_params, src_fp32_params, strict=True):
+            self._changed[parameter.ds_id] = values.to(parameter.dtype)
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """No space is needed."""
+
+    def reserve_available_buffers(self) -> list[torch.Tensor]:
+        """No buffers are lent for other purposes."""
+        return []
+
+    def release_reserved_buffers(self) -> None:
+        """None were reserved."""
+
+    def get_path(self, param: Any, must_exist: bool = False) -> str:
+        """The file that holds a shard and nothing else: there is none.
+
+        Raises:
+            PlacementError: Always.
+        """
+        raise PlacementError(
+            "An optimizer on NVMe wants a trained parameter as a file of its own, and it rests in the checkpoint.",
+            expected="frozen parameters in the checkpoint", found=f"parameter {param.ds_id}, {list(param.ds_shape)}, trained",
+            fix='pass HfqConfig(nvme="swap"), raise offload_param.max_in_cpu, or freeze the parameter',
+        )  # fmt: skip
+
+    # how it is done
+
+    @staticmethod
+    def _blank(parameter: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=parameter.dtype)
+
+    def _borrow(self, parameter: Any) -> torch.Tensor:
+        nbytes = -(-max(parameter.ds_tensor.ds_numel * parameter.dtype.itemsize, 1) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        free = self._free.get(nbytes)
+        buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._lent[parameter.ds_id] = buffer
+        self.most_nbytes = max(self.most_nbytes, sum(lent.numel() for lent in self._lent.values()))
+        return buffer
+
+    @staticmethod
+    def _as_shard(parameter: Any, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[: parameter.ds_tensor.ds_numel * parameter.dtype.itemsize].view(parameter.dtype)
+
+    def _begin(self, parameter: Any, buffer: torch.Tensor) -> list[Future]:
+        target = self._as_shard(parameter, buffer)
+        changed = self._changed.get(parameter.ds_id)
+        if changed is not None:
+            target.copy_(changed)
+            return []
+        source = self._sources[parameter.ds_id]
+        if source.dtype != parameter.dtype:
+            return [self._threads.submit(self._read_cast, source, target)]
+        memory = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        return [self._threads.submit(self._read, *job) for job in self._chunks(source, memory)]
+
+    @staticmethod
+    def _chunks(source: ShardSource, memory: memoryview) -> list[tuple[ByteRange, memoryview]]:
+        """Reads of bounded size, each into its part of the memory; what none of them fills is made zero."""
+        jobs, end = [], 0
+        for read in source.reads:
+            memory[end : read.offset] = bytes(read.offset - end)
+            for done in range(0, read.source.nbytes, _CHUNK):
+                nbytes = min(_CHUNK, read.source.nbytes - done)
+                cut = ByteRange(read.source.file, read.source.offset + done, nbytes)
+                jobs.append((cut, memory[read.offset + done : read.offset + done + nbytes]))
+            end = read.offset + read.source.nbytes
+        memory[end:] = bytes(len(memory) - end)
+        return jobs
+
+    def _read(self, source: ByteRange, target: memoryview) -> None:
+        if self._is_direct:
+            lead = source.offset % DIRECT_ALIGNMENT
+            needed = lead + source.nbytes
+            bounce = memoryview(huge_buffer(-(-needed // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT).numpy())  # type: ignore[arg-type]
+            self._files.read_direct(ByteRange(source.file, source.offset - lead, needed), bounce)
+            target[:] = bounce[lead:needed]
+        else:
+            self._reader.read_into(source, target)
+        with self._lock:
+            self.nbytes_read += source.nbytes
+
+    def _read_cast(self, source: ShardSource, target: torch.Tensor) -> None:
+        stored = torch.empty(source.nbytes, dtype=torch.uint8)
+        for job in self._chunks(source, memoryview(stored.numpy())):  # type: ignore[arg-type]
+            self._read(*job)
+        target.copy_(stored.view(source.dtype))
+
+    def _equals_file(self, parameter: Any, shard: torch.Tensor) -> bool:
+        source = self._sources.get(parameter.ds_id)
+        if source is None:
+            return False
+        buffer = torch.empty(shard.numel(), dtype=shard.dtype)
+        self._read_cast(source, buffer)
+        return torch.equal(buffer.view(torch.uint8), shard.cpu().view(torch.uint8))

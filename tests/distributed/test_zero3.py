@@ -1,0 +1,115 @@
+"""Models under ZeRO-3 on two CPU ranks, through the `deepspeed` command: equal to unsharded ones, bit for bit."""
+
+import pytest
+import tiny_models
+from zero_launch import check_exact, launch
+from zero_models import write_format, write_mixtral, write_reading
+
+POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("zero3")
+
+
+@pytest.fixture(scope="module")
+def sources(folder):
+    """{name: the folder of a checkpoint}."""
+    paths = {name: write_format(folder / name, name) for name in ("gptq4", "fp8-block", "fp8-tensor-0-dim", "int8")}
+    paths["tied"] = write_format(folder / "tied", "nf4", is_tied=True)
+    paths["poisoned"] = write_format(folder / "poisoned", "fp8-block", poisoned=POISONED)
+    paths["mixtral"] = write_mixtral(folder / "mixtral")
+    return paths
+
+
+@pytest.fixture(scope="module")
+def results(folder, sources):
+    """The results of both ranks."""
+    mamba, details = write_reading(folder / "mamba", "mamba")
+    cases = [
+        {"id": "none", "checkpoint": sources["gptq4"], "home": "none", "saves": True, "early": True},
+        {"id": "in place", "checkpoint": sources["gptq4"], "home": "nvme", "saves": True},
+        {"id": "cpu", "checkpoint": sources["fp8-block"], "home": "cpu"},
+        {"id": "0-dim in place, direct", "checkpoint": sources["fp8-tensor-0-dim"], "home": "nvme", "options": {"stream": "direct"}},
+        {"id": "int8 on cpu", "checkpoint": sources["int8"], "home": "cpu"},
+        {"id": "tied", "checkpoint": sources["tied"], "home": "none", "saves": True},
+        {"id": "mixtral", "checkpoint": sources["mixtral"], "home": "nvme", "differs": True, "saves": True},
+        {"id": "reads weights", "checkpoint": mamba, "home": "none", **details, "options": {"activations": "none"}},
+        {"id": "lacks internals", "checkpoint": sources["gptq4"], "home": "none", "lacks": True},
+        {"id": "broadcast", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "cpu",
+         "options": {"load": "broadcast"}},
+        {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
+        {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
+    ]  # fmt: skip
+    return launch(folder / "run", cases, ranks=2)
+
+
+@pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])
+def test_each_rank_reads_and_holds_its_part_and_all_compute_the_same(case, results):
+    for found in results:
+        check_exact(found[case], ranks=2)
+        assert found[case]["written"] == 0
+
+
+@pytest.mark.parametrize("case", ["in place", "0-dim in place, direct", "mixtral"])
+def test_shards_that_stay_in_the_checkpoint_are_read_for_each_forward_and_written_never(case, results):
+    for found in results:
+        check_exact(found[case], ranks=2, is_read=False)
+        assert found[case]["written"] == 0
+        assert found[case]["packed_read"] < 0.6 * found[case]["packed_shard"]  # small tensors, which are checked
+        passes = 3 + 3  # forwards and generated tokens
+        assert found[case]["swapped_in"] >= 0.9 * passes * found[case]["packed_shard"]
+        assert "swap buffers" in found[case]["line"]
+
+
+@pytest.mark.parametrize("case", ["none", "in place", "tied", "mixtral"])
+def test_a_gathered_model_is_saved_as_the_bytes_that_were_loaded(case, results, folder, sources):
+    source = tiny_models.digests(sources["gptq4" if case in ("none", "in place") else case])
+    saved = tiny_models.digests(folder / "run" / case / "saved")
+    assert all(found[case]["gathered_equals_file"] for found in results)
+    if case == "mixtral":  # its dense tensors are stored as float32, and loaded as bfloat16
+        source, saved = ({n: d for n, d in digests.items() if "q" in n.rpartition(".")[2]} for digests in (source, saved))
+        assert len(source) > 60
+    assert saved == source
+
+
+def test_the_report_says_what_a_rank_holds(results):
+    for rank, found in enumerate(results):
+        assert f"device (shard {rank} of 2): 108,800 B" in found["none"]["report"]
+
+
+def test_a_model_that_is_used_without_the_engine_says_so(results):
+    for found in results:
+        called, layer, weight = found["none"]["early"]
+        assert called.startswith("PlacementError: A model that is sharded by ZeRO-3 was called without DeepSpeed's engine")
+        assert layer.startswith("PlacementError: model.layers.0.self_attn.q_proj is sharded by ZeRO-3")
+        assert weight.startswith("PlacementError: matmul was given a weight that is not in memory")
+        assert all("Fix:" in text for text in (called, layer, weight))
+
+
+def test_with_another_deepspeed_each_rank_reads_all_and_results_are_the_same(results):
+    for found in results:
+        check_exact(found["lacks internals"], ranks=2, is_read=False)
+        assert found["lacks internals"]["packed_read"] == found["lacks internals"]["packed_total"]
+
+
+def test_rank_0_deals_out_what_others_do_not_have(results):
+    for rank, found in enumerate(results):
+        check_exact(found["broadcast"], ranks=2, is_read=False)
+        assert found["broadcast"]["packed_read"] == (0 if rank else found["broadcast"]["packed_total"])
+
+
+def test_one_damaged_scale_ends_all_ranks_and_is_named(results):
+    own, other = sorted((found["poisoned"]["error"] for found in results), key=lambda text: "Another rank" in text)
+    assert own.startswith("FormatError: A scale is not finite")
+    assert other.startswith("PlacementError: Another rank of this run failed")
+    assert POISONED in own
+    assert POISONED in other
+
+
+def test_ranks_that_mean_different_models_find_out_before_they_share_anything(results):
+    for found in results:
+        assert "The ranks of this run do not mean the same model" in found["another model"]["error"]
+        assert "rank: 1" in found["another model"]["error"]
+        assert "sizes of the checkpoint's files" in found["another model"]["error"]

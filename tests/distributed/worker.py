@@ -1,0 +1,181 @@
+"""One rank of a run: loads each case plainly and under ZeRO-3, and writes what both gave as JSON for pytest to judge.
+
+deepspeed --num_gpus 2 tests/distributed/worker.py --cases cases.json --out folder
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import deepspeed
+import torch
+import transformers
+from accelerate import Accelerator
+from deepspeed.runtime.swap_tensor import partitioned_param_swapper
+from transformers.integrations import HfDeepSpeedConfig
+
+import hfq.integrations.deepspeed as internals
+from hfq import HfqConfig
+from hfq.modules.packed import PackedModule
+
+TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
+
+
+def ds_config(home: str, folder: Path, **zero) -> dict:
+    """A config under which even tiny rows are gathered, released, fetched ahead and swapped."""
+    offload = {"device": home, "pin_memory": False, **({"nvme_path": str(folder / "nvme")} if home == "nvme" else {})}
+    options = {
+        "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20_000,
+        "stage3_max_live_parameters": 60_000, "stage3_max_reuse_distance": 0, **zero,
+    }  # fmt: skip
+    if home != "none":
+        options["offload_param"] = offload
+    return {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": options,
+        "aio": {"block_size": 4096, "queue_depth": 4, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True},
+    }  # fmt: skip
+
+
+def load(case: dict, path: str, **options):
+    auto = getattr(transformers, case.get("auto", "AutoModelForCausalLM"))
+    return auto.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.bfloat16).eval()
+
+
+def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], list[int]]:
+    """Logits of three forwards, the first recording and the others following DeepSpeed's trace, and greedy tokens."""
+    inputs = case.get("inputs") or [{"input_ids": [tokens]} for tokens in TOKENS]
+    if case.get("differs"):  # each rank has tokens of its own
+        inputs = [{name: [[(token + rank) % 90 for token in row] for row in rows] for name, rows in i.items()} for i in inputs]
+    with torch.no_grad():
+        logits = [called(**{name: torch.tensor(rows) for name, rows in each.items()}).logits.clone() for each in inputs]
+        if not case.get("generates", True):
+            return logits, []
+        first = torch.tensor(inputs[0]["input_ids"])
+        return logits, model.generate(first, max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def packed_modules(model) -> list[PackedModule]:
+    return [module for module in model.modules() if isinstance(module, PackedModule)]
+
+
+def gathered_equals_file(model, loading) -> bool:
+    """Whether every packed tensor, gathered by DeepSpeed's own context, has the bytes of the file."""
+    for module in packed_modules(model):
+        with deepspeed.zero.GatheredParameters([module.packed_row]):
+            for local, tensor in module.packed_tensors().items():
+                info = module.infos[local]
+                with open(info.range.file, "rb") as stream:
+                    stream.seek(info.range.offset)
+                    if stream.read(info.nbytes) != bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()):
+                        return False
+    return True
+
+
+def measures(model, loading, folder: Path) -> dict:
+    plan, filler, swapper = loading.zero_plan, loading.maker.filler, loading.maker.swapper
+    rows = [module.packed_row for module in packed_modules(model)]
+    return {
+        "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in rows), "packed_shard": plan.packed_shard_nbytes,
+        "packed_total": plan.packed_nbytes, "rows": [row.nbytes for row in plan.rows if row.is_packed],
+        "packed_read": filler.packed_read + filler.checked_read, "line": loading.describe_shards(),
+        "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
+        "swapped_in": swapper.nbytes_read if swapper else None, "buffers": swapper.most_nbytes if swapper else None,
+        "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("packed_row")],
+    }  # fmt: skip
+
+
+def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
+    config = ds_config(case["home"], folder, **case.get("zero", {}))
+    accelerator = Accelerator() if case.get("accelerates") else None  # its config file keeps a config of its own alive
+    alive = HfDeepSpeedConfig(config) if accelerator is None else None
+    started = time.perf_counter()
+    lacking = mock.patch.object(internals, "_METHODS", ("_no_such_method",)) if case.get("lacks") else contextlib.nullcontext()
+    with lacking:
+        model = load(case, path, **case.get("options", {}))
+    loading, found = model.hf_quantizer.loading, {"seconds": time.perf_counter() - started}
+    if case.get("early"):
+        found["early"] = errors_of_early_use(model)
+    engine = accelerator.prepare(model) if accelerator else deepspeed.initialize(model=model, config=config)[0]
+    logits, tokens = outputs(case, engine.module, engine, rank)
+    found["logits_equal"] = [torch.equal(a, b) for a, b in zip(logits, plain[0], strict=True)]
+    found["tokens_equal"] = tokens == plain[1]
+    found |= measures(engine.module, loading, folder)
+    if case.get("saves"):
+        found["gathered_equals_file"] = gathered_equals_file(engine.module, loading)
+        engine.module.save_pretrained(folder / "saved")
+        found["report"] = str(hfq_report(engine.module))
+    del alive, engine, model, loading
+    gc.collect()
+    return found
+
+
+def hfq_report(model):
+    import hfq
+
+    return hfq.report(model)
+
+
+def run_stock(folder: Path) -> dict:
+    """What DeepSpeed's own partitioning to NVMe makes of a frozen int32 parameter, as of GPTQ words."""
+    words = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    module = torch.nn.Module()
+    module.words = torch.nn.Parameter(words.clone(), requires_grad=False)
+    deepspeed.zero.Init(module=module, config_dict_or_path=ds_config("nvme", folder))
+    with deepspeed.zero.GatheredParameters([module.words]):
+        back = module.words.data.clone()
+    return {"words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(), "dtype": str(back.dtype)}
+
+
+def errors_of_early_use(model) -> list[str]:
+    """What a user is told who forgets the engine, or gathers nothing."""
+    layer, found = packed_modules(model)[0], []
+    for use in (
+        lambda: model(torch.tensor([[1, 2]])),
+        lambda: layer(torch.zeros(1, 128)),
+        lambda: layer.weight @ torch.zeros(128),
+    ):
+        try:
+            use()
+            found.append("no error")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--local_rank", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    partitioned_param_swapper.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    deepspeed.init_distributed()
+    rank, results, plain = torch.distributed.get_rank(), {}, {}
+    for case in json.loads(arguments.cases.read_text()):
+        path = case["checkpoint"]
+        own = case.get("elsewhere", path) if rank else path
+        try:
+            if case.get("stock"):
+                results[case["id"]] = run_stock(arguments.out / case["id"])
+                continue
+            if path not in plain and not case.get("fails"):
+                model = load(case, path)
+                plain[path] = outputs(case, model, model, rank)
+            results[case["id"]] = run(case, plain.get(path), own, arguments.out / case["id"], rank)
+        except Exception as error:
+            results[case["id"]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    (arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

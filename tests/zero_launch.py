@@ -1,0 +1,46 @@
+"""Starts ranks through the real launchers, many cases in one run, and reads what they wrote."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).parent / "distributed" / "worker.py"
+BIN = Path(sys.executable).parent
+
+
+def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None) -> list[dict]:
+    """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
+    pytest.importorskip("deepspeed")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = command or [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port"]
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "PATH": f"{BIN}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    arguments = ["--cases", str(folder / "cases.json"), "--out", str(folder)]
+    done = subprocess.run(
+        [*command, port, str(WORKER), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:
+    """What holds for every loaded case on every rank: equal outputs, and no more than a rank's part of packed bytes."""
+    assert "error" not in found, found["trace"]
+    assert found["logits_equal"] == [True] * 3
+    assert found["tokens_equal"]
+    assert found["resident"] == found["packed_shard"] == sum(-(-(nbytes // 2) // ranks) * 2 for nbytes in found["rows"])
+    assert found["packed_shard"] - found["packed_total"] / ranks < 2 * len(found["rows"])
+    if is_read:
+        assert abs(found["packed_read"] - found["packed_total"] / ranks) <= 0.02 * found["packed_total"] / ranks
