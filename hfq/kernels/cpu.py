@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 
 from hfq.formats import Format
+from hfq.formats.buffers import thread_buffer
 from hfq.formats.gptq import Gptq
 from hfq.kernels import panels
-from hfq.formats.buffers import thread_buffer
 from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library
 

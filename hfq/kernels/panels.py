@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from hfq.formats import Format
-from hfq.kernels import reference
 from hfq.formats.buffers import thread_buffer
+from hfq.kernels import reference
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import subprocess
 import threading
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import cpu, panels, reference
+from hfq.kernels.native import build as building
+from hfq.kernels.native import library
 from hfq.kernels.native.layers import DTYPES, describe_layer
 
 # float32 sums in another order, and for GPTQ a zero point that is taken off a sum of codes; then one rounding of the result
@@ -222,3 +225,26 @@ def test_what_is_not_contiguous_is_left_to_torch(native):
     assert describe_layer(weight_format, strided) is None
     activations = random(3, 257)
     assert torch.equal(cpu.linear(activations, strided, weight_format), panels.linear(activations, tensors, weight_format))
+
+
+@pytest.mark.slow
+def test_the_forms_for_other_processors_compute_the_same(compiled, tmp_path, monkeypatch):
+    """AVX-512 in plain C++: sixteen lanes, without the instructions."""
+    made = tmp_path / "emulated.so"
+    flags = [flag for flag in building.FLAGS if flag != "-O2"]
+    subprocess.run(
+        [building.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(building.SOURCE), "-o", str(made)], check=True
+    )
+    emulated = library._Once()
+    emulated.is_settled, emulated.library = True, library._declared(ctypes.CDLL(str(made)))
+    monkeypatch.setattr(library, "_once", emulated)
+    assert emulated.library.hfq_use(2) == 2
+    for name, case in CASES.items():
+        weight_format, tensors = case.make()
+        weight = weight_format.dequantize(tensors)
+        fill = cpu._filler(emulated.library, describe_layer(weight_format, tensors), weight_format)
+        assert torch.equal(fill(0, weight.shape[0], torch.float32), weight), name
+        for rows in (1, 3, 8, 17):
+            for dtype in DTYPES:
+                activations = random(rows, weight.shape[1], dtype=dtype)
+                assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[dtype], name

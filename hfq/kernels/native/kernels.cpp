@@ -3,6 +3,8 @@
 // Plain C ABI, no torch and no Python headers; hfq/kernels/native/library.py compiles this file and loads it. The file includes
 // itself once for each instruction set (scalar, AVX2, AVX-512); the best that the processor has is chosen when it runs.
 //
+// With -DHFQ_EMULATE every form is compiled for any processor, without its own instructions, so that its logic can be tested there.
+//
 // Every output is summed by one thread in an order that depends on the sizes, the number of activation rows and the instruction
 // set alone: never on the number of threads, nor on where the bytes rest. Nothing writes to the weights.
 
@@ -276,7 +278,9 @@ struct Panel {
 namespace {
 
 int detect() {
-#if defined(__x86_64__)
+#if defined(HFQ_EMULATE)
+    return 2;
+#elif defined(__x86_64__)
     unsigned a, b, c = 0, d;
     __builtin_cpu_init();
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 29 & 1)) return 0;  // F16C
