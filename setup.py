@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["hfq", "hfq.*"]),
-    package_data={"hfq": ["py.typed"]},
+    package_data={"hfq": ["py.typed", "kernels/native/*.cpp"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -1,4 +1,4 @@
-"""`hfq bench load` and `hfq bench stream`: what loading and streaming cost here, against the machine's limits and other tools."""
+"""`hfq bench load`, `stream` and `kernels`: what hfq costs here, against the machine's limits and other tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["bench"]
 QUICK_NBYTES = 24e6
 
 bench = typer.Typer(
-    no_args_is_help=True, help="Measure loading and streaming on this machine, against its limits and other tools."
+    no_args_is_help=True, help="Measure loading, streaming and kernels on this machine, against its limits and other tools."
 )
 
 Folder = Annotated[Path | None, typer.Option(help="Holds the checkpoints between runs; by default in the user's cache.")]
@@ -61,6 +61,31 @@ def stream(
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_stream(folder or default_folder(), size, rounds, _say), "stream", as_json, out)
+
+
+@bench.command("kernels")
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(help="One of the shapes, by name; by default all of them.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Activation rows; by default 1, 8, 128 and 512.")] = None,
+    threads: Annotated[list[int] | None, typer.Option(min=1, help="Threads; by default one, and all.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, interleaved.")] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="One small shape, one round: checks that it works.")] = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Products with packed weights on this CPU, against torch's with bfloat16 weights and the memory's bandwidth."""
+    import torch
+
+    from hfq.benchmarks.kernels import ROWS, SHAPES, bench_kernels
+    from hfq.errors import SetupError
+
+    for name in shape or []:
+        if name not in SHAPES:
+            raise SetupError(f"There is no shape {name!r}.", expected=", ".join(SHAPES), found=name, fix="correct --shape")
+    if quick:
+        shape, rows, rounds = ["MoE expert"], [1, 8], 1
+    counts = threads or sorted({1, torch.get_num_threads()})
+    _show(bench_kernels(shape or list(SHAPES), rows or ROWS, rounds, counts, _say), "kernels", as_json, out)
 
 
 def _say(text: str) -> None:

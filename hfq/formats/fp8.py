@@ -24,6 +24,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.fp8_codes import widen_into
 from hfq.formats.fp8_config import Hints, guess_block, read_hints
 from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_positive
@@ -179,7 +180,7 @@ class Fp8(Format):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
-        panel.copy_(tensors["weight"][start:stop])
+        widen_into(panel, tensors["weight"][start:stop])
         scale = tensors[self.scale_name]
         apply = torch.Tensor.div_ if self.reciprocal else torch.Tensor.mul_
         if self.strategy == "tensor":

@@ -18,6 +18,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Format
 from hfq.formats.dtypes import torch_dtype
+from hfq.formats.fp8_codes import widen_into
 from hfq.formats.groups import apply_groups, rows_of
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
@@ -100,7 +101,7 @@ class ScaledCodes(Format):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
-        panel.copy_(tensors[self.codes][start:stop])
+        widen_into(panel, tensors[self.codes][start:stop])
         scale = self._rows_of(tensors[self.scale], start, stop)
         group_size = self.block[1] if self.block else -(-panel.shape[1] // scale.shape[1])
         if self.zero_dtype:

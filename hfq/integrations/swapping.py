@@ -12,7 +12,7 @@ from hfq.integrations.matching import Match, PackedMatch
 from hfq.integrations.slots import PROJECTIONS, gate_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
-from hfq.kernels.table import Kernel, choose_kernel
+from hfq.kernels.table import choose_kernel
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
@@ -35,9 +35,9 @@ def swap_packed(
     Raises:
         SetupError: `activations="checkpoint"` asks for a quantization of activations that hfq does not do.
     """
-    kernel, packed = choose_kernel(config.kernel), {}
+    packed = {}
     for name, found in match.packed.items():
-        packed[name] = module = _build(name, found, config, kernel)
+        packed[name] = module = _build(name, found, config)
         parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
         kept = f"{parent}.weight" if found.slot.kind == "weight" else f"{name}.weight"
         module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.slot.kind == "conv1d"
@@ -60,7 +60,7 @@ def swap_packed(
     return packed
 
 
-def _build(name: str, found: PackedMatch, config: HfqConfig, kernel: Kernel) -> PackedModule:
+def _build(name: str, found: PackedMatch, config: HfqConfig) -> PackedModule:
     slot = found.slot
     if slot.kind == "embedding":
         return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
@@ -71,4 +71,5 @@ def _build(name: str, found: PackedMatch, config: HfqConfig, kernel: Kernel) -> 
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
             fix='pass HfqConfig(activations="none"): the weights are used exactly, the activations as they are',
         )  # fmt: skip
+    kernel = choose_kernel(config.kernel, found.format, slot.in_features, slot.out_features)
     return PackedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme)

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
 from hfq.integrations.registration import run_pending
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.table import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class HfqConfig(QuantizationConfigMixin):
     """Asks `from_pretrained` to load a quantized checkpoint with hfq, whatever its dialect.
 
     Args:
-        kernel: `"auto"` for the best kernel there is, or `"reference"` for plain torch.
+        kernel: `"auto"` for the best kernel there is for each layer, `"reference"` for plain torch and results that are the same
+            on every machine with the same torch, or the name of another kernel (`hfq.kernels.table`).
         activations: `"checkpoint"` quantizes activations as the checkpoint's config declares; `"none"` leaves them as they
             are; `"auto"` quantizes them only where the kernel multiplies quantized activations natively, which none does yet.
         modules_to_not_convert: Modules that must not be packed. A module that the checkpoint stores packed is refused.
@@ -85,15 +86,8 @@ class HfqConfig(QuantizationConfigMixin):
                 f"HfqConfig has no option {name!r}{nearest(name, _OPTIONS)}.", expected=", ".join(_OPTIONS), found=name,
                 fix="remove or correct the option",
             )  # fmt: skip
-        choose_kernel(kernel)
-        chosen = {
-            "activations": activations,
-            "backing": backing,
-            "stream": stream,
-            "verify": verify,
-            "load": load,
-            "nvme": nvme,
-        }
+        check_kernel(kernel)
+        chosen = {"activations": activations, "backing": backing, "stream": stream, "verify": verify, "load": load, "nvme": nvme}
         _check_choices(chosen)
         _check_values(modules_to_not_convert, expert_cache_nbytes, source)
         self.quant_method = METHOD  # transformers takes any string that is registered

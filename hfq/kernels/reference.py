@@ -6,27 +6,17 @@ the weight as floats.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from hfq.formats import Format
+from hfq.formats.buffers import thread_buffer
 
 __all__ = ["PANEL_NBYTES", "linear", "linear_grad"]
 
 PANEL_NBYTES = 1 << 20
 """The bytes of a float32 panel, unless `row_multiple` rows need more."""
-
-
-class _Buffers(threading.local):
-    """The buffers of one thread, by dtype and device."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-_buffers = _Buffers()
 
 
 def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
@@ -80,17 +70,8 @@ def _panels(
     step = max(PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
     for start in range(0, out_features, step):
         rows = min(step, out_features - start)
-        panel = _buffer(torch.float32, device, rows * in_features).view(rows, in_features)
+        panel = thread_buffer("panel", torch.float32, device, rows * in_features).view(rows, in_features)
         weight_format.dequantize_into(panel, tensors, start)
         if dtype != torch.float32:
-            panel = _buffer(dtype, device, rows * in_features).view(rows, in_features).copy_(panel)
+            panel = thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features).copy_(panel)
         yield start, panel
-
-
-def _buffer(dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
-    """The first `numel` elements of this thread's buffer; made outside inference mode, so that every mode may write it."""
-    kept = _buffers.kept
-    if (dtype, device) not in kept or kept[dtype, device].numel() < numel:
-        with torch.inference_mode(False):
-            kept[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
-    return kept[dtype, device][:numel]

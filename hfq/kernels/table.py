@@ -1,4 +1,4 @@
-"""Which kernel runs."""
+"""Which kernel multiplies by a layer, and why not another."""
 
 from __future__ import annotations
 
@@ -8,35 +8,117 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import SetupError, nearest
-from hfq.kernels import reference
+from hfq.formats import Format
+from hfq.kernels import cpu, panels, reference
+from hfq.kernels.native.layers import reason_against
+from hfq.kernels.native.library import reason_missing, start
 
-__all__ = ["KERNELS", "Kernel", "choose_kernel"]
+__all__ = ["KERNELS", "Kernel", "check_kernel", "choose_kernel", "explain_kernels"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _nothing(*_: object) -> str | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A multiplication by packed weights and its gradient; see `hfq.kernels.reference` for the signatures."""
+    """A multiplication by packed weights and its gradient, and what it declares of itself.
+
+    Attributes:
+        name: What `HfqConfig(kernel=…)` calls it.
+        linear: See `hfq.kernels.reference.linear`.
+        linear_grad: See `hfq.kernels.reference.linear_grad`.
+        devices: The types of devices that it computes on; on another it hands over to the reference kernel.
+        dtypes: The activations that it takes.
+        priority: `"auto"` takes the kernel of the highest priority that can run.
+        lacks: Why this machine cannot run it; None where it can. May wait for a build.
+        refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
+    """
 
     name: str
     linear: Callable[..., torch.Tensor]
     linear_grad: Callable[..., torch.Tensor]
+    devices: tuple[str, ...] = ("any",)
+    dtypes: tuple[torch.dtype, ...] = _FLOATS
+    priority: int = 0
+    lacks: Callable[[], str | None] = _nothing
+    refuses: Callable[[Format, int, int], str | None] = _nothing
 
 
-KERNELS = {"reference": Kernel("reference", reference.linear, reference.linear_grad)}
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("reference", reference.linear, reference.linear_grad),
+        Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
+        Kernel(
+            "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against
+        ),
+    )
+}
 
 
-def choose_kernel(preference: str) -> Kernel:
-    """The kernel of a preference: `"reference"`, or `"auto"` for the best there is (today the reference kernel).
+def check_kernel(preference: str) -> None:
+    """Checks a preference, and begins to build what it may need in the background.
 
     Raises:
         SetupError: There is no kernel of that name.
     """
-    if preference == "auto":
-        return KERNELS["reference"]
-    if not isinstance(preference, str) or preference not in KERNELS:
-        names = ["auto", *KERNELS]
+    names = ["auto", *KERNELS]
+    if not isinstance(preference, str) or preference not in names:
         raise SetupError(
             f"There is no kernel {preference!r}{nearest(str(preference), names)}.", expected=" or ".join(map(repr, names)),
             found=repr(preference), fix='pass kernel="auto"',
         )  # fmt: skip
-    return KERNELS[preference]
+    if preference in ("auto", "native"):
+        start()
+
+
+def choose_kernel(preference: str, weight_format: Format | None = None, in_features: int = 0, out_features: int = 0) -> Kernel:
+    """The kernel that a preference means for a layer.
+
+    Args:
+        preference: A kernel's name, or `"auto"`. What the named kernel cannot read is left to the next that can.
+        weight_format: The layer's format; None for any layer.
+        in_features: The size of an input.
+        out_features: The size of an output.
+
+    Raises:
+        SetupError: There is no kernel of that name, or this machine cannot run it.
+    """
+    check_kernel(preference)
+    if preference != "auto":
+        missing = KERNELS[preference].lacks()
+        if missing is not None:
+            raise SetupError(
+                f"The kernel {preference!r} cannot run here.", expected="what it needs", found=missing,
+                fix='pass kernel="auto" for the best kernel that can',
+            )  # fmt: skip
+        if weight_format is None:
+            return KERNELS[preference]
+    reasons = explain_kernels(preference, weight_format, in_features, out_features)
+    return next(KERNELS[name] for name, reason in reasons.items() if reason is None)
+
+
+def explain_kernels(
+    preference: str, weight_format: Format | None, in_features: int = 0, out_features: int = 0
+) -> dict[str, str | None]:
+    """Why each kernel is not the one for a layer, in the order in which they are asked; None for the one that is.
+
+    Args:
+        preference: A kernel's name, or `"auto"`.
+        weight_format: The layer's format; None for any layer.
+        in_features: The size of an input.
+        out_features: The size of an output.
+    """
+    order = sorted(KERNELS.values(), key=lambda kernel: (kernel.name != preference, -kernel.priority))
+    reasons: dict[str, str | None] = {}
+    chosen = ""
+    for kernel in order:
+        reason = f"{chosen} comes first" if chosen else kernel.lacks()
+        if reason is None and weight_format is not None:
+            reason = kernel.refuses(weight_format, in_features, out_features)
+        chosen = chosen or (kernel.name if reason is None else "")
+        reasons[kernel.name] = reason
+    return reasons

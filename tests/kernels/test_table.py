@@ -1,30 +1,61 @@
-"""Which kernel a preference chooses."""
+"""Which kernel a preference chooses for a layer, and what is said of the others."""
 
 import pytest
 
 from hfq.errors import SetupError
-from hfq.kernels import reference
-from hfq.kernels.table import KERNELS, choose_kernel
+from hfq.formats.awq import Awq
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.kernels import panels, reference
+from hfq.kernels.table import KERNELS, check_kernel, choose_kernel, explain_kernels
 
 
 def test_the_reference_kernel_is_chosen_by_its_name():
     kernel = choose_kernel("reference")
     assert (kernel.name, kernel.linear, kernel.linear_grad) == ("reference", reference.linear, reference.linear_grad)
+    assert choose_kernel("reference", Fp8(), 64, 64) is kernel
 
 
-def test_every_kernel_is_found_by_its_own_name():
+def test_every_kernel_is_found_by_its_own_name(native):
     assert {name: choose_kernel(name) for name in KERNELS} == KERNELS
     assert all(name == kernel.name for name, kernel in KERNELS.items())
 
 
-def test_auto_chooses_one_of_the_table():
-    assert choose_kernel("auto") in KERNELS.values()
+def test_auto_takes_the_compiled_kernel_where_it_reads_the_format(native):
+    assert choose_kernel("auto").name == "native"
+    for weight_format, name in ((Fp8(), "native"), (Gptq(), "native"), (Gptq(5, is_planar=True), "panels"), (Awq(), "panels")):
+        assert choose_kernel("auto", weight_format, 256, 256).name == name
+        assert choose_kernel("native", weight_format, 256, 256).name == name
+
+
+def test_auto_takes_panels_without_a_compiled_kernel():
+    assert choose_kernel("auto", Fp8(), 256, 256).linear is panels.linear
+
+
+def test_a_compiled_kernel_asked_for_by_name_is_missed():
+    with pytest.raises(SetupError) as caught:
+        choose_kernel("native")
+    assert caught.value.found == "HFQ_NATIVE=0"
+
+
+def test_every_kernel_that_does_not_run_has_a_reason(native):
+    assert explain_kernels("auto", Gptq(5, is_planar=True), 256, 256) == {
+        "native": "it does not read gptq's bit planes", "panels": None, "reference": "panels comes first",
+    }  # fmt: skip
+    assert explain_kernels("reference", Fp8(), 256, 256) == {
+        "reference": None, "native": "reference comes first", "panels": "reference comes first",
+    }  # fmt: skip
+    assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["native"]
+
+
+def test_a_switched_off_kernel_says_so():
+    assert explain_kernels("auto", Fp8(), 64, 64)["native"] == "HFQ_NATIVE=0"
 
 
 @pytest.mark.parametrize(("preference", "hint"), [("referense", "did you mean 'reference'?"), ("aut", "did you mean 'auto'?")])
 def test_a_mistyped_kernel_is_refused_with_a_hint(preference, hint):
     with pytest.raises(SetupError) as caught:
-        choose_kernel(preference)
+        check_kernel(preference)
     assert hint in caught.value.what
     assert caught.value.expected.startswith("'auto' or 'reference'")
 

@@ -1,0 +1,174 @@
+"""`hfq bench kernels`: products with packed weights on a CPU, against torch's with bfloat16 weights and the memory's bandwidth.
+
+All that is compared runs in one process, in turns within a round; ratios are taken within a round and their medians are reported.
+Where few rows are multiplied, a buffer larger than the caches is read in between, since a model's next layer is not in them either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hfq.benchmarks.report import Record, Report, rotated
+from hfq.formats import Format
+from hfq.formats.dtypes import torch_dtype
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.kernels.table import KERNELS, explain_kernels
+
+__all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
+
+SHAPES = {"7B attention": (4096, 4096), "7B gate": (11008, 4096), "7B down": (4096, 11008), "MoE expert": (768, 2048)}
+"""(out_features, in_features)."""
+
+ROWS = (1, 8, 128, 512)
+FORMATS: dict[str, Format] = {
+    "fp8 128x128": Fp8(strategy="block", block_structure=(128, 128)),
+    "fp8 channel": Fp8(strategy="channel"),
+    "gptq4 g128": Gptq(4, 128, False, "stored"),
+    "gptq4 g128 act-order": Gptq(4, 128, False, "stored", g_idx_length=-1, act_order=True),
+    "gptq3 g128": Gptq(3, 128, False, "stored"),
+    "gptq2 g128": Gptq(2, 128, False, "stored"),
+    "gptq8 g128": Gptq(8, 128, False, "stored"),
+}
+READ, DENSE, WIDE, PEER = "read", "bf16 F.linear", "f32 F.linear", "torch int4pack"
+FLUSH_NBYTES = 128 << 20
+FLUSHED_ROWS = 16
+SLOW_SECONDS = 0.5
+"""What takes longer is measured in the first three rounds alone."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to multiply: what it reads of the weight, and the call."""
+
+    name: str
+    weights: str
+    nbytes: int
+    run: Callable[[], object]
+
+
+def bench_kernels(
+    shapes: Sequence[str], rows: Sequence[int], rounds: int, threads: Sequence[int], say: Callable[[str], None]
+) -> Report:
+    """Runs the benchmark.
+
+    Args:
+        shapes: Which of `SHAPES`.
+        rows: The numbers of activation rows.
+        rounds: How often everything is measured, interleaved.
+        threads: The numbers of threads to measure with.
+        say: Is told what is going on.
+    """
+    from hfq.benchmarks.kernels_report import report
+
+    before, records = torch.get_num_threads(), []
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            for shape in shapes:
+                say(f"{shape}, {count} threads")
+                records += [record | {"threads": count} for record in measure_shape(shape, SHAPES[shape], rows, rounds)]
+    finally:
+        torch.set_num_threads(before)
+    return report(records, rounds)
+
+
+def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
+    """Every method on one shape: a record for each method, number of rows and round."""
+    out_features, in_features = shape
+    layers = {weights: random_layer(weight_format, *shape) for weights, weight_format in FORMATS.items()}
+    dense = torch.randn(out_features, in_features).to(torch.bfloat16)
+    wide, flush = dense.to(torch.float32), torch.zeros(FLUSH_NBYTES // 4)
+    records: list[Record] = []
+    for count in rows:
+        activations = torch.randn(count, in_features).to(torch.bfloat16)
+        methods = [*_methods(activations, dense, wide, layers), Method(READ, "-", FLUSH_NBYTES, flush.sum)]
+        for record in _measure(methods, rounds, flush if count <= FLUSHED_ROWS else None):
+            records.append(record | {"shape": name, "rows": count})
+    return records
+
+
+def random_layer(weight_format: Format, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
+    """Random finite codes and small scales; to quantize a real weight would take longer and multiply no differently."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for spec in weight_format.tensor_specs(in_features, out_features):
+        if spec.role == "codes" and not spec.dtypes[0].startswith("I"):
+            signs = torch.randint(0, 2, spec.shape, generator=generator, dtype=torch.uint8) << 7
+            codes = torch.randint(0, 120, spec.shape, generator=generator, dtype=torch.uint8) | signs
+            tensors[spec.name] = codes.view(torch_dtype(spec.dtypes[0]))
+        elif spec.role in ("codes", "zero_point"):
+            tensors[spec.name] = torch.randint(-(1 << 31), (1 << 31) - 1, spec.shape, generator=generator, dtype=torch.int32)
+        elif spec.role == "index":
+            order = torch.randperm(in_features, generator=generator)
+            tensors[spec.name] = (order % (spec.bound or 1)).to(torch.int32)
+        elif spec.role == "scale":
+            tensors[spec.name] = (torch.rand(spec.shape, generator=generator) * 0.01).to(torch_dtype(spec.dtypes[0]))
+    return tensors
+
+
+def _methods(
+    activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[Method]:
+    linear, widened = torch.nn.functional.linear, activations.to(torch.float32)
+    methods = [
+        Method(DENSE, "bf16", dense.nbytes, lambda: linear(activations, dense)),
+        Method(WIDE, "f32", wide.nbytes, lambda: linear(widened, wide)),
+    ]
+    for weights, tensors in layers.items():
+        weight_format, nbytes = FORMATS[weights], sum(tensor.nbytes for tensor in tensors.values())
+        for kernel in KERNELS.values():
+            if explain_kernels(kernel.name, weight_format, dense.shape[1], dense.shape[0])[kernel.name] is None:
+                methods.append(
+                    Method(
+                        kernel.name, weights, nbytes, lambda k=kernel, t=tensors, f=weight_format: k.linear(activations, t, f)
+                    )
+                )
+    return methods + _peers(activations, dense)
+
+
+def _peers(activations: torch.Tensor, dense: torch.Tensor) -> list[Method]:
+    """torch's own 4-bit product, after the conversion that it needs."""
+    out_features, in_features = dense.shape
+    try:
+        codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        scales = torch.rand(in_features // 128, out_features, 2).to(torch.bfloat16)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        multiply(activations[:1], packed, 128, scales)
+    except (AttributeError, RuntimeError):
+        return []
+    return [Method(PEER, "int4 g128", packed.nbytes + scales.nbytes, lambda: multiply(activations, packed, 128, scales))]
+
+
+def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None) -> list[Record]:
+    by_key = {f"{method.weights}: {method.name}": method for method in methods}
+    slowest: dict[str, float] = {}
+    for key, method in by_key.items():  # the first call makes what is kept
+        started = time.perf_counter()
+        method.run()
+        slowest[key] = time.perf_counter() - started
+    records = []
+    for number in range(rounds):
+        for key in rotated(list(by_key), number):
+            if number >= 3 and slowest[key] > SLOW_SECONDS:
+                continue
+            if flush is not None:
+                flush.add_(1)
+            method, started = by_key[key], time.perf_counter()
+            method.run()
+            seconds = time.perf_counter() - started
+            records.append(
+                {
+                    "method": method.name,
+                    "weights": method.weights,
+                    "nbytes": method.nbytes,
+                    "round": number,
+                    "seconds": seconds,
+                }
+            )
+    return records

@@ -1,0 +1,145 @@
+"""The tables and targets of `hfq bench kernels`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from hfq.benchmarks.kernels import DENSE, PEER, READ, WIDE
+from hfq.benchmarks.machine import machine_facts
+from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
+from hfq.kernels.native.library import library, reason_missing
+from hfq.kernels.panels import product_dtype
+
+__all__ = ["report"]
+
+LEVELS = ("plain C++", "AVX2", "AVX-512")
+_FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
+_FP8_PANELS = {1: 0.45, 128: 0.8, 512: 0.9}
+_INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
+
+
+def report(records: list[Record], rounds: int) -> Report:
+    """The report of these records, each with its threads, shape, rows, method, weights, round, nbytes and seconds."""
+    weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32")]
+    groups, least = [f"M={rows}" for rows in _in_order(records, "rows")], min((r["threads"] for r in records), default=1)
+    series = {
+        name: [_over_dense(records, name, "native", rows, least) for rows in _in_order(records, "rows")] for name in weights
+    }
+    return Report(
+        "Kernels: products with packed weights on a CPU",
+        machine_facts(Path()) | _facts(records, rounds),
+        [_table(records, threads) for threads in _in_order(records, "threads")],
+        [target for threads in _in_order(records, "threads") for target in _targets(records, threads)],
+        records,
+        Chart("Times as fast as bf16 F.linear, compiled kernel (higher is better)", groups, series),
+    )
+
+
+def _facts(records: list[Record], rounds: int) -> dict[str, str]:
+    import torch
+
+    native = library()
+    level = f"missing: {reason_missing()}" if native is None else LEVELS[native.hfq_use(-1)]
+    rates = [
+        f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], method=READ, threads=threads))} ({threads} threads)"
+        for threads in _in_order(records, "threads")
+    ]
+    return {
+        "compiled kernel": level,
+        "bfloat16 panels are multiplied in": str(product_dtype(torch.bfloat16)).removeprefix("torch."),
+        "memory read": ", ".join(rates),
+        "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
+        "activations": "bfloat16",
+    }
+
+
+def _table(records: list[Record], threads: int) -> Table:
+    of_threads = select(records, threads=threads)
+    rows = []
+    for shape in _in_order(of_threads, "shape"):
+        for weights, method in _pairs(select(of_threads, shape=shape)):
+            where = {"shape": shape, "weights": weights, "method": method}
+            cells = []
+            for count in _in_order(of_threads, "rows"):
+                seconds = median(of_threads, lambda r: r["seconds"], rows=count, **where)
+                ratio = _ratio(of_threads, {"method": DENSE}, where, shape, count)
+                cells.append("-" if seconds is None or ratio is None else f"{seconds * 1e3:.2f} ms, {ratio:.2f}x")
+            share = _share_of_read(of_threads, where)
+            rows.append((shape, weights, method, *cells, "-" if share is None else f"{share:.2f}"))
+    header = (
+        "shape",
+        "weights",
+        "method",
+        *(f"M={count}" for count in _in_order(of_threads, "rows")),
+        "of the read rate, M=1",
+    )
+    note = f"""Milliseconds, and times as fast as {DENSE} in the same round. The last column is the rate at which one row's product
+reads the weight, over that of a plain read of memory in the same round."""
+    return Table(f"{threads} thread{'s' if threads > 1 else ''}", note, header, rows)
+
+
+def _targets(records: list[Record], threads: int) -> list[Target]:
+    of_threads, named = select(records, threads=threads), f"{threads} threads"
+    targets = []
+    for method, bounds in (("native", _FP8_NATIVE), ("panels", _FP8_PANELS)):
+        for rows, bound in bounds.items():
+            value = _over_dense(of_threads, "fp8 128x128", method, rows, threads)
+            targets.append(Target(f"fp8 128x128, {method}, M={rows}, {named}: over {DENSE}", value, bound, True))
+    for rows, bound in _INT4_NATIVE.items():
+        ours, peer = {"weights": "gptq4 g128", "method": "native"}, {"method": PEER}
+        value = _over_shapes(of_threads, peer, ours, rows)
+        targets.append(Target(f"gptq4 g128, native, M={rows}, {named}: over {PEER} (the 4-bit peer here)", value, bound, True))
+    for weights in ("fp8 128x128", "gptq4 g128"):
+        shares = [
+            _share_of_read(of_threads, {"weights": weights, "method": "native", "shape": s})
+            for s in _in_order(records, "shape")
+        ]
+        found = [share for share in shares if share is not None]
+        value = statistics.median(found) if found else None
+        targets.append(Target(f"{weights}, native, M=1, {named}: share of the read rate", value, 0.85, True))
+    return targets
+
+
+def _over_dense(records: list[Record], weights: str, method: str, rows: int, threads: int) -> float | None:
+    return _over_shapes(select(records, threads=threads), {"method": DENSE}, {"weights": weights, "method": method}, rows)
+
+
+def _over_shapes(records: list[Record], other: dict, ours: dict, rows: int) -> float | None:
+    """The geometric mean over shapes of how many times as fast ours is."""
+    ratios = [_ratio(records, other, ours, shape, rows) for shape in _in_order(records, "shape")]
+    found = [ratio for ratio in ratios if ratio is not None]
+    return statistics.geometric_mean(found) if found else None
+
+
+def _ratio(records: list[Record], other: dict, ours: dict, shape: str, rows: int) -> float | None:
+    """The median over rounds of the other's seconds over ours."""
+    where = {"shape": shape, "rows": rows}
+    theirs = {record["round"]: record["seconds"] for record in select(records, **{**other, **where})}
+    ratios = [theirs[r["round"]] / r["seconds"] for r in select(records, **{**ours, **where}) if r["round"] in theirs]
+    return statistics.median(ratios) if ratios else None
+
+
+def _share_of_read(records: list[Record], where: dict) -> float | None:
+    """The median over rounds of the rate at which a weight is read, over that of the read beside it."""
+    plain = {
+        record["round"]: record["nbytes"] / record["seconds"]
+        for record in select(records, method=READ, rows=1, shape=where.get("shape"))
+    }
+    rates = [
+        r["nbytes"] / r["seconds"] / plain[r["round"]] for r in select(records, **{**where, "rows": 1}) if r["round"] in plain
+    ]
+    return statistics.median(rates) if rates else None
+
+
+def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
+    """(weights, method) of all that multiplies, the dense ones first."""
+    found = dict.fromkeys((record["weights"], record["method"]) for record in records if record["method"] != READ)
+    return sorted(found, key=lambda pair: pair[1] not in (DENSE, WIDE))
+
+
+def _in_order(records: Iterable[Record], key: str) -> list:
+    """The values of a key, each once; numbers of rows and threads ascending."""
+    found = list(dict.fromkeys(record[key] for record in records))
+    return sorted(found) if key in ("rows", "threads") else found

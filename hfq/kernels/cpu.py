@@ -1,0 +1,78 @@
+"""The compiled kernel: multiplies by GPTQ and FP8 on a CPU, straight from the checkpoint's bytes, wherever and however they lie.
+
+Few activation rows are multiplied as the codes are decoded, in float32: nothing of the weight is written to memory. Many rows are
+multiplied by torch with panels that the compiled part dequantizes, bit for bit as the reference does. The result is a function of
+the values, the sizes and the processor alone: not of the memory that the bytes rest in, their alignment, or the number of threads
+(torch's own product of panels is as deterministic as torch makes it).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+
+from hfq.formats import Format
+from hfq.formats.buffers import thread_buffer
+from hfq.formats.gptq import Gptq
+from hfq.kernels import panels
+from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
+from hfq.kernels.native.library import library
+
+__all__ = ["FUSED_ROWS", "linear", "linear_grad"]
+
+FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
+"""The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
+
+
+def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled part cannot read."""
+    native, layer = library(), _layer(activations, tensors, weight_format)
+    if native is None or layer is None:
+        return panels.linear(activations, tensors, weight_format)
+    rows = activations.reshape(-1, layer.in_features)
+    if rows.shape[0] > FUSED_ROWS[panels.product_dtype(rows.dtype)]:
+        return panels.multiply(activations, tensors, weight_format, _filler(native, layer, weight_format))
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    result = rows.new_empty(rows.shape[0], layer.out_features)
+    here = ctypes.byref(layer)
+    scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_scratch(here, rows.shape[0]))
+    native.hfq_linear(
+        here, rows.data_ptr(), DTYPES[rows.dtype], rows.shape[0], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
+        layer.out_features, scratch.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result.view(*activations.shape[:-1], layer.out_features)
+
+
+def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """As `reference.linear_grad`, by panels that the compiled part dequantizes."""
+    native, layer = library(), _layer(grad, tensors, weight_format)
+    if native is None or layer is None:
+        return panels.linear_grad(grad, tensors, weight_format)
+    return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, weight_format))
+
+
+def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> NativeLayer | None:
+    """The layer as the compiled part reads it; None where it cannot, or where there is nothing to multiply."""
+    if values.device.type != "cpu" or values.dtype not in DTYPES or not values.numel():
+        return None
+    layer = describe_layer(weight_format, tensors)
+    return layer if layer is not None and layer.in_features and layer.out_features else None
+
+
+def _filler(native: ctypes.CDLL, layer: NativeLayer, weight_format: Format) -> panels.Fill:
+    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ, rows of inputs."""
+    is_transposed = isinstance(weight_format, Gptq)
+
+    def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
+        panel = thread_buffer("panel", dtype, torch.device("cpu"), rows * layer.in_features).view(shape)
+        native.hfq_dequantize(ctypes.byref(layer), start, rows, panel.data_ptr(), DTYPES[dtype], torch.get_num_threads())
+        return panel.t() if is_transposed else panel
+
+    return fill

@@ -1,0 +1,139 @@
+"""Compiles kernels.cpp on first use, into a cache of the user's that is keyed by source, compiler and flags.
+
+Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the cache is renamed into
+place whole, with its checksum beside it, so that a file that was cut short is built again and never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
+SECONDS = 300.0
+"""The longest to wait for the compiler, or for another process that compiles."""
+
+
+class BuildError(Exception):
+    """The compiled part cannot be had; the text says why."""
+
+
+def build() -> Path:
+    """The compiled library, built unless it is in the cache.
+
+    Raises:
+        BuildError: There is no compiler, it failed, or the cache cannot be used.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
+    try:
+        folder = cache_folder()
+        target = folder / f"kernels-{_key(compiler)}.so"
+        if not _is_whole(target):
+            with _locked(target.with_suffix(".lock")):
+                if not _is_whole(target):
+                    _compile(compiler, target)
+    except OSError as error:
+        raise BuildError(f"the cache cannot be used: {error}") from error
+    return target
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: `$CXX`, or what is found under the usual names."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found is not None:
+            return found
+    return None
+
+
+def cache_folder() -> Path:
+    """`hfq/native` in the user's cache folder; nobody else may write to it, since what lies there is run.
+
+    Raises:
+        BuildError: Somebody else can write to it.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        raise BuildError(f"others may write to {folder}")
+    return folder
+
+
+def _key(compiler: str) -> str:
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} --version failed: {error}") from error
+    parts = (
+        SOURCE.read_bytes(),
+        compiler.encode(),
+        version,
+        " ".join(FLAGS).encode(),
+        platform.machine().encode(),
+        sys.platform.encode(),
+    )
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the library is there, and its bytes are those that the compiler wrote."""
+    try:
+        return target.with_suffix(".sha256").read_text() == _checksum(target)
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _compile(compiler: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        made, checksum = Path(work) / target.name, Path(work) / "sha256"
+        try:
+            done = subprocess.run(
+                [compiler, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{compiler} took longer than {SECONDS:g} s") from error
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), "without a word")
+            raise BuildError(f"{compiler} failed: {first}")
+        checksum.write_text(_checksum(made))
+        os.replace(made, target)
+        os.replace(checksum, target.with_suffix(".sha256"))
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Holds an exclusive lock of the system's on a file; it is gone when its process is."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise BuildError("this system has no file locks that hfq knows") from error
+    with file.open("w") as held:
+        until = time.monotonic() + SECONDS
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise BuildError(f"another process has been compiling for {SECONDS:g} s") from None
+                time.sleep(0.05)
+        yield

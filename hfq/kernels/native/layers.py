@@ -1,0 +1,93 @@
+"""Tells the compiled part where a layer's bytes lie, and how they are meant."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+
+from hfq.formats import Format
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+
+__all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Activations that the compiled part reads, and scales, by the numbers it knows them by."""
+
+MOST_GROUPS = 1024
+"""The most groups of an input: their scales for a few columns must fit into the memory that each thread keeps."""
+
+_SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3}
+_ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
+_E4M3, _E5M2, _GPTQ = range(3)
+_BITS = (2, 3, 4, 8)
+
+
+class NativeLayer(ctypes.Structure):
+    """`Layer` of kernels.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "index")),
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features", "block_out", "block_in", "scale_stride")),
+        *((name, ctypes.c_int64) for name in ("groups", "zero_words")),
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "scale_dtype", "divides", "zero_reading", "index_nbytes")),
+    )
+
+
+def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
+    """Why the compiled part cannot multiply by a layer, or None where it can."""
+    if isinstance(weight_format, Fp8):
+        return None
+    if not isinstance(weight_format, Gptq):
+        return f"it does not read {weight_format.name}"
+    if weight_format.is_planar:
+        return "it does not read gptq's bit planes"
+    if weight_format.num_bits not in _BITS:
+        return f"it does not read {weight_format.num_bits}-bit gptq"
+    groups = 1 if weight_format.group_size == -1 else -(-in_features // weight_format.group_size)
+    return f"{groups} groups are more than {MOST_GROUPS}" if groups > MOST_GROUPS else None
+
+
+def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
+    """Where the tensors of a layer lie; they must outlive what is returned. None where one is not contiguous."""
+    if not all(tensor.is_contiguous() for tensor in tensors.values()):
+        return None
+    out_features, in_features = weight_format.shape(tensors)
+    if isinstance(weight_format, Fp8):
+        return _fp8(weight_format, tensors, out_features, in_features)
+    if isinstance(weight_format, Gptq):
+        return _gptq(weight_format, tensors, out_features, in_features)
+    return None
+
+
+def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    scale = tensors[weight_format.scale_name]
+    block_out, block_in, stride = {
+        "tensor": (max(out_features, 1), max(in_features, 1), 0),
+        "channel": (1, max(in_features, 1), 1),
+        "group": (1, weight_format.group_size or in_features, scale.shape[-1] if scale.dim() else 1),
+        "block": (
+            *(weight_format.block_structure or (128, 128)),
+            scale.shape[2 if scale.dim() == 4 else -1] if scale.dim() else 1,
+        ),
+    }[weight_format.strategy]
+    return NativeLayer(
+        codes=tensors["weight"].data_ptr(), scales=scale.data_ptr(), in_features=in_features, out_features=out_features,
+        block_out=block_out, block_in=block_in, scale_stride=stride, scale_dtype=_SCALES[scale.dtype],
+        kind=_E4M3 if weight_format.codes_dtype == "F8_E4M3" else _E5M2, divides=weight_format.reciprocal,
+    )  # fmt: skip
+
+
+def _gptq(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    scales, zeros = tensors["scales"], tensors["qzeros"]
+    index = tensors["g_idx"] if weight_format.act_order else None
+    return NativeLayer(
+        codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(),
+        index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
+        in_features=in_features, out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1],
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=_GPTQ,
+        bits=weight_format.num_bits, scale_dtype=_SCALES[scales.dtype],
+        zero_reading=_ZERO_READINGS.index(weight_format.zero_reading),
+    )  # fmt: skip

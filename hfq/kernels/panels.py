@@ -1,0 +1,126 @@
+"""Plain torch on a CPU for every format: large panels in kept buffers, multiplied in the dtype that the processor is fast in.
+
+A panel is dequantized as for the reference kernel, bit for bit. Where a processor has no bfloat16 instructions, torch multiplies
+bfloat16 several times slower than float32; there, and for float16 everywhere, the panel stays in float32 and the result alone is
+rounded to the activations' dtype. So results differ from the reference's in their last bits, and are no less exact.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from hfq.formats import Format
+from hfq.formats.buffers import thread_buffer
+from hfq.kernels import reference
+
+__all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
+
+PANEL_NBYTES = 4 << 20
+"""The most bytes of a panel, unless `row_multiple` rows need more."""
+
+BATCH_NBYTES = 16 << 20
+"""The most bytes of activations that are converted at once."""
+
+Fill = Callable[[int, int, torch.dtype], torch.Tensor]
+"""(first output row, rows, dtype) → that part of the weight, [rows, in_features], valid until the next call."""
+
+
+def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """As `reference.linear`, which takes over for activations that are not on a CPU."""
+    if activations.device.type != "cpu":
+        return reference.linear(activations, tensors, weight_format)
+    return multiply(activations, tensors, weight_format, _filler(tensors, weight_format))
+
+
+def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """As `reference.linear_grad`, which takes over for gradients that are not on a CPU."""
+    if grad.device.type != "cpu":
+        return reference.linear_grad(grad, tensors, weight_format)
+    return multiply_grad(grad, tensors, weight_format, _filler(tensors, weight_format))
+
+
+def multiply(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill
+) -> torch.Tensor:
+    """`activations @ W.T (+ bias)` by panels.
+
+    Args:
+        activations: [..., in_features], float32, bfloat16 or float16, on a CPU.
+        tensors: The module's tensors by local name.
+        weight_format: Their format.
+        fill: Dequantizes a panel.
+
+    Returns:
+        [..., out_features] in the activations' dtype.
+    """
+    rows = activations.reshape(-1, activations.shape[-1])
+    out_features, in_features = weight_format.shape(tensors)
+    result, dtype = rows.new_empty(rows.shape[0], out_features), product_dtype(activations.dtype)
+    batch = max(BATCH_NBYTES // (4 * max(in_features, 1)), 1)
+    for first in range(0, rows.shape[0], batch):
+        part = rows[first : first + batch].to(dtype)
+        for start, count in _spans(weight_format, out_features, in_features, dtype):
+            panel, target = fill(start, count, dtype), result[first : first + batch, start : start + count]
+            if dtype == result.dtype:
+                torch.mm(part, panel.t(), out=target)
+            else:
+                product = thread_buffer("product", dtype, rows.device, part.shape[0] * count).view(part.shape[0], count)
+                target.copy_(torch.mm(part, panel.t(), out=product))
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result.view(*activations.shape[:-1], out_features)
+
+
+def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill) -> torch.Tensor:
+    """`grad @ W` by panels, summed in float32: [..., out_features] → [..., in_features] in the gradient's dtype."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    out_features, in_features = weight_format.shape(tensors)
+    dtype = product_dtype(grad.dtype)
+    result = torch.zeros(rows.shape[0], in_features, dtype=torch.float32)
+    for start, count in _spans(weight_format, out_features, in_features, dtype):
+        part, panel = rows[:, start : start + count].to(dtype), fill(start, count, dtype)
+        if dtype == torch.float32:
+            result.addmm_(part, panel)
+        else:
+            result += part @ panel
+    return result.to(grad.dtype).view(*grad.shape[:-1], in_features)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that this processor multiplies activations of a dtype in: bfloat16 only where it has instructions for it."""
+    return torch.bfloat16 if dtype == torch.bfloat16 and _has_bfloat16() else torch.float32
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+def _spans(weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """(first output row, rows) of each panel."""
+    multiple = weight_format.row_multiple
+    step = max(PANEL_NBYTES // (dtype.itemsize * max(in_features, 1)) // multiple, 1) * multiple
+    for start in range(0, out_features, step):
+        yield start, min(step, out_features - start)
+
+
+def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
+    _, in_features = weight_format.shape(tensors)
+    device, multiple = torch.device("cpu"), weight_format.row_multiple
+    step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
+
+    def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        numel = rows * in_features
+        panel = thread_buffer("panel", torch.float32, device, numel).view(rows, in_features)
+        for first in range(0, rows, step):  # in steps, so that what a format makes on the way stays small
+            weight_format.dequantize_into(panel[first : first + step], tensors, start + first)
+        if dtype == torch.float32:
+            return panel
+        return thread_buffer("panel", dtype, device, numel).view(rows, in_features).copy_(panel)
+
+    return fill

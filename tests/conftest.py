@@ -1,0 +1,31 @@
+"""No test waits for a compiler: the compiled kernel is switched off, but for the tests that take the fixture `native`."""
+
+import os
+
+import pytest
+
+os.environ["HFQ_NATIVE"] = "0"
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """The settled state of a process that wants the compiled part, built into the user's own cache unless it is there."""
+    from hfq.kernels.native import library
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library.SWITCH, "1")
+        once = library._Once()
+        once.settle()
+    if once.library is None:
+        pytest.skip(f"no compiled kernel: {once.reason}")
+    return once
+
+
+@pytest.fixture
+def native(compiled, monkeypatch):
+    """The compiled part, in use for one test, at the best level of the processor."""
+    from hfq.kernels.native import library
+
+    monkeypatch.setattr(library, "_once", compiled)
+    yield compiled.library
+    compiled.library.hfq_use(-1)

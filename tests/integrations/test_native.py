@@ -1,0 +1,68 @@
+"""Models under the compiled kernel: the same logits and gradients in every placement, the reference's up to rounding."""
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig, SetupError
+from hfq.modules.linear import PackedLinear
+
+PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
+TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
+PLACEMENTS = {
+    "arena": (None, {"backing": "arena"}),
+    "half": ({"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}, {}),
+    "disk": ({"": "disk"}, {"stream": "direct"}),
+}
+# the reference rounds the weight to the activations' dtype, and the outputs of one layer are the activations of the next
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
+
+
+@pytest.fixture(params=PATHS)
+def path(request, native):
+    return PATHS[request.param]
+
+
+def load(path, device_map=None, dtype=torch.float32, **options):
+    config = HfqConfig(**options)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype, device_map=device_map)
+
+
+def logits(model, tokens=TOKENS):
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def kernels(model) -> set[str]:
+    return {module.kernel.name for module in model.modules() if isinstance(module, PackedLinear)}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_every_placement_gives_the_same_logits_close_to_the_references(path, dtype):
+    resident, reference = load(path, dtype=dtype), load(path, dtype=dtype, kernel="reference")
+    assert (kernels(resident), kernels(reference)) == ({"native"}, {"reference"})
+    expected = {tokens: logits(resident, tokens) for tokens in (TOKENS, TOKENS[:1, :1])}
+    for tokens, found in expected.items():
+        exact = logits(reference, tokens)
+        assert (found.double() - exact.double()).norm() <= CLOSE[dtype] * exact.double().norm()
+    for device_map, options in PLACEMENTS.values():
+        model = load(path, device_map, dtype=dtype, **options)
+        for tokens, found in expected.items():
+            assert torch.equal(logits(model, tokens), found)
+
+
+def test_gradients_reach_the_inputs_alike_from_memory_and_from_disk(path):
+    gradients = []
+    for device_map in (None, {"": "disk"}):
+        model = load(path, device_map)
+        embedded = torch.randn(1, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        model(inputs_embeds=embedded).logits.square().sum().backward()
+        gradients.append(embedded.grad)
+    assert torch.isfinite(gradients[0]).all()
+    assert torch.equal(*gradients)
+
+
+def test_a_compiled_kernel_that_is_not_there_is_refused_by_name():
+    with pytest.raises(SetupError, match="HFQ_NATIVE=0"):
+        load(PATHS["gptq"], kernel="native")

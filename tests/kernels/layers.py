@@ -1,0 +1,74 @@
+"""Layers in every layout that the compiled kernel claims, with odd sizes wherever the layout allows them."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hfq.formats import Format
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+
+GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format and the size of its layer; `scatter` shuffles the groups over the input."""
+
+    format: Format
+    in_features: int
+    out_features: int
+    scatter: bool = False
+    dtype: torch.dtype | None = field(default=None)  # of the scales, where not the format's own
+
+    def make(self):
+        """(the format, resolved; tensors with random codes)"""
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(self.out_features, self.in_features, generator=generator) * 0.1 + 0.03
+        tensors = self.format.quantize(weight)
+        if self.scatter:
+            tensors["g_idx"] = tensors["g_idx"][torch.randperm(self.in_features, generator=generator)]
+        if self.dtype is not None:
+            tensors["scales"] = tensors["scales"].to(self.dtype)
+        return self.format.resolve("m", tensors), tensors
+
+
+def gptq(
+    bits: int, group_size: int, reading: str = "stored", symmetric: bool = False, out_features: int = 96, **options
+) -> Case:
+    return Case(Gptq(bits, group_size, symmetric, reading, g_idx_length=GPTQ_IN), GPTQ_IN, out_features, **options)
+
+
+def fp8(in_features: int, out_features: int, **options) -> Case:
+    return Case(Fp8(**options), in_features, out_features)
+
+
+CASES = {
+    "w4 g32": gptq(4, 32),
+    "w4 g32 v1": gptq(4, 32, "word_plus_one"),
+    "w4 g32 autogptq": gptq(4, 32, "field_plus_one"),
+    "w4 g32 sym masked": gptq(4, 32, "masked_plus_one", True),
+    "w4 channel, 40 outputs, bf16 scales": gptq(4, -1, out_features=40, dtype=torch.bfloat16),
+    "w4 groups of 88": gptq(4, 88),
+    "w4 groups that end within a word": gptq(4, 44, out_features=40),
+    "w4 act-order": gptq(4, 32, scatter=True, out_features=40),
+    "w8 g32": gptq(8, 32),
+    "w8 g32 v1, 20 outputs": gptq(8, 32, "word_plus_one", out_features=20),
+    "w8 act-order": gptq(8, 32, scatter=True),
+    "w3 g32": gptq(3, 32),
+    "w3 channel masked": gptq(3, -1, "masked_plus_one"),
+    "w3 act-order, f32 scales": gptq(3, 32, scatter=True, dtype=torch.float32),
+    "w2 g32": gptq(2, 32),
+    "w2 groups of 16 v1": gptq(2, 16, "word_plus_one", out_features=48),
+    "w2 act-order": gptq(2, 32, scatter=True),
+    "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
+    "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
+    "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),
+    "fp8 blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
+    "fp8 channel": fp8(257, 37, strategy="channel"),
+    "fp8 channel reciprocal": fp8(257, 37, strategy="channel", reciprocal=True, scale_name="weight_scale_inv"),
+    "fp8 tensor": fp8(64, 1, strategy="tensor", scale_shape=()),
+    "fp8 groups of 32, u8": fp8(320, 37, strategy="group", group_size=32, scale_dtype="U8"),
+    "fp8 e5m2": fp8(300, 37, codes_dtype="F8_E5M2", strategy="channel"),
+    "fp8 e5m2 blocks": fp8(300, 37, codes_dtype="F8_E5M2", strategy="block", block_structure=(16, 48)),
+}

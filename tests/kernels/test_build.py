@@ -1,0 +1,174 @@
+"""The compiled part is built once whoever asks, never loaded damaged, and not missed where it cannot be built."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hfq.kernels.native import build as building
+from hfq.kernels.native import library
+
+FAKE = """#!/bin/sh
+if [ "$1" = --version ]; then echo fake 1; exit; fi
+echo run >> "$FAKE_LOG"
+sleep 0.3
+while [ $# -gt 1 ]; do if [ "$1" = -o ]; then printf library > "$2"; fi; shift; done
+"""
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A compiler that takes its time and writes the word "library"; gives how often it ran."""
+    compiler, log = tmp_path / "fake++", tmp_path / "log"
+    compiler.write_text(FAKE)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda: log.read_text().count("run") if log.exists() else 0
+
+
+@pytest.fixture
+def settle(monkeypatch):
+    """settle() → the state of a process that wants the compiled part and has just asked for it."""
+
+    def settle():
+        monkeypatch.setenv(library.SWITCH, "1")
+        once = library._Once()
+        monkeypatch.setattr(library, "_once", once)
+        once.settle()
+        return once
+
+    return settle
+
+
+def test_a_second_call_compiles_nothing(runs):
+    first = building.build()
+    assert first.read_text() == "library"
+    assert building.build() == first
+    assert runs() == 1
+
+
+def test_processes_that_start_at_once_compile_once(runs):
+    code = "from hfq.kernels.native.build import build; print(build().read_text())"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["library"] * 3
+    assert runs() == 1
+
+
+def test_threads_that_start_at_once_compile_once(runs):
+    threads = [threading.Thread(target=building.build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert runs() == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"lib", b"librarian", None])
+def test_a_damaged_library_is_built_again(runs, damage):
+    made = building.build()
+    made.write_bytes(damage) if damage is not None else made.unlink()
+    assert building.build().read_text() == "library"
+    assert runs() == 2
+
+
+def test_another_compiler_another_library(runs, tmp_path, monkeypatch):
+    first = building.build()
+    other = tmp_path / "other++"
+    other.write_text(FAKE.replace("fake 1", "fake 2"))
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    assert building.build() != first
+
+
+def test_nothing_but_the_library_is_left_behind(runs):
+    made = building.build()
+    assert {file.suffix for file in made.parent.iterdir()} == {".so", ".sha256", ".lock"}
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_compiler_that_fails_is_quoted(runs, tmp_path):
+    (tmp_path / "fake++").write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "x.cpp:1: error: no" >&2; exit 1; }\n')
+    with pytest.raises(building.BuildError, match="error: no"):
+        building.build()
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(runs, tmp_path):
+    building.cache_folder().chmod(0o777)
+    with pytest.raises(building.BuildError, match="others may write"):
+        building.build()
+    assert runs() == 0
+
+
+def test_a_cache_that_cannot_be_made_is_said(runs, tmp_path, settle):
+    (tmp_path / "cache").write_text("in the way")
+    assert "the cache cannot be used" in settle().reason
+
+
+def test_without_a_compiler_torch_multiplies_and_it_is_said_once(monkeypatch, tmp_path, settle, caplog):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="hfq"):
+        once = settle()
+        assert library.library() is library.library() is None
+    assert "no C++ compiler" in once.reason
+    assert caplog.text.count("hfq multiplies in plain torch") == 1
+
+
+def test_what_is_no_library_is_not_loaded(runs, settle):
+    assert "cannot be loaded" in settle().reason
+
+
+def test_switched_off_nothing_is_built_or_said(runs, monkeypatch, caplog):
+    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setattr(library, "_once", library._Once())
+    library.start()
+    assert library.library() is None
+    assert library.reason_missing() == "HFQ_NATIVE=0"
+    assert runs() == 0
+    assert not caplog.text
+
+
+def test_a_model_waits_for_the_build_that_was_begun(runs, settle, monkeypatch):
+    monkeypatch.setenv(library.SWITCH, "1")
+    monkeypatch.setattr(library, "_once", library._Once())
+    library.start()
+    library.start()
+    assert "cannot be loaded" in library.reason_missing()
+    assert runs() == 1
+
+
+def test_the_child_of_a_fork_settles_for_itself(runs, monkeypatch):
+    monkeypatch.setenv(library.SWITCH, "1")
+    once = library._Once()
+    monkeypatch.setattr(library, "_once", once)
+    library.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if library.reason_missing() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    once.thread.join(60)
+
+
+def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
+    import torch
+    from kernels.layers import CASES
+
+    from hfq.kernels import cpu
+
+    weight_format, tensors = CASES["w4 g32"].make()
+    activations, before = torch.ones(1, 352), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = cpu.linear(activations, tensors, weight_format)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(cpu.linear(activations, tensors, weight_format), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,250 @@
+"""The compiled kernel against the exact product, on every layout it claims, at every level of this processor."""
+
+import ctypes
+import mmap
+import subprocess
+import threading
+
+import pytest
+import torch
+from kernels.layers import CASES, fp8, gptq
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hfq.formats.fp8 import Fp8
+from hfq.kernels import cpu, panels, reference
+from hfq.kernels.native import build as building
+from hfq.kernels.native import library
+from hfq.kernels.native.layers import DTYPES, describe_layer
+
+# float32 sums in another order, and for GPTQ a zero point that is taken off a sum of codes; then one rounding of the result
+RELATIVE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def layer(request):
+    weight_format, tensors = CASES[request.param].make()
+    return weight_format, tensors, weight_format.dequantize(tensors)
+
+
+def random(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor) -> float:
+    exact = activations.double() @ weight.double().t()
+    assert found.shape == exact.shape
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("level", [0, 9])
+def test_products_are_exact_up_to_rounding(native, layer, level):
+    weight_format, tensors, weight = layer
+    native.hfq_use(level)
+    for rows in (1, 2, 3, 8, 17, 128):
+        for dtype in DTYPES:
+            activations = random(rows, weight.shape[1], dtype=dtype, seed=rows)
+            found = cpu.linear(activations, tensors, weight_format)
+            assert found.dtype == dtype
+            assert error(found, activations, weight) <= RELATIVE[dtype], (rows, dtype)
+
+
+@pytest.mark.parametrize("level", [0, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dequantized_panels_are_the_references(native, layer, level, dtype):
+    weight_format, tensors, weight = layer
+    native.hfq_use(level)
+    fill = cpu._filler(native, describe_layer(weight_format, tensors), weight_format)
+    multiple = weight_format.row_multiple
+    for start in (0, weight.shape[0] // 2 // multiple * multiple):
+        assert torch.equal(fill(start, weight.shape[0] - start, dtype), weight[start:].to(dtype))
+
+
+def test_gradients_are_those_of_the_dense_weight(native, layer):
+    weight_format, tensors, weight = layer
+    for dtype in DTYPES:
+        grad = random(3, 2, weight.shape[0], dtype=dtype)
+        assert error(cpu.linear_grad(grad, tensors, weight_format), grad, weight.t()) <= RELATIVE[dtype]
+
+
+def test_strided_and_3d_activations_are_multiplied_like_their_copies(native, layer):
+    weight_format, tensors, weight = layer
+    size = weight.shape[1]
+    wide = random(3, 4, 2 * size)
+    for strided in (
+        wide[:, :, ::2],
+        wide[:, :, 1 : 1 + size].transpose(0, 1),
+        wide[0, 0, size:],
+        wide[:1, 0, :size].expand(3, size),
+    ):
+        expected = cpu.linear(strided.contiguous(), tensors, weight_format)
+        assert torch.equal(cpu.linear(strided, tensors, weight_format), expected)
+        assert expected.shape == (*strided.shape[:-1], weight.shape[0])
+    assert cpu.linear(wide[:0, 0, :size], tensors, weight_format).shape == (0, weight.shape[0])
+
+
+def misplaced(tensors, shift: int):
+    """The same tensors, each so many bytes off an address of 64; not even aligned to its own elements."""
+    moved = {}
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        memory = (ctypes.c_char * (nbytes + 128))()
+        start = -ctypes.addressof(memory) % 64 + shift
+        ctypes.memmove(ctypes.addressof(memory) + start, tensor.data_ptr(), nbytes)
+        moved[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+    return moved
+
+
+def test_results_do_not_depend_on_where_the_bytes_lie_or_on_threads(native, layer):
+    weight_format, tensors, weight = layer
+    threads = torch.get_num_threads()
+    for rows in (1, 5, 17):
+        activations = random(rows, weight.shape[1], dtype=torch.bfloat16)
+        expected = cpu.linear(activations, tensors, weight_format)
+        for shift in (1, 2, 36):
+            assert torch.equal(cpu.linear(activations, misplaced(tensors, shift), weight_format), expected)
+        try:
+            for count in (2, 5):
+                torch.set_num_threads(count)
+                assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer, tmp_path):
+    weight_format, tensors, weight = layer
+    mapped = {}
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        file = tmp_path / name
+        file.write_bytes(bytes(-len(data) % mmap.PAGESIZE) + data)  # a read beyond the last byte leaves the map
+        with file.open("rb") as opened:
+            memory = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        mapped[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=-len(data) % mmap.PAGESIZE)
+        mapped[name] = mapped[name].view(tensor.shape)
+    for rows in (1, 8, 65):
+        activations = random(rows, weight.shape[1])
+        assert torch.equal(cpu.linear(activations, mapped, weight_format), cpu.linear(activations, tensors, weight_format))
+    cpu.linear_grad(random(1, weight.shape[0]), mapped, weight_format)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_a_nan_code_reaches_its_own_output_alone(native, rows):
+    weight_format, tensors = fp8(300, 37, strategy="channel").make()
+    for place, code in ((0, 0x7F), (299, 0xFF)):
+        tensors["weight"].view(torch.uint8)[place % 37, place] = code
+    nan = cpu.linear(random(rows, 300), tensors, weight_format).isnan()
+    assert nan[:, [0, 299 % 37]].all()
+    assert int(nan.sum()) == 2 * rows
+    assert torch.equal(nan, reference.linear(random(rows, 300), tensors, weight_format).isnan())
+
+
+def test_every_code_has_its_value(native):
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    for name, dtype in (("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)):
+        weight_format = Fp8(codes_dtype=name, strategy="tensor", scale_shape=())
+        tensors = {"weight": codes.view(dtype), "weight_scale": torch.tensor(1.0)}
+        fill = cpu._filler(native, describe_layer(weight_format, tensors), weight_format)
+        for level in (0, 9):
+            native.hfq_use(level)
+            values, expected = fill(0, 1, torch.float32), codes.view(dtype).float()
+            assert torch.equal(values.isnan(), expected.isnan())
+            assert torch.equal(values[~expected.isnan()], expected[~expected.isnan()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_16_bit_activation_and_result_has_its_value(native, dtype):
+    """The identity as a weight: what goes in comes out."""
+    weight_format = Fp8(strategy="tensor", scale_shape=())
+    tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype if dtype != torch.float32 else torch.float16)
+    activations = bits[torch.isfinite(bits)].to(dtype)
+    activations = activations[: activations.numel() // 64 * 64].view(-1, 64)
+    for level in (0, 9):
+        native.hfq_use(level)
+        for part in activations.split(64):
+            assert torch.equal(cpu.linear(part, tensors, weight_format), part)
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of all storages that operators made themselves."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((arguments, options)) if torch.is_tensor(leaf)}
+        result = operator(*arguments, **(options or {}))
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:
+                self.total += leaf.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(cpu, "w4 g32"), (cpu, "w4 act-order"), (cpu, "fp8 blocks"), (panels, "fp8 blocks")]
+)
+def test_a_second_call_makes_its_result_and_copies_of_its_activations_alone(native, kernel, name):
+    weight_format, tensors = CASES[name].make()
+    out_features, in_features = weight_format.shape(tensors)
+    for rows in (1, 8, 70):
+        activations = random(rows, in_features, dtype=torch.bfloat16)
+        kernel.linear(activations, tensors, weight_format)
+        with Allocations() as allocations:
+            kernel.linear(activations, tensors, weight_format)
+        assert allocations.total <= rows * (out_features * 2 + in_features * 4) + 4096  # and some scales
+
+
+def test_threads_that_multiply_at_once_do_not_disturb_each_other(native):
+    weight_format, tensors = gptq(4, 32).make()
+    activations = [random(rows, 352, seed=rows) for rows in (1, 4, 9)]
+    expected = [cpu.linear(part, tensors, weight_format) for part in activations]
+    wrong = []
+
+    def work(index: int) -> None:
+        for _ in range(50):
+            if not torch.equal(cpu.linear(activations[index], tensors, weight_format), expected[index]):
+                wrong.append(index)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threads = [threading.Thread(target=work, args=(index % 3,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        torch.set_num_threads(before)
+    assert not wrong
+
+
+def test_what_is_not_contiguous_is_left_to_torch(native):
+    weight_format, tensors = CASES["fp8 channel"].make()
+    strided = tensors | {"weight": tensors["weight"].view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)}
+    assert describe_layer(weight_format, strided) is None
+    activations = random(3, 257)
+    assert torch.equal(cpu.linear(activations, strided, weight_format), panels.linear(activations, tensors, weight_format))
+
+
+@pytest.mark.slow
+def test_the_forms_for_other_processors_compute_the_same(compiled, tmp_path, monkeypatch):
+    """AVX-512 in plain C++: sixteen lanes, without the instructions."""
+    made = tmp_path / "emulated.so"
+    flags = [flag for flag in building.FLAGS if flag != "-O2"]
+    subprocess.run(
+        [building.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(building.SOURCE), "-o", str(made)], check=True
+    )
+    emulated = library._Once()
+    emulated.is_settled, emulated.library = True, library._declared(ctypes.CDLL(str(made)))
+    monkeypatch.setattr(library, "_once", emulated)
+    assert emulated.library.hfq_use(2) == 2
+    for name, case in CASES.items():
+        weight_format, tensors = case.make()
+        weight = weight_format.dequantize(tensors)
+        fill = cpu._filler(emulated.library, describe_layer(weight_format, tensors), weight_format)
+        assert torch.equal(fill(0, weight.shape[0], torch.float32), weight), name
+        for rows in (1, 3, 8, 17):
+            for dtype in DTYPES:
+                activations = random(rows, weight.shape[1], dtype=dtype)
+                assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[dtype], name

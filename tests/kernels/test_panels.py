@@ -1,0 +1,64 @@
+"""Panels in plain torch: the reference's weights, a faster product."""
+
+import pytest
+import torch
+from kernels.layers import CASES
+
+from hfq.formats.fp8_codes import widen_into
+from hfq.kernels import panels, reference
+
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
+
+
+@pytest.fixture(params=["w4 g32", "w3 act-order, f32 scales", "fp8 blocks", "fp8 channel", "fp8 tensor"])
+def layer(request):
+    return CASES[request.param].make()
+
+
+@pytest.fixture(params=[1 << 30, 4 * 352 * 5])
+def panel_nbytes(request, monkeypatch):
+    for module in (panels, reference):
+        monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("batch_nbytes", [1 << 24, 4 * 352 * 2])
+def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes, batch_nbytes, monkeypatch):
+    monkeypatch.setattr(panels, "BATCH_NBYTES", batch_nbytes)
+    weight_format, tensors = layer
+    out_features, in_features = weight_format.shape(tensors)
+    biased = tensors | {"bias": torch.linspace(-1, 1, out_features).half()}
+    for dtype, bound in RELATIVE.items():
+        for shape in ((), (1,), (2, 3), (17,), (0,)):
+            activations, grad = torch.randn(*shape, in_features).to(dtype), torch.randn(*shape, out_features).to(dtype)
+            for kernel, values in ((panels.linear, activations), (panels.linear_grad, grad)):
+                found = kernel(values, biased, weight_format)
+                expected = getattr(reference, kernel.__name__)(values, biased, weight_format)
+                assert found.dtype == expected.dtype == dtype
+                assert found.shape == expected.shape
+                assert (found.double() - expected.double()).norm() <= bound * expected.double().norm()
+
+
+def test_float32_products_are_the_references_bit_for_bit(layer, panel_nbytes):
+    weight_format, tensors = layer
+    activations = torch.randn(5, weight_format.shape(tensors)[1])
+    found = panels.linear(activations, tensors, weight_format)
+    assert torch.equal(found, reference.linear(activations, tensors, weight_format))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(256, 1), (1, 256), (3, 256), (0, 4), (4, 0)])
+def test_every_code_is_widened_as_torch_casts_it(dtype, shape):
+    codes = torch.arange(shape[0] * shape[1]).to(torch.uint8).view(shape).view(dtype)
+    panel, expected = torch.full(shape, 7.0), codes.to(torch.float32)
+    widen_into(panel, codes)
+    assert torch.equal(panel.isnan(), expected.isnan())
+    assert torch.equal(panel.nan_to_num(1.5), expected.nan_to_num(1.5))
+
+
+def test_codes_without_nan_are_widened_over_many_chunks(monkeypatch):
+    monkeypatch.setattr("hfq.formats.fp8_codes._CHUNK", 100)
+    codes = (torch.arange(7 * 60) % 126).to(torch.uint8).view(7, 60).view(torch.float8_e4m3fn)
+    panel = torch.empty(7, 60)
+    widen_into(panel, codes)
+    assert torch.equal(panel, codes.to(torch.float32))
