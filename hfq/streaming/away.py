@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hfq.errors import PlacementError
+from hfq.modules.packed import check_stays
 
 __all__ = ["AwayParameter"]
 
@@ -19,13 +20,22 @@ _COMPUTES = {
     torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose, torch.Tensor.permute, torch.Tensor.T.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
+_MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
 class AwayParameter(nn.Parameter):
     """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it computes.
 
-    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise.
+    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise. Moving it to
+    where it computes leaves it as it is: Trainer and Accelerate move every model.
+
+    Attributes:
+        name: Its name, for messages.
+        brought_to: Where its values are lent; None until a streamer has it.
     """
+
+    name: str = "A parameter"
+    brought_to: torch.device | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,5 +46,22 @@ class AwayParameter(nn.Parameter):
                 expected="a call of the module that owns the weight", found="its weight, read by other code",
                 fix="give this module a home in memory in device_map, or call the module",
             )  # fmt: skip
+        if func in _MOVES and args[0].brought_to is not None:
+            return _moved(args[0], func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _moved(parameter: AwayParameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The parameter as `func` casts it; it stays away.
+
+    Raises:
+        PlacementError: It is to be moved to another device than that it is lent on.
+    """
+    device, dtype = torch.device(func.__name__) if func is not torch.Tensor.to else None, None
+    if func is torch.Tensor.to:
+        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+    if device is not None and device.type != "meta":
+        check_stays(parameter.name, parameter.brought_to, device)  # type: ignore[arg-type]
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter if dtype is None else parameter.to(dtype)
