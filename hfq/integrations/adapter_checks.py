@@ -17,12 +17,12 @@ from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 from hfq.streaming.away import AwayParameter
 
-__all__ = ["check_adapter", "is_fixed", "linears_of"]
+__all__ = ["check_adapter", "check_replication", "is_fixed", "linears_of"]
 
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Those that leave the base weight as it is; the others subtract from it what the adapter starts with."""
 
-_WRITING = ("kasa_config", "use_qalora", "layer_replication")
+_WRITING = ("kasa_config", "use_qalora")
 """Options that change the base, or that PEFT would ignore without a word on a layer that is not its own."""
 
 
@@ -57,6 +57,7 @@ def check_adapter(config: Any, model: nn.Module) -> None:
     fixed = {_plain(name): module for name, module in model.named_modules() if is_fixed(module)}
     _check_whole(config, model, fixed)
     _check_parameters(config, model, fixed)
+    _check_bias(config, fixed)
     targeted = {name: module for name, module in fixed.items() if check_target_module_exists(config, name)}
     if not targeted:
         return
@@ -77,6 +78,32 @@ def check_adapter(config: Any, model: nn.Module) -> None:
                 f"leave {name} out",
             )  # fmt: skip
     _check_targets(targeted, _expert_names(model))
+
+
+def check_replication(model: nn.Module) -> None:
+    """Refuses `layer_replication`, which copies layers and shares their parameters.
+
+    Raises:
+        SetupError: A module is packed, or rests on disk.
+    """
+    found = next((name for name, module in model.named_modules() if is_fixed(module)), None)
+    if found is not None:
+        raise _refusal(
+            "LoraConfig(layer_replication=…) cannot be used with packed modules, or with modules on disk.", "dense modules in memory",
+            found, "leave layer_replication out",
+        )  # fmt: skip
+
+
+def _check_bias(config: Any, fixed: dict[str, nn.Module]) -> None:
+    """A bias that is part of a packed row, or rests on disk, is not trained."""
+    asked = getattr(config, "bias", "none")
+    for name, module in fixed.items():
+        has_bias = "bias" in module.infos if isinstance(module, PackedModule) else module._parameters.get("bias") is not None
+        if asked != "none" and has_bias and (asked == "all" or check_target_module_exists(config, name)):
+            raise _refusal(
+                f"bias={asked!r} would train the bias of {name}, which is never rewritten.", "bias='none'", repr(asked),
+                "leave bias as it is; lora_bias=True gives the adapter a bias of its own",
+            )  # fmt: skip
 
 
 def _check_targets(targeted: dict[str, nn.Module], experts: Iterable[str]) -> None:

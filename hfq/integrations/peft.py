@@ -19,13 +19,16 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
-from hfq.integrations.adapter_checks import check_adapter, is_fixed, linears_of
+from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 from hfq.streaming.away import AwayParameter
 
-__all__ = ["FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "including", "keeping_devices", "refuse_merge", "without_homes"]
+__all__ = [
+    "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "including", "keeping_devices", "refuse_merge", "refuse_replication",
+    "without_homes",
+]  # fmt: skip
 
 _OLDEST = "0.21"
 
@@ -38,6 +41,10 @@ class _Fixed:
     """
 
     get_base_layer: Callable[[], nn.Module]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(_leave_out)  # type: ignore[attr-defined]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -137,6 +144,18 @@ def including(original: Callable) -> Callable:
     return maybe_include_all_linear_layers
 
 
+def refuse_replication(original: Callable) -> Callable:
+    """`LoraModel._prepare_model`, which replicates layers before any adapter is looked at, that refuses models it cannot copy."""
+
+    @functools.wraps(original)
+    def prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
+        if peft_config.layer_replication:
+            check_replication(model)
+        original(self, peft_config, model)
+
+    return prepare_model
+
+
 def refuse_merge(original: Callable) -> Callable:
     """`LoraModel._check_merge_allowed`, which comes before the first layer is merged, that refuses packed layers."""
 
@@ -171,6 +190,12 @@ def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
         homes = vars(module).get("hf_device_map") or {}
         if is_loaded and any(str(home) in ("cpu", "disk") for home in homes.values()):
             yield module
+
+
+def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
+    """Leaves a base on disk out of the state: PEFT writes the base of an embedding beside its adapter, and meta has no values."""
+    for key in [key for key, tensor in state_dict.items() if key.startswith(f"{prefix}base_layer.") and tensor.is_meta]:
+        del state_dict[key]
 
 
 def _no_merge(found: str) -> SetupError:
