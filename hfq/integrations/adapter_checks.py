@@ -133,22 +133,24 @@ def _check_whole(config: Any, model: nn.Module, fixed: dict[str, nn.Module]) -> 
             inner = next((key for key in fixed if key == _plain(name) or key.startswith(f"{_plain(name)}.")), None)
             if inner is not None:
                 raise _refusal(
-                    f"{name} cannot be trained whole: its weight is packed, or rests on disk.", "a dense module that rests where it computes",
-                    f"{inner} ({type(module).__name__})",
-                    "leave it out of modules_to_save and trainable_token_indices, and target it with LoRA; or give a dense one a home "
-                    "in memory",
+                    f"{name} cannot be trained whole: its weight is packed, or rests on disk.", "a dense module in memory", inner,
+                    "leave it out of modules_to_save and trainable_token_indices and target it with LoRA; or, if it is dense, give it "
+                    "a home in memory",
                 )  # fmt: skip
 
 
 def _check_parameters(config: Any, model: nn.Module, fixed: dict[str, nn.Module]) -> None:
-    fused = {f"{name}.{local}" for name in _expert_names(model) for local in ("gate_up_proj", "down_proj", "gate_proj", "up_proj")}
+    fused = {
+        f"{name}.{local}" for name in _expert_names(model) for local in ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
+    }
     own = {f"{name}.{local}" for name, module in fixed.items() for local in (*module._parameters, "weight")}
     for asked in getattr(config, "target_parameters", None) or ():
         for name in sorted(fused | own):
             if name == asked or name.endswith(f".{asked}"):
                 raise _refusal(
-                    f"target_parameters names {asked!r}, which is packed, or rests on disk.", "parameters that rest where they compute",
-                    name, "target modules by target_modules; LoRA on packed experts is not supported",
+                    f"target_parameters names {asked!r}, which is packed, or rests on disk. (PEFT itself puts experts and routers there "
+                    'where target_modules="all-linear" or names them.)', "dense parameters in memory", name,
+                    "name the attention layers in target_modules: LoRA on packed experts is not supported",
                 )  # fmt: skip
 
 

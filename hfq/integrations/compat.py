@@ -17,12 +17,13 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
    side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
    quantization would name one.
-6. peft, once it is imported. `LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layers; `_replace_module`
-   there moves adapters to where `qweight` rests, which is meta for a layer on disk; `_prepare_model` and `_check_merge_allowed`
-   are where a replication and a merge can be refused before the first layer of it. `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by
-   class. `PeftModel.load_adapter` (peft_model.py), and transformers' own (integrations/peft.py), hand a model with `cpu` or
-   `disk` homes to accelerate. `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to
-   float32, scales among them, unless it knows the method: it becomes `hfq.prepare_for_training`. Logic: `hfq.integrations.peft`.
+6. peft, once it is imported; the logic is in `hfq.integrations.peft`. `LoraModel._create_new_module` (tuners/lora/model.py) has a
+   fixed list of layers; `_replace_module` there moves adapters to where `qweight` rests, which is meta for a layer on disk;
+   `_prepare_model` and `_check_merge_allowed` come before the first layer of a replication and of a merge, which are refused.
+   `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by class. `PeftModel.load_adapter`
+   (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft.py) reads
+   such homes as devices. `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32,
+   scales among them, unless it knows the method: it becomes `hfq.prepare_for_training`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def patch_peft(module: Any) -> None:
     tuners, model = module.tuners.tuners_utils, module.tuners.lora.model.LoraModel
     if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
         return
-    tuners._maybe_include_all_linear_layers = ours.including(tuners._maybe_include_all_linear_layers)
+    including = ours.including(tuners._maybe_include_all_linear_layers)
+    for owner in (tuners, getattr(module.utils, "transformers_weight_conversion", tuners)):
+        owner._maybe_include_all_linear_layers = including
     model._create_new_module = staticmethod(ours.dispatching(model._create_new_module))
     model._replace_module = ours.keeping_devices(model._replace_module)
     model._prepare_model = ours.refuse_replication(model._prepare_model)
