@@ -47,7 +47,7 @@ def linears_of(model: nn.Module, task_type: Any) -> set[str]:
     return found
 
 
-def check_adapter(config: Any, model: nn.Module) -> None:
+def check_adapter(config: Any, model: Any) -> None:
     """Refuses what would write a base weight, or train a copy of one that cannot be trained.
 
     Raises:
@@ -122,13 +122,13 @@ def _check_targets(targeted: dict[str, nn.Module], experts: Iterable[str]) -> No
             )  # fmt: skip
 
 
-def _check_whole(config: Any, model: nn.Module, fixed: dict[str, nn.Module]) -> None:
+def _check_whole(config: Any, model: Any, fixed: dict[str, nn.Module]) -> None:
     """Modules that are trained whole: as copies, or some rows of them."""
     tokens = getattr(config, "trainable_token_indices", None)
     embedding = model.get_input_embeddings() if tokens is not None and hasattr(model, "get_input_embeddings") else None
     names = [] if tokens is None else list(tokens) if isinstance(tokens, dict) else _names_of(embedding, model)
     names += list(getattr(config, "modules_to_save", None) or ())
-    for name, module in model.named_modules():
+    for name, _ in model.named_modules():
         if any(_plain(name).endswith(asked) for asked in names):
             inner = next((key for key in fixed if key == _plain(name) or key.startswith(f"{_plain(name)}.")), None)
             if inner is not None:
@@ -139,17 +139,17 @@ def _check_whole(config: Any, model: nn.Module, fixed: dict[str, nn.Module]) -> 
                 )  # fmt: skip
 
 
-def _check_parameters(config: Any, model: nn.Module, fixed: dict[str, nn.Module]) -> None:
+def _check_parameters(config: Any, model: Any, fixed: dict[str, nn.Module]) -> None:
     fused = {
         f"{name}.{local}" for name in _expert_names(model) for local in ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
     }
     own = {f"{name}.{local}" for name, module in fixed.items() for local in (*module._parameters, "weight")}
-    for asked in getattr(config, "target_parameters", None) or ():
+    for asked in sorted(getattr(config, "target_parameters", None) or ()):
         for name in sorted(fused | own):
             if name == asked or name.endswith(f".{asked}"):
                 raise _refusal(
-                    f"target_parameters names {asked!r}, which is packed, or rests on disk. (PEFT itself puts experts and routers there "
-                    'where target_modules="all-linear" or names them.)', "dense parameters in memory", name,
+                    f"target_parameters names {asked!r}, which is packed, or rests on disk (of a mixture, PEFT itself puts experts "
+                    'and routers there for target_modules="all-linear").', "dense parameters in memory", name,
                     "name the attention layers in target_modules: LoRA on packed experts is not supported",
                 )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _expert_names(model: nn.Module) -> Iterator[str]:
     return (_plain(name) for name, module in model.named_modules() if isinstance(module, PackedExperts))
 
 
-def _head_of(model: nn.Module, task_type: Any) -> nn.Module | None:
+def _head_of(model: Any, task_type: Any) -> nn.Module | None:
     """What PEFT leaves out of "all-linear" by convention: the output embeddings, or the head of a classifier."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None and str(getattr(task_type, "value", task_type)) == "SEQ_CLS":

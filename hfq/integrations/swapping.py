@@ -47,7 +47,7 @@ def swap_packed(
             replaced = model.get_submodule(name)
             module.train(replaced.training)
             if isinstance(module, PackedEmbedding):
-                module.padding_idx = replaced.padding_idx
+                module.padding_idx = replaced.padding_idx  # type: ignore[assignment]
             setattr(model.get_submodule(parent), local, module)
     for name, experts in match.experts.items():
         layers = [

@@ -35,7 +35,8 @@ def prepare_for_training(
     if getattr(model, "peft_config", None):
         raise SetupError(
             "prepare_for_training was called on a model that has adapters, which it would freeze.",
-            expected="a model without adapters", found=", ".join(model.peft_config), fix="call hfq.prepare_for_training before get_peft_model",
+            expected="a model without adapters", found=", ".join(model.peft_config),
+            fix="call hfq.prepare_for_training before get_peft_model",
         )  # fmt: skip
     for parameter in model.parameters():
         parameter.requires_grad = False

@@ -41,6 +41,10 @@ class ExpertCache:
     def __deepcopy__(self, memo: dict) -> ExpertCache:
         raise no_copy("experts that are read when they are routed to")
 
+    def serve(self, module: PackedModule, device: torch.device) -> None:
+        """Has a module fetch its row here for every forward, and compute on this device."""
+        module.fetch, module.is_away, module.brought_to = functools.partial(self.fetch, module), True, device
+
     def prefetch(self, modules: Iterable[PackedModule]) -> None:
         """Begins to read the modules that are not there, as many as the budget holds, in the order of their use."""
         left = self.budget

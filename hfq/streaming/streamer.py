@@ -147,11 +147,7 @@ class Streamer:
             if _is_table(block):
                 self._read_rows(block)
         for module in on_demand:
-            module.fetch, module.is_away, module.brought_to = (
-                lambda module=module: self.experts.fetch(module),
-                True,
-                self.device,
-            )
+            self.experts.serve(module, self.device)
         if root is not None and self.blocks and root is not self.blocks[0].module:
             self._wrap_root(root)
 

@@ -85,7 +85,8 @@ def test_options_of_a_lora_config_mean_what_they_mean_on_dense_layers(options):
 
 
 GPT2 = {
-    "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
 }  # fmt: skip
 SEQ2SEQ = {"input_ids": TOKENS % 96, "decoder_input_ids": TOKENS % 96}
 MODELS = {
