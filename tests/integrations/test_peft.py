@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from coded_models import CASES, LLAMA, T5, write
+from contract.cases import CASES as CONTRACT
 from lora_runs import DISK, HALF, TOKENS, adapt, load, logits, train, unpack
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -122,6 +123,22 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         assert run(loaded(DISK)).is_equal(found)
 
 
+FAMILIES = {type(case.format): case for case in CONTRACT}  # one case of each format
+
+
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=lambda case: case.id)
+def test_every_format_carries_adapters(case, tmp_path):
+    tensors = tiny_models.packed_tensors(case.format)
+    path = tiny_models.write_model(tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
+    models = [load(path, device_map, activations="none") for device_map in (None, None, DISK)]
+    inputs = {"input_ids": TOKENS % 96, "labels": TOKENS % 96}
+    expected, resident, disk = (
+        train(adapt(model, ["q_proj", "down_proj"], use_dora=True), 1, inputs) for model in (unpack(models[0]), *models[1:])
+    )
+    assert resident.is_equal(expected)
+    assert disk.is_equal(expected)
+
+
 def test_all_linear_names_what_peft_names_on_the_dequantized_model():
     configs = [LoraConfig(target_modules="all-linear") for _ in range(3)]
     for config, model in zip(configs, (unpack(load()), load(), load(device_map=DISK)), strict=True):
@@ -162,6 +179,16 @@ def test_adapters_are_saved_alone_and_loaded_into_any_placement(trained, device_
     assert torch.equal(logits(model.unload()), base)
     empty = PeftModel.from_pretrained(load(device_map=device_map), folder, low_cpu_mem_usage=True)
     assert torch.equal(logits(empty), expected)
+
+
+def test_adapters_of_a_packed_model_fit_the_unquantized_one(trained):
+    folder, expected, _, _ = trained
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama", dtype=torch.float32), folder
+    )
+    found = logits(plain)
+    assert (found - expected).norm() < 0.5 * expected.norm()  # the base is another one: 4 bits against 16
+    torch.testing.assert_close(logits(plain.merge_and_unload()), found, rtol=1e-3, atol=1e-3)  # merging rounds
 
 
 @pytest.mark.parametrize("device_map", [None, DISK], ids=["resident", "disk"])
