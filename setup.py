@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21"]
 
 setup(
     name="hfq",
@@ -30,7 +30,7 @@ setup(
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.19"],
-        "peft": ["peft>=0.18"],
+        "peft": ["peft>=0.21"],
         "fms": ["ibm-fms>=1.2"],
         "bench": ["matplotlib>=3.8"],
         "test": TEST,

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from hfq.formats import FORMATS, Format
     from hfq.integrations.layer_major import layer_major
     from hfq.integrations.report import report
+    from hfq.integrations.training import prepare_for_training
     from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
     from hfq.placement.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "layer_major", "report", "take_over",
+    "PlacementError", "SetupError", "layer_major", "prepare_for_training", "report", "take_over",
 ]  # fmt: skip
 
 _LAZY = {
@@ -36,6 +37,7 @@ _LAZY = {
     "HfqQuantizer": "hfq.integrations.transformers",
     "Plan": "hfq.placement.plan",
     "layer_major": "hfq.integrations.layer_major",
+    "prepare_for_training": "hfq.integrations.training",
     "report": "hfq.integrations.report",
     "take_over": "hfq.integrations.transformers",
 }

@@ -1,4 +1,4 @@
-"""Tiny models whose own code reads, moves or initialises the weights of its layers, packed in FP8."""
+"""Tiny models of many architectures, some of whose code reads the weights of its layers, packed as FP8."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import re
 import tiny_models
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.pytorch_utils import Conv1D
 
 from hfq.checkpoint import write_safetensors
 from hfq.formats.fp8 import Fp8
@@ -41,9 +42,11 @@ def write(folder, auto, kind: str, options: dict, packed: str):
     for name, tensor in list(model.state_dict().items()):
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and re.search(packed, module):
-            stored = weight_format.quantize(tensor)
+            is_transposed = isinstance(model.get_submodule(module), Conv1D)
+            stored = weight_format.quantize(tensor.t().contiguous() if is_transposed else tensor)
             tensors |= {f"{module}.{local}": t for local, t in stored.items()}
-            model.get_parameter(name).data = weight_format.dequantize(stored)
+            weight = weight_format.dequantize(stored)
+            model.get_parameter(name).data = weight.t().contiguous() if is_transposed else weight
         elif name not in model.all_tied_weights_keys:
             tensors[name] = tensor.clone()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Every patch of another project, each with the upstream line it answers. All act only when an `HfqConfig` is passed.
+"""Every patch of another project, each with the upstream line it answers. All act only on models of an `HfqConfig`.
 
-Tested with transformers 5.17.0 and 5.23.0.
+Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
 
 1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the checkpoint's
    ("The model is quantized with X but you are passing a HfqConfig config", `merge_quantization_configs`), and skips methods
@@ -17,6 +17,13 @@ Tested with transformers 5.17.0 and 5.23.0.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
    side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
    quantization would name one.
+6. peft, once it is imported; the logic is in `hfq.integrations.peft`. `LoraModel._create_new_module` (tuners/lora/model.py) has a
+   fixed list of layers; `_replace_module` there moves adapters to where `qweight` rests, which is meta for a layer on disk;
+   `_prepare_model` and `_check_merge_allowed` come before the first layer of a replication and of a merge, which are refused.
+   `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by class. `PeftModel.load_adapter`
+   (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft.py) reads
+   such homes as devices. `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32,
+   scales among them, unless it knows the method: it becomes `hfq.prepare_for_training`.
 """
 
 from __future__ import annotations
@@ -38,7 +45,9 @@ from hfq.integrations.transformers import METHOD, HfqConfig
 from hfq.integrations.zero_config import is_zero3
 from hfq.integrations.zero_deal import described_folder
 
-__all__ = ["opened_checkpoint", "passed_key_mapping", "patch_auto_factory", "patch_modeling_utils", "show_device"]
+__all__ = [
+    "opened_checkpoint", "passed_key_mapping", "patch_auto_factory", "patch_modeling_utils", "patch_peft", "show_device",
+]  # fmt: skip
 
 _active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
@@ -75,6 +84,29 @@ def patch_auto_factory(module: Any) -> None:
         owners += owner.__subclasses__()
         if "from_pretrained" in owner.__dict__ and not hasattr(owner.__dict__["from_pretrained"].__func__, "_hfq_guards"):
             _guard(owner)
+
+
+def patch_peft(module: Any) -> None:
+    """Patch 6."""
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    from hfq.integrations import peft as ours
+
+    tuners, model = module.tuners.tuners_utils, module.tuners.lora.model.LoraModel
+    if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
+        return
+    including = ours.including(tuners._maybe_include_all_linear_layers)
+    for owner in (tuners, getattr(module.utils, "transformers_weight_conversion", tuners)):
+        owner._maybe_include_all_linear_layers = including
+    model._create_new_module = staticmethod(ours.dispatching(model._create_new_module))
+    model._replace_module = ours.keeping_devices(model._replace_module)
+    model._prepare_model = ours.refuse_replication(model._prepare_model)
+    model._check_merge_allowed = ours.refuse_merge(model._check_merge_allowed)
+    for owner in (module.PeftModel, PeftAdapterMixin):
+        owner.load_adapter = ours.without_homes(owner.load_adapter)
+    prepare = _preparing(module.prepare_model_for_kbit_training)
+    for owner in (module, module.utils, module.utils.other):
+        owner.prepare_model_for_kbit_training = prepare
 
 
 def show_device(model: Any, device: Any) -> None:
@@ -122,6 +154,20 @@ def _completing(original):
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
+
+
+def _preparing(original):
+    @functools.wraps(original)
+    def prepare_model_for_kbit_training(
+        model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
+    ):
+        from hfq.integrations.training import prepare_for_training
+
+        if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:
+            return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, *args, **kwargs)
+        return prepare_for_training(model, use_gradient_checkpointing, gradient_checkpointing_kwargs)
+
+    return prepare_model_for_kbit_training
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:

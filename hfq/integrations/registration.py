@@ -1,4 +1,4 @@
-"""Registers hfq with transformers when transformers is imported, before or after hfq, so that `import hfq` stays light."""
+"""Registers hfq with transformers and PEFT when they are imported, before or after hfq, so that `import hfq` stays light."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _CALLBACKS = {
     "transformers.quantizers.auto": ("hfq.integrations.transformers", "register_with"),
     "transformers.modeling_utils": ("hfq.integrations.compat", "patch_modeling_utils"),
     "transformers.models.auto.auto_factory": ("hfq.integrations.compat", "patch_auto_factory"),
+    "peft": ("hfq.integrations.compat", "patch_peft"),
 }
 
 
@@ -22,7 +23,7 @@ _pending: dict[str, ModuleType] = {}
 
 
 def register() -> None:
-    """Runs each callback now where its module of transformers is loaded, and otherwise as soon as it is."""
+    """Runs each callback now where its module is loaded, and otherwise as soon as it is."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())

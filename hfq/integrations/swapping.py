@@ -44,7 +44,10 @@ def swap_packed(
         if found.slot.kind == "weight":
             pack_weight(model.get_submodule(parent), module)
         elif found.slot.kind != "expert":
-            module.train(model.get_submodule(name).training)
+            replaced = model.get_submodule(name)
+            module.train(replaced.training)
+            if isinstance(module, PackedEmbedding):
+                module.padding_idx = replaced.padding_idx  # type: ignore[assignment]
             setattr(model.get_submodule(parent), local, module)
     for name, experts in match.experts.items():
         layers = [

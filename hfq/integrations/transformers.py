@@ -87,7 +87,14 @@ class HfqConfig(QuantizationConfigMixin):
                 fix="remove or correct the option",
             )  # fmt: skip
         check_kernel(kernel)
-        chosen = {"activations": activations, "backing": backing, "stream": stream, "verify": verify, "load": load, "nvme": nvme}
+        chosen = {
+            "activations": activations,
+            "backing": backing,
+            "stream": stream,
+            "verify": verify,
+            "load": load,
+            "nvme": nvme,
+        }
         _check_choices(chosen)
         _check_values(modules_to_not_convert, expert_cache_nbytes, source)
         self.quant_method = METHOD  # transformers takes any string that is registered

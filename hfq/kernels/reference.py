@@ -32,13 +32,14 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     """
     rows = activations.reshape(-1, activations.shape[-1])
     out_features, _ = weight_format.shape(tensors)
-    result = rows.new_empty(rows.shape[0], out_features)
+    result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
+    flat = result.view(-1, out_features)
     for start, panel in _panels(tensors, weight_format, activations.dtype):
-        torch.mm(rows, panel.t(), out=result[:, start : start + panel.shape[0]])
+        torch.mm(rows, panel.t(), out=flat[:, start : start + panel.shape[0]])
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
-    return result.view(*activations.shape[:-1], out_features)
+    return result
 
 
 def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:

@@ -23,7 +23,13 @@ class PackedEmbedding(PackedModule):
         embedding_dim: The size of a row.
         weight_format: The format of its tensors.
         infos: Where each tensor is stored, by local on-disk name.
+
+    Attributes:
+        padding_idx: The token whose row an adapter leaves as it is, as in `nn.Embedding`; so are the four after it.
     """
+
+    padding_idx: int | None = None
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
         self,

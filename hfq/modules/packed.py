@@ -12,7 +12,7 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.dtypes import torch_dtype
-from hfq.modules.away import AwayParameter
+from hfq.modules.away import AwayParameter, check_stays
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
 
@@ -52,6 +52,7 @@ class PackedModule(nn.Module):
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
+        self.brought_to: torch.device | None = None  # where a streamer brings it; None where it computes where it rests
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}
@@ -122,6 +123,15 @@ class PackedModule(nn.Module):
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes, wherever it rests."""
+        return self.brought_to or next(parameter.device for parameter in self._parameters.values() if parameter is not None)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in the model's dtype, as `weight` gives it; PEFT calls this of a layer that holds HQQ's `W_q`."""
+        return self._dequantized()
+
     def __getattr__(self, name: str):
         """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among the parameters."""
         if name == "weight":
@@ -163,10 +173,13 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype touches."""
-        probe = fn(torch.empty(0, dtype=self.dtype))
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.brought_to))
         self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
         if self._is_gathered is not None:
             return self  # where a shard rests is settled by ZeRO
+        if self.brought_to is not None:
+            check_stays(self.name, self.brought_to, probe.device)
+            return self
         for local, parameter in self._parameters.items():
             if parameter is None:
                 continue

@@ -11,6 +11,7 @@ from torch import nn
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
+from hfq.streaming.away import AwayParameter
 from hfq.streaming.layout import BlockLayout
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
@@ -39,6 +40,12 @@ class DenseParameter:
         self.module._parameters[self.local] = value if isinstance(value, nn.Parameter) else _frozen(value)
         return resting  # type: ignore[return-value]
 
+    def bring_to(self, name: str, device: torch.device) -> None:
+        """Tells the parameter where it will be brought."""
+        parameter = self.module._parameters[self.local]
+        if isinstance(parameter, AwayParameter):
+            parameter.name, parameter.brought_to = name, device
+
     @property
     def dtype(self) -> torch.dtype:
         """What it is cast to."""
@@ -62,6 +69,13 @@ class Block:
     def moved(self, device: torch.device) -> tuple[PackedModule, ...]:
         """The packed modules that must be brought to a device; the others rest in memory it computes with."""
         return tuple(module for module in self.packed if device.type != "cpu" or is_on_disk(module))
+
+    def bring_to(self, device: torch.device) -> None:
+        """Tells every part where it will be brought."""
+        for module in self.moved(device):
+            module.brought_to = device
+        for slot in self.dense:
+            slot.bring_to(f"{self.name}.{slot.local}", device)
 
     def infos(self, device: torch.device) -> list[TensorInfo]:
         """The stored tensors that must be brought to a device."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from hfq.checkpoint.filesystem import available_memory
 from hfq.modules.packed import PackedModule
 from hfq.streaming.guards import no_copy
 from hfq.streaming.pool import Pool, Ticket
 
-__all__ = ["ExpertCache"]
+__all__ = ["ExpertCache", "cache_nbytes"]
 
 Row = Mapping[str, torch.Tensor]
+
+_SHARE = 0.1
+"""Of the memory that is available, what experts may take where nobody says."""
 
 
 class ExpertCache:
@@ -40,6 +44,10 @@ class ExpertCache:
 
     def __deepcopy__(self, memo: dict) -> ExpertCache:
         raise no_copy("experts that are read when they are routed to")
+
+    def serve(self, module: PackedModule, device: torch.device) -> None:
+        """Has a module fetch its row here for every forward, and compute on this device."""
+        module.fetch, module.is_away, module.brought_to = functools.partial(self.fetch, module), True, device
 
     def prefetch(self, modules: Iterable[PackedModule]) -> None:
         """Begins to read the modules that are not there, as many as the budget holds, in the order of their use."""
@@ -98,3 +106,10 @@ class ExpertCache:
 
 def _nbytes(module: PackedModule) -> int:
     return sum(info.nbytes for info in module.infos.values())
+
+
+def cache_nbytes(asked: int | None, modules: Sequence[PackedModule]) -> int:
+    """The most bytes to keep of these modules: what was asked for, else a tenth of the available memory."""
+    if asked is not None or not modules:
+        return asked or 0
+    return int((available_memory() or 0) * _SHARE)

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, read_tensor
 from hfq.placement.budget import READ_AHEAD_NBYTES
 from hfq.streaming.block import Binding, Block, DenseParameter, Resting, is_on_disk, owners_within
-from hfq.streaming.expert_cache import ExpertCache
+from hfq.streaming.expert_cache import ExpertCache, cache_nbytes
 from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
 from hfq.streaming.lane import lane_to
 from hfq.streaming.layout import lay_out
@@ -37,8 +36,6 @@ from hfq.streaming.schedule import Schedule
 from hfq.streaming.source import Source
 
 __all__ = ["StreamOptions", "Streamer"]
-
-_SHARE_FOR_EXPERTS = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._in_use: list[int] = []
         self.waited_seconds, self.apart, self.passes = 0.0, 0, 0
-        self.experts = ExpertCache(self._read, self.pool, _expert_budget(options, on_demand))
+        self.experts = ExpertCache(self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand))
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _streamers.add(self)
         self._record()
@@ -147,10 +144,11 @@ class Streamer:
             for module in block.packed:
                 module.fetch = lambda module=module: self._read(module)
         for block in blocks:
+            block.bring_to(self.device)
             if _is_table(block):
                 self._read_rows(block)
         for module in on_demand:
-            module.fetch, module.is_away = lambda module=module: self.experts.fetch(module), True
+            self.experts.serve(module, self.device)
         if root is not None and self.blocks and root is not self.blocks[0].module:
             self._wrap_root(root)
 
@@ -283,12 +281,6 @@ def _is_table(block: Block) -> bool:
 
 def _rests_on_disk(block: Block) -> bool:
     return any(is_on_disk(module) for module in block.packed) or any(slot.home == "disk" for slot in block.dense)
-
-
-def _expert_budget(options: StreamOptions, on_demand: Sequence[PackedModule]) -> int:
-    if options.expert_cache_nbytes is not None or not on_demand:
-        return options.expert_cache_nbytes or 0
-    return int((available_memory() or 0) * _SHARE_FOR_EXPERTS)
 
 
 _streamers: weakref.WeakSet[Streamer] = weakref.WeakSet()

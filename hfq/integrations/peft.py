@@ -1,0 +1,206 @@
+"""LoRA on packed modules: adapters beside a base that is read and never written; what would write it is refused by name.
+
+Imported by `compat` once PEFT is, and never before. Tested with peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import peft
+import torch
+from packaging.version import Version
+from peft.tuners.lora import layer as lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hfq.errors import SetupError
+from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
+from hfq.modules.embedding import PackedEmbedding
+from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
+from hfq.streaming.away import AwayParameter
+
+__all__ = [
+    "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "including", "keeping_devices", "refuse_merge", "refuse_replication",
+    "without_homes",
+]  # fmt: skip
+
+_OLDEST = "0.21"
+
+
+class _Fixed:
+    """What both layers share: where their adapters are put, and that the base weight is not written.
+
+    PEFT asks the base's `weight` for its device and dtype: reading it dequantizes a packed one, and of one on disk the device is
+    meta, to which adapters would be lost.
+    """
+
+    get_base_layer: Callable[[], nn.Module]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(_leave_out)  # type: ignore[attr-defined]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight in the model's dtype, for model code that reads it."""
+        return self.get_base_layer().weight  # type: ignore[return-value]
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        if isinstance(module, PackedEmbedding):
+            return module.num_embeddings, module.embedding_dim
+        if isinstance(module, PackedModule):
+            return module.in_features, module.out_features
+        return super()._get_in_out_features(module)  # type: ignore[misc]
+
+    def _get_base_layer_device_and_dtype(self, base: nn.Module) -> tuple[torch.device, torch.dtype]:
+        if isinstance(base, PackedModule):
+            return base.compute_device, base.dtype
+        weight = base._parameters.get("weight")
+        if isinstance(weight, AwayParameter) and weight.brought_to is not None:
+            return weight.brought_to, weight.dtype
+        return super()._get_base_layer_device_and_dtype(base)  # type: ignore[misc]
+
+    def merge(self, *_: Any, **__: Any) -> None:
+        """Refused: packed weights are never rewritten.
+
+        Raises:
+            SetupError: Always.
+        """
+        raise _no_merge(type(self.get_base_layer()).__name__)
+
+    def unmerge(self) -> None:
+        """Refused as `merge` is: nothing was merged."""
+        raise _no_merge(type(self.get_base_layer()).__name__)
+
+
+class FixedLoraLinear(_Fixed, lora.Linear):
+    """LoRA on a linear layer whose weight is packed, or rests on disk; PEFT's own forward."""
+
+
+class FixedLoraEmbedding(_Fixed, lora.Embedding):
+    """LoRA on an embedding whose table is packed, or rests on disk; PEFT's own forward."""
+
+
+def dispatching(original: Callable) -> Callable:
+    """`LoraModel._create_new_module` that knows packed modules and those that rest on disk."""
+
+    @functools.wraps(original)
+    def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if not is_fixed(base):
+            return original(lora_config, adapter_name, target, **kwargs)
+        kwargs.pop("parameter_name", None)
+        if isinstance(base, (PackedEmbedding, nn.Embedding)):
+            return FixedLoraEmbedding(target, adapter_name, config=lora_config, **kwargs)
+        is_transposed = base.is_transposed if isinstance(base, PackedLinear) else isinstance(base, Conv1D)
+        if lora_config.fan_in_fan_out != is_transposed:
+            warnings.warn(f"fan_in_fan_out is set to {is_transposed}, as the layers of this model are stored.", stacklevel=2)
+            lora_config.fan_in_fan_out = is_transposed
+        return FixedLoraLinear(target, adapter_name, config=lora_config, is_target_conv_1d_layer=is_transposed, **kwargs)
+
+    return create_new_module
+
+
+def keeping_devices(original: Callable) -> Callable:
+    """`LoraModel._replace_module` that leaves adapters where they were put, and not where a packed base rests."""
+
+    @functools.wraps(original)
+    def replace_module(self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        base = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
+        if is_fixed(base):
+            setattr(parent, child_name, new_module)
+        else:
+            original(self, parent, child_name, new_module, child)
+
+    return replace_module
+
+
+def including(original: Callable) -> Callable:
+    """`_maybe_include_all_linear_layers` that counts packed layers, too, and checks the adapter before a layer is replaced."""
+
+    @functools.wraps(original)
+    def maybe_include_all_linear_layers(peft_config: Any, model: nn.Module) -> Any:
+        if not any(is_fixed(module) for module in model.modules()):
+            return original(peft_config, model)
+        if Version(peft.__version__) < Version(_OLDEST):
+            raise SetupError(
+                "hfq does not support this version of PEFT.", expected=f"peft {_OLDEST} or newer", found=peft.__version__,
+                fix=f"pip install 'peft>={_OLDEST}'",
+            )  # fmt: skip
+        target = getattr(peft_config, "target_modules", None)
+        is_all = isinstance(target, str) and target.lower() == "all-linear"
+        peft_config = original(peft_config, model)
+        if is_all:
+            peft_config.target_modules = {*peft_config.target_modules, *linears_of(model, peft_config.task_type)}
+        check_adapter(peft_config, model)
+        return peft_config
+
+    return maybe_include_all_linear_layers
+
+
+def refuse_replication(original: Callable) -> Callable:
+    """`LoraModel._prepare_model`, which replicates layers before any adapter is looked at, that refuses models it cannot copy."""
+
+    @functools.wraps(original)
+    def prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
+        if peft_config.layer_replication:
+            check_replication(model)
+        original(self, peft_config, model)
+
+    return prepare_model
+
+
+def refuse_merge(original: Callable) -> Callable:
+    """`LoraModel._check_merge_allowed`, which comes before the first layer is merged, that refuses packed layers."""
+
+    @functools.wraps(original)
+    def check_merge_allowed(self: Any) -> None:
+        fixed = next((name for name, module in self.model.named_modules() if isinstance(module, _Fixed)), None)
+        if fixed is not None:
+            raise _no_merge(fixed)
+        original(self)
+
+    return check_merge_allowed
+
+
+def without_homes(original: Callable) -> Callable:
+    """`load_adapter` of a model that does not see `cpu` and `disk` homes: PEFT would hand the model to accelerate's hooks."""
+
+    @functools.wraps(original)
+    def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden = [(model, vars(model).pop("hf_device_map")) for model in _loaded_by_hfq(self)]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for model, homes in hidden:
+                model.hf_device_map = homes
+
+    return load_adapter
+
+
+def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
+    for module in list(model.modules()):
+        is_loaded = getattr(vars(module).get("hf_quantizer"), "loading", None) is not None
+        homes = vars(module).get("hf_device_map") or {}
+        if is_loaded and any(str(home) in ("cpu", "disk") for home in homes.values()):
+            yield module
+
+
+def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
+    """Leaves a base on disk out of the state: PEFT writes the base of an embedding beside its adapter, and meta has no values."""
+    for key in [key for key, tensor in state_dict.items() if key.startswith(f"{prefix}base_layer.") and tensor.is_meta]:
+        del state_dict[key]
+
+
+def _no_merge(found: str) -> SetupError:
+    return SetupError(
+        "Adapters cannot be merged into packed weights, or into weights that rest on disk: they are never rewritten.",
+        expected="adapters that stay beside the model", found=found,
+        fix="keep the adapter (save_pretrained writes it alone), or load it onto the unquantized model and merge it there",
+    )  # fmt: skip

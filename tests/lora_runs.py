@@ -1,0 +1,103 @@
+"""LoRA on the tiny models: loads, plain models of the same weights, and short runs that are compared bit for bit."""
+
+from dataclasses import dataclass
+
+import tiny_models
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hfq import HfqConfig
+from hfq.modules.embedding import PackedEmbedding
+from hfq.modules.packed import PackedModule
+
+PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
+DISK = {"": "disk"}
+HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
+TOKENS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of some steps left behind."""
+
+    model: nn.Module
+    losses: list[float]
+    first_grads: dict[str, torch.Tensor]
+    adapters: dict[str, torch.Tensor]
+
+    def is_equal(self, other: "Run") -> bool:
+        """Whether every loss, every gradient of the first step and every trained value is the same, bit for bit."""
+        pairs = ((self.first_grads, other.first_grads), (self.adapters, other.adapters))
+        same = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+        return same and self.losses == other.losses and len(self.adapters) > 0
+
+
+def load(path="gptq", device_map=None, dtype=torch.float32, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        PATHS.get(path, path), quantization_config=HfqConfig(**options), dtype=dtype, device_map=device_map
+    )
+
+
+def unpack(model: nn.Module) -> nn.Module:
+    """The same model with torch's own layers in the place of packed ones."""
+    for name, packed in list(model.named_modules()):
+        if isinstance(packed, PackedModule):
+            model.set_submodule(name, _unpacked(packed))
+    return model
+
+
+def _unpacked(packed: PackedModule) -> nn.Module:
+    weight, bias = packed.weight, packed.bias
+    if isinstance(packed, PackedEmbedding):
+        layer = nn.Embedding(packed.num_embeddings, packed.embedding_dim, packed.padding_idx, dtype=weight.dtype)
+    elif packed.is_transposed:
+        layer = Conv1D(packed.out_features, packed.in_features).to(weight.dtype)
+    else:
+        layer = nn.Linear(packed.in_features, packed.out_features, bias=bias is not None, dtype=weight.dtype)
+    layer.weight.data.copy_(weight)
+    if bias is not None:
+        layer.bias.data.copy_(bias)
+    return layer.requires_grad_(False)
+
+
+def adapt(model: nn.Module, target_modules="all-linear", task_type: str | None = "CAUSAL_LM", **options) -> nn.Module:
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=target_modules, task_type=task_type, **options))
+
+
+def train(model: nn.Module, steps: int = 3, inputs: dict | None = None) -> Run:
+    """Trains the adapters of a model on one batch, with AdamW."""
+    inputs = {"input_ids": TOKENS, "labels": TOKENS} if inputs is None else inputs
+    model.train()
+    torch.manual_seed(1)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses, first = [], {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = model(**inputs)
+        loss = outputs.logits.float().square().mean() if outputs.get("loss") is None else outputs.loss
+        loss.backward()
+        first = first or {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
+        optimizer.step()
+        losses.append(loss.item())
+    return Run(model, losses, first, {name: parameter.detach().clone() for name, parameter in trained.items()})
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+def packed_bytes(model: nn.Module) -> dict[str, bytes]:
+    """The bytes of every packed tensor that is in memory."""
+    return {
+        f"{name}.{local}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for local, tensor in module.resting_tensors().items()
+        if not tensor.is_meta
+    }
