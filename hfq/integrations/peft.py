@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
 from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
+from hfq.modules.away import AwayParameter
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
-from hfq.streaming.away import AwayParameter
 
 __all__ = [
     "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "including", "keeping_devices", "refuse_merge", "refuse_replication",

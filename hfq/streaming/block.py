@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfq.modules.away import AwayParameter
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
-from hfq.streaming.away import AwayParameter
 from hfq.streaming.layout import BlockLayout
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
