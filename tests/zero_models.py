@@ -6,6 +6,7 @@ from pathlib import Path
 import code_models
 import moe_models
 import tiny_models
+from contract.cases import Case
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
@@ -43,6 +44,12 @@ def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str |
         written = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(written | {"tie_word_embeddings": True}))
     return str(path)
+
+
+def write_dialect(folder: Path, case: Case) -> str:
+    """The tiny Llama of one row of the contract suite."""
+    tensors = tiny_models.packed_tensors(case.format)
+    return str(tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind))
 
 
 def write_mixtral(folder: Path) -> str:

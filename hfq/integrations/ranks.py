@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from hfq.errors import HfqError, PlacementError, SetupError
 
-__all__ = ["exchange", "raise_together", "start_distributed"]
+__all__ = ["attempt", "exchange", "raise_together", "start_distributed"]
 
 
 def start_distributed() -> tuple[int, int]:
@@ -64,7 +65,7 @@ def raise_together(error: Exception | None) -> None:
             )  # fmt: skip
 
 
-def attempt(work: Any, *arguments: Any) -> tuple[Any, Exception | None]:
+def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
     """(what `work` gives, None), or (None, the error it raised), to be told to the other ranks."""
     try:
         return work(*arguments), None

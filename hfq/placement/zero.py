@@ -149,7 +149,7 @@ def check_same_plan(digests: Iterable[Mapping[str, str]]) -> None:
         if differing:
             raise PlacementError(
                 "The ranks of this run do not mean the same model; nothing was loaded.", rank=rank,
-                expected="what rank 0 has", found=f"another {differing[0]}", problems=[f"differs: {what}" for what in differing],
+                expected="what rank 0 has", found=f"a difference in: {', '.join(differing)}",
                 fix="give all ranks the same files, config, options and package versions",
             )  # fmt: skip
 

@@ -41,6 +41,9 @@ def results(folder, sources):
          "options": {"load": "broadcast"}},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
         {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
+        {"id": "trains on cpu", "checkpoint": sources["gptq4"], "home": "cpu", "trains": True},
+        {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
+        {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
     ]  # fmt: skip
     return launch(folder / "run", cases, ranks=2)
 
@@ -113,3 +116,25 @@ def test_ranks_that_mean_different_models_find_out_before_they_share_anything(re
         assert "The ranks of this run do not mean the same model" in found["another model"]["error"]
         assert "rank: 1" in found["another model"]["error"]
         assert "sizes of the checkpoint's files" in found["another model"]["error"]
+
+
+@pytest.mark.parametrize("case", ["trains on cpu", "trains in place", "trains mixtral"])
+def test_gradients_flow_through_packed_layers_and_change_none_of_their_bytes(case, results):
+    for found in results:
+        assert "error" not in found[case], found[case]["trace"]
+        losses = found[case]["losses"]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < 0.5 * losses[0]
+        assert found[case]["gathered_equals_file"]
+    assert results[0][case]["losses"] == results[1][case]["losses"]
+
+
+def test_training_is_the_same_wherever_shards_rest_and_with_recomputation(results):
+    assert results[0]["trains in place"]["losses"] == results[0]["trains on cpu"]["losses"]
+
+
+def test_a_checkpoint_of_deepspeed_holds_no_packed_rows_and_continues_the_curve(results):
+    for found in results:
+        assert found["trains in place"]["resumed"] == found["trains in place"]["losses"][2:]
+        own_code = 41_070  # zero_to_fp32.py and zero_to_torch.py of DeepSpeed 0.19.8
+        assert found["trains in place"]["saved_nbytes"] - own_code < 1.2 * found["none"]["packed_total"]

@@ -123,6 +123,48 @@ def hfq_report(model):
     return hfq.report(model)
 
 
+def trainer(case: dict, path: str, config: dict):
+    """An engine that trains the norms and the head on packed frozen layers."""
+    model = load(case, path, **case.get("options", {})).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "lm_head" in name)
+    if case.get("recomputes"):
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def steps(engine, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        tokens = torch.tensor([TOKENS[0]])
+        loss = engine(tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(case: dict, path: str, folder: Path) -> dict:
+    """The losses of four steps, and of the last two once more after DeepSpeed's checkpoint was loaded into a new engine."""
+    config = ds_config(case["home"], folder) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    alive = HfDeepSpeedConfig(config)
+    engine = trainer(case, path, config)
+    losses = steps(engine, 2)
+    if case.get("resumes"):
+        engine.save_checkpoint(folder / "checkpoint", exclude_frozen_parameters=True)
+    losses += steps(engine, 2)
+    found = {"losses": losses, "gathered_equals_file": gathered_equals_file(engine.module, engine.module.hf_quantizer.loading)}
+    if case.get("resumes"):
+        again = trainer(case, path, config)
+        again.load_checkpoint(folder / "checkpoint", load_module_strict=False)  # frozen parameters are not in it
+        found["resumed"] = steps(again, 2)
+        found["saved_nbytes"] = sum(file.stat().st_size for file in (folder / "checkpoint").rglob("*") if file.is_file())
+    del alive
+    return found
+
+
 def run_stock(folder: Path) -> dict:
     """What DeepSpeed's own partitioning to NVMe makes of a frozen int32 parameter, as of GPTQ words."""
     words = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
@@ -167,6 +209,9 @@ def main() -> None:
         try:
             if case.get("stock"):
                 results[case["id"]] = run_stock(arguments.out / case["id"])
+                continue
+            if case.get("trains"):
+                results[case["id"]] = train(case, path, arguments.out / case["id"])
                 continue
             if path not in plain and not case.get("fails"):
                 model = load(case, path)
