@@ -29,6 +29,7 @@ def need(home: str) -> None:
         )
 
 
+ONE = [("gptq4", home) for home in HOMES]
 TWO = [(name, home) for name in FORMATS for home in HOMES if (name, home) not in FAST]
 THREE = [
     *((name, "none") for name in FORMATS),
@@ -52,7 +53,7 @@ def run(tmp_path_factory, sources):
 
     def results(ranks: int) -> list[dict]:
         if ranks not in done:
-            pairs = TWO if ranks == 2 else THREE
+            pairs = {1: ONE, 2: TWO, 3: THREE}[ranks]
             cases = [
                 {"id": f"{name} {home}", "checkpoint": sources[name], "home": HOMES[home][0], "options": HOMES[home][1]}
                 for name, home in pairs
@@ -77,6 +78,12 @@ def test_two_ranks_are_exact_and_each_reads_and_holds_its_part(name, home, run):
         found = results[f"{name} {home}"]
         check_exact(found, ranks=2, is_read=home != "in place")
         assert (found["written"] > 0) == (home == "swap")
+
+
+@pytest.mark.parametrize(("name", "home"), ONE)
+def test_one_rank_holds_whole_rows(name, home, run):
+    need(home)
+    check_exact(run(1)[0][f"{name} {home}"], ranks=1, is_read=home != "in place")
 
 
 @pytest.mark.parametrize(("name", "home"), THREE)
