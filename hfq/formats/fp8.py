@@ -23,8 +23,9 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect
 from hfq.formats.fp8_config import Hints, guess_block, read_hints
+from hfq.formats.sharding import Fp8Shards
 from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
@@ -42,7 +43,7 @@ _SCALES = (*FLOATS, *_POWERS)
 
 
 @dataclass(frozen=True)
-class Fp8(Format):
+class Fp8(Fp8Shards):
     """FP8 with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:
