@@ -37,8 +37,8 @@ from hfq.formats.gptq_config import (
     read_zero_reading,
     stored_bits,
 )
-from hfq.formats.sharding import GptqShards
 from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
+from hfq.formats.sharding import GptqShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 

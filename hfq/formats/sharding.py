@@ -1,7 +1,7 @@
 """Where a packed layer may be cut for tensor parallelism, and which part of each of its tensors then belongs to a rank.
 
-A cut is exact: it lies between whole words of packed codes and, along the axis that scales are shared on, between whole groups or
-blocks, so that every weight of a slice is computed from the same codes, scales and zero points as in the whole layer.
+A cut is exact: every weight of a slice is computed from the same codes, scales and zero points as in the whole layer. So it lies
+between whole words of packed codes, and between whole groups where the format has no other way to say which group a channel is in.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GptqShards(Format):
 
 
 class Fp8Shards(Format):
-    """How `Fp8` is cut: anywhere along the output, but for a grid of blocks; between groups or blocks along the input."""
+    """How `Fp8` is cut: anywhere, but for groups of the input; a slice takes the scales of all blocks that it reaches into."""
 
     strategy: Any
     block_structure: tuple[int, int] | None
@@ -94,24 +94,25 @@ class Fp8Shards(Format):
         self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
     ) -> tuple[Format, Cuts]:
         dim = 0 if part.axis == "out" else 1
-        codes, shape = Cut(dim, part.start, part.stop), infos[self.scale_name].shape
+        codes = Cut(dim, part.start, part.stop)
         if self.strategy == "block":
-            block = (self.block_structure or (128, 128))[dim]
-            _check_aligned(self, part, block, f"blocks of {block}")
-            scale: Cut | None = Cut(2 * dim if len(shape) == 4 else dim, *part.units(block))
-        elif part.axis == "out":
-            scale = None if self.strategy == "tensor" else codes
-        elif self.strategy == "group":
+            return self._blocks(part, infos, codes)
+        if self.strategy == "group" and part.axis == "in":
             size = self.group_size or part.size
             _check_aligned(self, part, size, f"groups of {size} channels")
-            scale = Cut(1, *part.units(size))
-        else:
-            scale = None
-        format_: Format = self
-        if self.scale_shape is not None and scale is not None:
-            local = (*shape[: scale.dim], scale.stop - scale.start, *shape[scale.dim + 1 :])
-            format_ = _replaced(self, scale_shape=local)
-        return format_, _cuts(part, infos, {"weight": codes, self.scale_name: scale})
+            return self, _cuts(part, infos, {"weight": codes, self.scale_name: Cut(1, *part.units(size))})
+        has_rows = part.axis == "out" and self.strategy != "tensor"
+        return self, _cuts(part, infos, {"weight": codes, self.scale_name: codes if has_rows else None})
+
+    def _blocks(self, part: LayerSlice, infos: Mapping[str, TensorInfo], codes: Cut) -> tuple[Format, Cuts]:
+        block, shape = (self.block_structure or (128, 128))[codes.dim], infos[self.scale_name].shape
+        first, last = part.units(block)
+        scale = Cut(2 * codes.dim if len(shape) == 4 else codes.dim, first, last)
+        offset = part.start - first * block
+        found = _replaced(self, block_offset=(offset, 0) if codes.dim == 0 else (0, offset))
+        if self.scale_shape is not None:
+            found = _replaced(found, scale_shape=(*shape[: scale.dim], last - first, *shape[scale.dim + 1 :]))
+        return found, _cuts(part, infos, {"weight": codes, self.scale_name: scale})
 
 
 def _cuts(part: LayerSlice, infos: Iterable[str], packed: Cuts, dropped: tuple[str, ...] = ()) -> Cuts:

@@ -119,6 +119,11 @@ def _completing(original):
         loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
         if loading is None or not hasattr(loading, "saved_like_source"):
             return original(self, save_directory, *args, **kwargs)
+        if kwargs.get("distributed_checkpoint"):
+            raise SetupError(
+                "save_pretrained(distributed_checkpoint=True) cannot write packed layers; nothing was saved.", file=save_directory,
+                expected="distributed_checkpoint=False", found="True", fix="leave it out: rank 0 writes the whole model, packed",
+            )  # fmt: skip
         with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)) as is_written_here:
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 

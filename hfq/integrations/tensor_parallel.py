@@ -7,10 +7,10 @@ is what its hooks go by. A slice along the input gives a partial sum, which the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hfq.integrations.loading import Loading
 from hfq.integrations.ranks import attempt, exchange, raise_together
 from hfq.integrations.rows import ReadReport
 from hfq.integrations.saving import stored_state
-from hfq.integrations.tp_plan import find_slices, generic
+from hfq.integrations.tp_plan import find_slices, generic, passed_rules
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
@@ -34,7 +34,7 @@ from hfq.modules.row import ArenaRow, read_tensor
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
 from hfq.placement.zero import check_same_plan
-from hfq.spec import LayerSlice, row_layout
+from hfq.spec import Cut, LayerSlice, row_layout
 
 __all__ = ["SlicedLoading"]
 
@@ -56,17 +56,29 @@ class SlicedLoading(Loading):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.slices: dict[str, LayerSlice] = find_slices(self, self.rank, self.world)
         self.parts: dict[str, dict[str, TensorPart]] = {}
+        self._index: dict[str, dict[str, torch.Tensor]] = {}
+        self._settled: dict[str, dict[str, Any]] = {}
         self._rules = dict(model.tp_plan)
 
+    @property
+    def held_nbytes(self) -> int:
+        """The packed bytes that this rank holds."""
+        return sum(part.nbytes for parts in self.parts.values() for part in parts.values())
+
     def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
-        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows alone."""
+        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows alone.
+
+        Where every layer is cut is settled on all ranks before any of them reads a row.
+        """
         started, before = time.perf_counter(), self.reader.counters.bytes_read
         self.main = str((device_map or {}).get("", "cpu"))
         check_same_plan(exchange(self._digests()))
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
-            settled, error = attempt(lambda: {name: self._read(name, module) for name, module in self.packed.items()})
-        raise_together(error)
-        self._check_settled(settled)
+            for work in (self._cut, self._read):
+                _, error = attempt(lambda work=work: [work(name, module) for name, module in self.packed.items()])
+                raise_together(error)
+        self._index.clear()
+        self._check_settled()
         self.homes = dict.fromkeys([*self._packed_names, *self._tensor_names()], self.main)
         read = self.reader.counters.bytes_read - before
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
@@ -82,8 +94,10 @@ class SlicedLoading(Loading):
         self.model._tp_plan = self._rules
         self.plan = Plan(tuple(self._entries()))
         super().finish()
-        held, whole = (sum(sizes) for sizes in zip(*self._packed_sizes(), strict=True)) if self.packed else (0, 0)
-        logger.info("hfq: tensor parallel, rank %d of %d holds %s of %s packed bytes", self.rank, self.world, f"{held:,}", f"{whole:,}")
+        whole = sum(info.nbytes for module in self.packed.values() for info in module.infos.values())
+        logger.info(
+            "hfq: rank %d of %d holds %s of %s packed bytes", self.rank, self.world, f"{self.held_nbytes:,}", f"{whole:,}"
+        )
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Every tensor by its name in the checkpoint: packed ones from the checkpoint itself, dense ones gathered from all ranks."""
@@ -93,41 +107,33 @@ class SlicedLoading(Loading):
         stored = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions, state)
         return stored, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-    @contextlib.contextmanager
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
-        """All ranks must save together; transformers writes on rank 0 alone, and so does hfq."""
-        kept = model.config.__dict__.pop("distributed_config", None)
-        try:
-            with super().saved_like_source(model, folder, is_main_process and self.rank == 0) as is_written_here:
-                yield is_written_here
-        finally:
-            if kept is not None:
-                model.config.distributed_config = kept
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
+        """All ranks must save together, since dense parameters are gathered; rank 0 alone writes."""
+        return super().saved_like_source(model, folder, is_main_process and self.rank == 0)
 
-    def _read(self, name: str, module: PackedModule) -> dict[str, Any]:
-        """Reads this rank's part of one row, and gives what its values settled of the format."""
-        slot, part, index = self.match.packed[name].slot, self.slices.get(name), {}
-        found: Format = module.weight_format
-        cuts: Mapping[str, Any] = dict.fromkeys(module.infos)
+    def _cut(self, name: str, module: PackedModule) -> None:
+        """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along the input needs is read."""
+        slot, part, infos = self.match.packed[name].slot, self.slices.get(name), module.infos
+        cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
         if part is not None:
-            if part.axis == "in":
-                index = {
-                    spec.name: read_tensor(self.reader, module.infos[spec.name])
-                    for spec in found.tensor_specs(slot.in_features, slot.out_features)
-                    if spec.role == "index" and spec.name in module.infos
-                }
-            found, cuts = found.shard(part, module.infos, index)
-        parts = {local: TensorPart(module.infos[local], cut) for local, cut in cuts.items()}
-        row = self._fill(parts, index)
+            specs = module.weight_format.tensor_specs(slot.in_features, slot.out_features) if part.axis == "in" else ()
+            wanted = [spec.name for spec in specs if spec.role == "index" and spec.name in infos]
+            self._index[name] = {local: read_tensor(self.reader, infos[local]) for local in wanted}
+            module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
+        self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
+
+    def _read(self, name: str, module: PackedModule) -> None:
+        """Reads this rank's part of one row, checks its values, and gives it to the module."""
+        found, part, slot = module.weight_format, self.slices.get(name), self.match.packed[name].slot
+        row = self._fill(self.parts[name], self._index.get(name, {}))
         small = {local: tensor for local, tensor in row.tensors().items() if local != found.codes_name}
-        resolved = found.resolve(name, small)
+        module.weight_format = found.resolve(name, small)
         check_bias(name, small.get("bias"), slot.has_bias)
-        self.parts[name], module.weight_format = parts, resolved
         module.hold_row(ArenaRow(row.buffer.to(self.main), row.segments))
+        self._settled[name] = _changes(found, module.weight_format)
         if part is not None and isinstance(module, PackedLinear):
             module.local_in_features = part.stop - part.start if part.axis == "in" else slot.in_features
             module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # what transformers' hooks ask for
-        return _changes(found, resolved)
 
     def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> ArenaRow:
         segments, nbytes = row_layout((local, part.info.dtype, part.shape) for local, part in parts.items())
@@ -145,9 +151,9 @@ class SlicedLoading(Loading):
                 at += source.nbytes
         return row
 
-    def _check_settled(self, settled: Mapping[str, dict[str, Any]]) -> None:
+    def _check_settled(self) -> None:
         """What values settle of a dialect must be the same for all slices of a layer, as it is where one process sees them all."""
-        first, *others = exchange({name: found for name, found in settled.items() if found and name in self.slices})
+        first, *others = exchange({name: found for name, found in self._settled.items() if found and name in self.slices})
         for rank, found in enumerate(others, start=1):
             for name in sorted({*first, *found}):
                 if first.get(name) != found.get(name):
@@ -159,9 +165,7 @@ class SlicedLoading(Loading):
 
     def _edit_rules(self) -> None:
         """While transformers applies its plan, no rule may touch a packed row, or name a parameter that packed experts replaced."""
-        override = getattr(self.model.config.distributed_config, "tp_plan", None)
-        kept = override if isinstance(override, dict) else {}
-        rules = dict(self.model.tp_plan)
+        kept, rules = passed_rules(self.model), dict(self.model.tp_plan)
         names = {generic(name) for name, _ in self.model.named_parameters()}
         for experts in {generic(name) for name in self.match.experts}:
             for local in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
@@ -176,12 +180,13 @@ class SlicedLoading(Loading):
         options = {key: value for key, value in self.config.options().items() if key != "source"}
         cuts = [(name, part.axis, part.size) for name, part in self.slices.items()]
         formats = [(name, repr(module.weight_format)) for name, module in self.packed.items()]
-        found = {"checkpoint": files, "HfqConfig": sorted(options.items(), key=str), "tp_plan": cuts, "quantization_config": formats}
+        found = {
+            "files": files,
+            "HfqConfig": sorted(options.items(), key=str),
+            "tp_plan": cuts,
+            "quantization_config": formats,
+        }
         return {what: repr(value) for what, value in found.items()}
-
-    def _packed_sizes(self) -> Iterator[tuple[int, int]]:
-        for name, parts in self.parts.items():
-            yield sum(part.nbytes for part in parts.values()), sum(info.nbytes for info in self.packed[name].infos.values())
 
     def _entries(self) -> Iterator[PlanEntry]:
         for name, parts in self.parts.items():
@@ -189,8 +194,8 @@ class SlicedLoading(Loading):
                 yield PlanEntry(f"{name}.{local}", self.main, self.main, part.nbytes, True)
         for name, tensor in self.model.state_dict().items():
             if name not in self.model.all_tied_weights_keys:
-                local = _local(tensor)
-                yield PlanEntry(name, self.main, self.main, local.numel() * local.element_size(), False)
+                held = _local(tensor)
+                yield PlanEntry(name, self.main, self.main, held.numel() * held.element_size(), False)
 
 
 def _changes(before: Format, after: Format) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hfq.integrations.loading import Loading
     from hfq.integrations.matching import Match
 
-__all__ = ["asks_for_ranks", "check_distributed", "find_slices", "generic", "tensor_parallel_size"]
+__all__ = ["asks_for_ranks", "check_distributed", "find_slices", "generic", "passed_rules", "tensor_parallel_size"]
 
 _ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
 _OTHER_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
@@ -86,6 +86,12 @@ def tensor_parallel_size(model: Any) -> int:
     return size if isinstance(size, int) else 1
 
 
+def passed_rules(model: Any) -> dict[str, str]:
+    """The rules that the user adds to the model's own plan."""
+    passed = getattr(model.config.distributed_config, "tp_plan", None)
+    return passed if isinstance(passed, dict) else {}
+
+
 def generic(name: str) -> str:
     """A name as rules speak of it: with `*` for the numbers of layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -98,8 +104,7 @@ def find_slices(loading: Loading, rank: int, world: int) -> dict[str, LayerSlice
         PlacementError: A rule asks for a cut that hfq cannot make; names the layer and the rule.
     """
     model, found = loading.model, {}
-    override = getattr(model.config.distributed_config, "tp_plan", None)
-    plan = dict(model.tp_plan) | (override if isinstance(override, dict) else {})
+    plan = {**model.tp_plan, **passed_rules(model)}
     _check_rules(plan, loading)
     for name, module in loading.packed.items():
         slot = loading.match.packed[name].slot
@@ -109,7 +114,7 @@ def find_slices(loading: Loading, rank: int, world: int) -> dict[str, LayerSlice
         _check_heads(name, plan.get(generic(name)), model.config.get_text_config(decoder=True), world)
         size = slot.out_features if axis == "out" else slot.in_features
         part = rank_slice(axis, size, rank, world)
-        if part is None:
+        if part is None or rank_slice(axis, size, world - 1, world) is None:  # on all ranks alike
             raise _uncuttable(name, f"{size} {axis}put features", f"at least one for each of {world} ranks")
         if axis == "in" and isinstance(module, PackedLinear):
             _check_scheme(module, part)
