@@ -159,7 +159,7 @@ class SlicedLoading(Loading):
                 if first.get(name) != found.get(name):
                     raise FormatError(
                         "The slices of a packed layer are to be read in different ways; nothing was loaded.", tensor=name, rank=rank,
-                        expected=f"{first.get(name)}, as on rank 0", found=f"{found.get(name)}",
+                        expected=f"{first.get(name, {})}, as on rank 0", found=f"{found.get(name, {})}",
                         fix="restore the checkpoint's own quantization_config; without tp_plan it says what is missing",
                     )  # fmt: skip
 

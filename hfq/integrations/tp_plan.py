@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from hfq.errors import PlacementError, SetupError
 from hfq.integrations.zero_config import is_zero3
 from hfq.modules.embedding import PackedEmbedding
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from hfq.integrations.matching import Match
 
 __all__ = ["asks_for_ranks", "check_distributed", "find_slices", "generic", "passed_rules", "tensor_parallel_size"]
+
+logger = logging.get_logger("hfq")
 
 _ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
 _OTHER_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
@@ -49,6 +53,12 @@ def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:
     if not asks_for_ranks(kwargs):
         return
     asked = next(name for name in _ARGUMENTS if kwargs.get(name) is not None)
+    plan = kwargs.get("tp_plan")
+    if plan is not None and plan != "auto" and not isinstance(plan, dict):
+        raise SetupError(
+            "from_pretrained(tp_plan=…) was given no plan; nothing was loaded.", expected='"auto", or {layer: style}',
+            found=repr(plan)[:80], fix='pass "auto"',
+        )  # fmt: skip
     config = kwargs.get("distributed_config")
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     others = [name for name in _OTHER_SIZES if (get(name) or 1) != 1]
@@ -83,6 +93,8 @@ def tensor_parallel_size(model: Any) -> int:
     """How many ranks share the model that is being loaded; 1 where none do."""
     config = getattr(model.config, "distributed_config", None)  # an object while a load sets it, a dict when read from a file
     size = getattr(config, "tp_size", None)
+    if size == 1:
+        logger.warning("hfq: tp_plan was asked for with one rank: the model is loaded whole (start it with torchrun)")
     return size if isinstance(size, int) else 1
 
 

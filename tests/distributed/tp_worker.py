@@ -4,8 +4,11 @@ torchrun --nproc_per_node 2 tests/distributed/tp_worker.py --cases cases.json --
 """
 
 import argparse
+import contextlib
 import gc
 import json
+import runpy
+import sys
 import warnings
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from hfq import HfqConfig
 from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
 
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "06_tensor_parallel.py"
 TOKENS = torch.tensor([[3, 5, 7, 11, 13, 2], [1, 4, 9, 30, 31, 8]])
 
 
@@ -73,11 +78,11 @@ def run(case: dict, rank: int, world: int, out: Path) -> dict:
     with torch.no_grad():
         logits = distance(model(TOKENS).logits, whole(TOKENS).logits)
         tokens = [m.generate(TOKENS, max_new_tokens=10, do_sample=False).tolist() for m in (model, whole)]
-    held = sum(module.packed_row.numel() for module in model.modules() if isinstance(module, PackedModule))
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     result = {
         "modules": compare_modules(whole, model), "logits": logits, "tokens": tokens[0] == tokens[1],
-        "gradient": distance(gradient(model), gradient(whole)), "read": loading.read_report.read, "held": held,
-        "plan": loading.plan.nbytes_by_home(), "rules": dict(model.tp_plan),
+        "gradient": distance(gradient(model), gradient(whole)), "read": loading.read_report.read,
+        "parts": sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values()), "rules": dict(model.tp_plan),
     }  # fmt: skip
     if case.get("saves"):
         model.save_pretrained(out / f"saved-{case['id']}")
@@ -98,7 +103,9 @@ def main() -> None:
         gc.collect()
         dist.barrier()
     (arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    with open(arguments.out / f"example{rank}.txt", "w") as printed, contextlib.redirect_stdout(printed):
+        sys.argv = [str(EXAMPLE), str(ROOT / "tests" / "data" / "tiny-llama-gptq"), "--tokens", "4"]
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 if __name__ == "__main__":
