@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec", "row_layout",
+    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "ByteRuns", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec", "row_layout",
 ]  # fmt: skip
 
 Role = Literal["codes", "scale", "zero_point", "index", "bias", "meta"]
@@ -31,6 +31,17 @@ class ByteRange:
     file: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """`count` runs of `nbytes` bytes of `file`, one every `stride` bytes from byte `offset` on."""
+
+    file: str
+    offset: int
+    nbytes: int
+    stride: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,10 +145,8 @@ class SlicedLoading(Loading):
                 cut = part.cut
                 row.tensors()[local].copy_(index[local][cut.start : cut.stop] if cut else index[local])
                 continue
-            at = segments[local].offset
-            for source in part.ranges():
-                self.reader.read_into(source, memory[at : at + source.nbytes])
-                at += source.nbytes
+            segment = segments[local]
+            self.reader.read_runs(part.runs(), memory[segment.offset : segment.offset + segment.nbytes])
         return row
 
     def _check_settled(self) -> None:

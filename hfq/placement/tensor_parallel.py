@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hfq.spec import DTYPE_BITS, ByteRange, Cut, LayerSlice, TensorInfo
+from hfq.spec import DTYPE_BITS, ByteRuns, Cut, LayerSlice, TensorInfo
 
 __all__ = ["TensorPart", "rank_slice"]
 
@@ -27,10 +26,7 @@ def rank_slice(axis: str, size: int, rank: int, world: int) -> LayerSlice | None
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What a rank holds of one stored tensor: all of it where `cut` is None.
-
-    Its bytes lie in the file as `count` runs of `run_nbytes` bytes, one every `stride` bytes from `first` on.
-    """
+    """What a rank holds of one stored tensor: all of it where `cut` is None."""
 
     info: TensorInfo
     cut: Cut | None = None
@@ -46,13 +42,11 @@ class TensorPart:
         """The bytes of the part."""
         return math.prod(self.shape) * DTYPE_BITS[self.info.dtype] // 8
 
-    def ranges(self) -> Iterator[ByteRange]:
-        """Where its bytes lie, in their order; neighbouring runs are one."""
+    def runs(self) -> ByteRuns:
+        """Where its bytes lie, in their order: one run where they lie together."""
         source, cut, shape = self.info.range, self.cut, self.info.shape
         if cut is None or self.nbytes == self.info.nbytes:
-            yield source
-            return
+            return ByteRuns(source.file, source.offset, source.nbytes, source.nbytes, 1)
         inner = math.prod(shape[cut.dim + 1 :]) * DTYPE_BITS[self.info.dtype] // 8
-        stride, first, run = shape[cut.dim] * inner, source.offset + cut.start * inner, (cut.stop - cut.start) * inner
-        for row in range(math.prod(shape[: cut.dim])):
-            yield ByteRange(source.file, first + row * stride, run)
+        first, run = source.offset + cut.start * inner, (cut.stop - cut.start) * inner
+        return ByteRuns(source.file, first, run, shape[cut.dim] * inner, math.prod(shape[: cut.dim]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfq.placement.tensor_parallel import TensorPart, rank_slice
-from hfq.spec import ByteRange, Cut, TensorInfo
+from hfq.spec import ByteRange, ByteRuns, Cut, TensorInfo
 
 OFFSET = 40
 
@@ -20,20 +20,22 @@ def stored(shape: tuple[int, ...], dtype: str = "I32") -> tuple[TensorInfo, torc
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (4, 6), (2, 6, 3), (6, 1, 4, 1)])
 @pytest.mark.parametrize("dtype", ["I32", "U8"])
-def test_the_ranges_of_a_part_are_the_bytes_of_the_sliced_tensor(shape, dtype):
+def test_the_runs_of_a_part_are_the_bytes_of_the_sliced_tensor(shape, dtype):
     info, tensor, content = stored(shape, dtype)
     for dim, size in enumerate(shape):
         for start, stop in itertools.combinations(range(size + 1), 2):
             part, sliced = TensorPart(info, Cut(dim, start, stop)), tensor.narrow(dim, start, stop - start)
-            read = b"".join(content[source.offset : source.offset + source.nbytes] for source in part.ranges())
+            runs = part.runs()
+            starts = [runs.offset + run * runs.stride for run in range(runs.count)]
+            read = b"".join(content[at : at + runs.nbytes] for at in starts)
             assert (read, part.shape, part.nbytes) == (sliced.numpy().tobytes(), tuple(sliced.shape), sliced.nbytes)
 
 
-def test_rows_are_one_range_and_columns_one_for_each_row():
+def test_rows_are_one_run_and_columns_one_for_each_row():
     info, _, _ = stored((6, 4))
-    assert list(TensorPart(info, Cut(0, 2, 4)).ranges()) == [ByteRange("f", OFFSET + 32, 32)]
-    assert list(TensorPart(info, Cut(1, 1, 3)).ranges()) == [ByteRange("f", OFFSET + 4 + 16 * row, 8) for row in range(6)]
-    assert list(TensorPart(info, Cut(1, 0, 4)).ranges()) == list(TensorPart(info).ranges()) == [info.range]
+    assert TensorPart(info, Cut(0, 2, 4)).runs() == ByteRuns("f", OFFSET + 32, 32, 96, 1)
+    assert TensorPart(info, Cut(1, 1, 3)).runs() == ByteRuns("f", OFFSET + 4, 8, 16, 6)
+    assert TensorPart(info, Cut(1, 0, 4)).runs() == TensorPart(info).runs() == ByteRuns("f", OFFSET, 96, 96, 1)
 
 
 @pytest.mark.parametrize(("size", "world"), [(8, 2), (7, 2), (10, 4), (5, 4), (3, 4)])
