@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "ByteRuns", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec", "row_layout",
+    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "ByteRuns", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec",
+    "row_layout",
 ]  # fmt: skip
 
 Role = Literal["codes", "scale", "zero_point", "index", "bias", "meta"]

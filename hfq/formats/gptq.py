@@ -240,6 +240,9 @@ class Gptq(GptqShards):
             tensors["g_idx"] = torch.arange(in_features, dtype=torch.int32) // span
         return tensors
 
+    def _words(self, count: int) -> int:
+        return -(-count // 32) * self.num_bits if self.is_planar else -(-count * self.num_bits // 32)
+
     def _zeros(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
         first = start * self.num_bits // 32

@@ -29,7 +29,7 @@ TOLERANCE = 4e-6
 """The sums of slices along the input add the same float32 products in another order: some units in the last place (2**-23) of the
 largest logit, after the 2 to 4 layers of these models."""
 EXACT = ("gptq", "fp8-block", "fp8-channel")
-EQUAL = (*EXACT, "act-order, biases", "within a block", "tied", "mixtral", "gathered", "shared expert")
+EQUAL = (*EXACT, "act-order, biases", "within a block", "tied", "mixtral", "gathered", "shared expert", "pack-quantized")
 
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
@@ -100,6 +100,7 @@ def paths(folder) -> dict[str, str]:
         "tied": write(folder / "tied", channel, compressed_tensors("channel"), untie, tie_word_embeddings=True),
         "mixtral": write_moe(folder / "mixtral", "mixtral w1 w2 w3, gptq"),
         "shared expert": write_moe(folder / "shared", "qwen2 with a shared expert, fp8 blocks"),
+        "pack-quantized": write_moe(folder / "pack-quantized", "qwen3 by expert, pack-quantized"),
         "fused experts": write_moe(folder / "fused", "mixtral fused gate_up, fp8"),
         "bitsandbytes": write_moe(folder / "bitsandbytes", "qwen3 by expert, bitsandbytes"),
         "one head": write(

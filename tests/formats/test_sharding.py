@@ -6,15 +6,25 @@ from contract.cases import CASES
 from tiny_models import described, settled
 
 from hfq.errors import FormatError
+from hfq.formats.base import Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.placement.tensor_parallel import rank_slice
 
 SIZE = OUT, IN = 192, 384
-CUT = [case for case in CASES if isinstance(case.format, (Gptq, Fp8))]
-UNALIGNED = {  # of 4 ranks, each has 48 rows and 96 channels
-    ("gptq-v1-w3-sym", "out"), ("gptq-planar-w3", "out"), ("gptq-planar-w5", "out"), ("fp8-group", "in"),
+CUT = [case for case in CASES if type(case.format).shard is not Format.shard and "gemv" not in case.id]
+UNALIGNED = {
+    2: {("pack-quantized-w3-words", "in")},  # words of 10 codes in 192 channels
+    3: {(id, "in") for id in (
+        "int-quantized-group-asym", "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-words", "torchao-intx-asym",
+    )},  # groups of 96 or 192 in 128 channels
+    4: {
+        ("gptq-v1-w3-sym", "out"), ("gptq-planar-w3", "out"), ("gptq-planar-w5", "out"), ("awq-gemm-w3", "out"),  # 32 of 48 rows
+        ("fp8-group", "in"), ("awq-gemm", "in"), ("awq-gemm-w3", "in"),  # groups of 64 in 96 channels
+        ("int-quantized-group-asym", "in"), ("pack-quantized-w4", "in"), ("pack-quantized-w3-words", "in"),
+    },
 }  # fmt: skip
+"""Which cuts the layouts cannot take, {ranks: {(case, axis)}}."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def weight():
 
 def dequantized(found, tensors, axis: str, world: int) -> list[torch.Tensor]:
     """The weight of each rank's slice, from its own tensors alone."""
-    index, slices = {"g_idx": tensors["g_idx"]} if "g_idx" in tensors else {}, []
+    index, slices = {name: tensor for name, tensor in tensors.items() if name.endswith("g_idx")}, []
     for rank in range(world):
         part = rank_slice(axis, OUT if axis == "out" else IN, rank, world)
         local, cuts = found.shard(part, described("m", tensors), index)
@@ -44,8 +54,8 @@ def check(found, tensors, axis: str, world: int) -> None:
 @pytest.mark.parametrize("case", CUT, ids=lambda case: case.id)
 def test_the_slices_of_all_ranks_are_the_layer(case, axis, world, weight):
     tensors = case.format.quantize(weight)
-    found = settled(case.format, tensors, case.config, SIZE)
-    if world == 4 and (case.id, axis) in UNALIGNED:
+    found = settled(case.format, tensors, case.config, SIZE, case.schema)
+    if (case.id, axis) in UNALIGNED[world]:
         with pytest.raises(FormatError, match=r"(?s)cannot be cut there for tensor parallelism.*Fix: use fewer ranks"):
             dequantized(found, tensors, axis, world)
     else:
