@@ -119,7 +119,12 @@ class SlicedLoading(Loading):
             specs = module.weight_format.tensor_specs(slot.in_features, slot.out_features) if part.axis == "in" else ()
             wanted = [spec.name for spec in specs if spec.role == "index" and spec.name in infos]
             self._index[name] = {local: read_tensor(self.reader, infos[local]) for local in wanted}
-            module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
+            try:
+                module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
+            except FormatError as error:  # a format knows no names
+                raise FormatError(
+                    error.what, tensor=error.tensor or name, expected=error.expected, found=error.found, fix=error.fix
+                ) from error
         self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
 
     def _read(self, name: str, module: PackedModule) -> None:

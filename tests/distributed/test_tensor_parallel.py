@@ -180,7 +180,7 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
     ("case", "error"),
     [
         ("fused experts", "experts.0.gate_up_proj; found: gate and up projections fused into one"),
-        ("bitsandbytes", "hfq does not cut bitsandbytes nf4 layers for tensor parallelism"),
+        ("bitsandbytes", "hfq does not cut bitsandbytes nf4 layers for tensor parallelism; tensor: model.layers.0."),
         ("rule for a weight", "model.layers.0.mlp.up_proj; expected: a rule for the layer; found: a rule for its weight"),
         ("one head", "tensor: model.layers.0.self_attn.k_proj; found: 1 heads; expected: a multiple of 2 ranks"),
         ("two readings", "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': 'stored'}"),
