@@ -15,6 +15,7 @@ from contract.cases import GPTQMODEL, compressed_tensors
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
+pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
