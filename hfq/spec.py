@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "Role", "Segment", "TensorInfo", "TensorSpec", "row_layout"]
+__all__ = [
+    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "ByteRuns", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec",
+    "row_layout",
+]  # fmt: skip
 
 Role = Literal["codes", "scale", "zero_point", "index", "bias", "meta"]
 
@@ -29,6 +32,17 @@ class ByteRange:
     file: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """`count` runs of `nbytes` bytes of `file`, one every `stride` bytes from byte `offset` on."""
+
+    file: str
+    offset: int
+    nbytes: int
+    stride: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,36 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The elements [start, stop) of a tensor along dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """The output rows or input channels [start, stop) of a linear layer that has `size` of them."""
+
+    axis: Literal["out", "in"]
+    start: int
+    stop: int
+    size: int
+
+    def is_aligned(self, multiple: int) -> bool:
+        """Whether both ends lie between whole runs of `multiple`; the last run of the layer may be shorter."""
+        return self.start % multiple == 0 and (self.stop % multiple == 0 or self.stop == self.size)
+
+    def units(self, multiple: int) -> tuple[int, int]:
+        """[first, last) of the runs of `multiple` that it reaches into."""
+        return self.start // multiple, -(-self.stop // multiple)
+
+    def __str__(self) -> str:
+        return f"{'output rows' if self.axis == 'out' else 'input channels'} {self.start} to {self.stop} of {self.size}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hfq.checkpoint.header import Header
 from hfq.checkpoint.index import Checkpoint
 from hfq.errors import CheckpointError, SetupError
-from hfq.spec import ByteRange
+from hfq.spec import ByteRange, ByteRuns
 
 __all__ = ["Counters", "Reader", "changed", "unreadable"]
 
@@ -90,6 +90,28 @@ class Reader:
             offset += count
             pending = _without(pending, count)
         self.count(bytes_read=source.nbytes, calls=calls)
+
+    def read_runs(self, source: ByteRuns, target: memoryview) -> None:
+        """Fills `target` (writable, of as many bytes as all runs) with one run after another, and reads nothing between them.
+
+        Raises:
+            CheckpointError: The file was truncated or replaced since its header was validated, or the disk fails.
+        """
+        if source.count == 1:
+            self.read_into(ByteRange(source.file, source.offset, source.nbytes), target)
+            return
+        descriptor, offset, read = self.descriptor(source.file), source.offset, os.preadv
+        for start in range(0, source.count * source.nbytes, source.nbytes):
+            run = target[start : start + source.nbytes]
+            try:
+                is_whole = read(descriptor, (run,), offset) == source.nbytes
+            except OSError as error:
+                raise unreadable(ByteRange(source.file, offset, source.nbytes), error) from error
+            if not is_whole:  # cut short by a signal, or by the end of the file
+                self.read_into(ByteRange(source.file, offset, source.nbytes), run)
+                self.count(bytes_read=-source.nbytes)
+            offset += source.stride
+        self.count(bytes_read=source.count * source.nbytes, calls=source.count)
 
     def count(self, **added: int) -> None:
         """Adds to the counters, from whatever thread."""

@@ -23,10 +23,11 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
+from hfq.formats.base import FLOATS, Dialect, bounded_int
 from hfq.formats.gptq_config import is_awq, module_options
 from hfq.formats.groups import apply_groups, check_divides
 from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.sharding import AwqShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -38,7 +39,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column: the inverse of 
 
 
 @dataclass(frozen=True)
-class Awq(Format):
+class Awq(AwqShards):
     """AWQ with the parameters of one module; see the file's docstring for the layouts.
 
     Attributes:

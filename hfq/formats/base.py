@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.spec import Cut, LayerSlice, TensorInfo, TensorSpec
 
 __all__ = ["ActivationScheme", "Dialect", "FORMATS", "FLOATS", "Format", "bounded_int"]
 
@@ -160,6 +160,29 @@ class Format(ABC):
     def activation_scheme(self) -> ActivationScheme | None:
         """How the checkpoint wants activations quantized (a format's `scheme`, where it has one), or None for weight-only."""
         return getattr(self, "scheme", None)
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, dict[str, Cut | None]]:
+        """What one rank of a tensor parallel run holds of a layer.
+
+        A slice along the input is added to those of the other ranks, so that only the one that starts at 0 holds a bias.
+
+        Args:
+            part: The rank's slice of the layer.
+            infos: The layer's stored tensors, by local name.
+            index: The values of those of them whose role is `index`, whole; needed for `part.axis == "in"` alone.
+
+        Returns:
+            The format of the slice, and what it holds of each tensor; None for all of it. A tensor that is not named it goes without.
+
+        Raises:
+            FormatError: The dialect cannot be cut, or not there.
+        """
+        raise FormatError(
+            f"hfq does not cut {self.describe()} layers for tensor parallelism; nothing was loaded.", found=f"{part}",
+            expected="a dialect whose layers can be cut (docs/tensor_parallel.md)", fix="use device_map in place of tp_plan",
+        )  # fmt: skip
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Format:
         """Checks the values of the module's small tensors (all but its codes), and settles what only values can tell.

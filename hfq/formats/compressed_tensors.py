@@ -24,11 +24,12 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
+from hfq.formats.sharding import PackShards
 from hfq.formats.values import check_finite, check_index
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -84,7 +85,7 @@ class IntQuantized(ScaledCodes):
 
 
 @dataclass(frozen=True)
-class PackQuantized(Format):
+class PackQuantized(PackShards):
     """pack-quantized with the parameters of one module; see the file's docstring.
 
     Attributes:

@@ -23,10 +23,11 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect
 from hfq.formats.fp8_codes import widen_into
 from hfq.formats.fp8_config import Hints, guess_block, read_hints
 from hfq.formats.scaled import Others, other_specs, other_tensors
+from hfq.formats.sharding import Fp8Shards
 from hfq.formats.values import check_finite, check_positive
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -43,13 +44,14 @@ _SCALES = (*FLOATS, *_POWERS)
 
 
 @dataclass(frozen=True)
-class Fp8(Format):
+class Fp8(Fp8Shards):
     """FP8 with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:
         codes_dtype: `F8_E4M3` or `F8_E5M2`.
         strategy: What shares a scale.
         block_structure: (out, in) of a block, for `strategy="block"`.
+        block_offset: How many (rows, columns) of its first block a slice of a layer leaves out.
         group_size: Channels of a group, for `strategy="group"`.
         scale_name: The scale's name on disk.
         scale_shape: The scale's shape on disk; None for the strategy's usual one.
@@ -90,6 +92,7 @@ class Fp8(Format):
     codes_dtype: str = "F8_E4M3"
     strategy: Strategy = "channel"
     block_structure: tuple[int, int] | None = None
+    block_offset: tuple[int, int] = (0, 0)
     group_size: int | None = None
     scale_name: str = "weight_scale"
     scale_shape: tuple[int, ...] | None = None
@@ -266,9 +269,10 @@ class Fp8(Format):
         block_out, block_in = self.block_structure or (128, 128)
         if scale.dim() == 4:
             scale = scale.reshape(scale.shape[0], scale.shape[2])
-        in_features, stop = panel.shape[1], start + panel.shape[0]
+        start, before = start + self.block_offset[0], self.block_offset[1]
+        stop, after = start + panel.shape[0], before + panel.shape[1]
         for first in range(start // block_out, -(-stop // block_out)):
-            columns = _as_float(scale[first]).repeat_interleave(block_in)[:in_features]
+            columns = _as_float(scale[first]).repeat_interleave(block_in)[before:after]
             apply(panel[max(first * block_out - start, 0) : (first + 1) * block_out - start], columns)
 
     def _amax(self, weight: torch.Tensor) -> torch.Tensor:

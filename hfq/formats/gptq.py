@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
+from hfq.formats.base import FLOATS, Dialect, bounded_int
 from hfq.formats.gptq_config import (
     BITS,
     PLANAR_BITS,
@@ -38,7 +38,8 @@ from hfq.formats.gptq_config import (
     stored_bits,
 )
 from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
-from hfq.formats.values import check_finite, check_index
+from hfq.formats.sharding import GptqShards
+from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
 __all__ = ["Gptq"]
@@ -49,7 +50,7 @@ _WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True)
-class Gptq(Format):
+class Gptq(GptqShards):
     """GPTQ with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:
@@ -179,20 +180,9 @@ class Gptq(Format):
             self, zero_reading=self._checked_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1])
         )
         g_idx = tensors.get("g_idx")
-        if g_idx is None or g_idx.numel() <= 1:
-            return resolved
-        groups, span = tensors["scales"].shape[0], g_idx.numel() if self.group_size == -1 else self.group_size
-        trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
-        if torch.equal(g_idx, trivial) and groups == -(-g_idx.numel() // span):
-            return dataclasses.replace(resolved, act_order=False)
-        check_index(module, "g_idx", g_idx, groups)
-        if g_idx.unique().numel() != groups:
-            raise FormatError(
-                "g_idx leaves groups without channels; nothing was loaded.", tensor=f"{module}.g_idx",
-                expected=f"all of {groups} groups", found=f"{g_idx.unique().numel()} of them",
-                fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
-            )  # fmt: skip
-        return dataclasses.replace(resolved, act_order=not torch.equal(g_idx, trivial))
+        if g_idx is None or g_idx.numel() <= 1 or self.act_order:
+            return resolved  # without an index, or cut from a layer whose index was checked
+        return dataclasses.replace(resolved, act_order=self._is_scattered(module, g_idx, tensors["scales"].shape[0]))
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop, in_features = start + panel.shape[0], panel.shape[1]

@@ -16,10 +16,11 @@ from typing import ClassVar
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Format
+from hfq.formats.base import FLOATS
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp8_codes import widen_into
 from hfq.formats.groups import apply_groups, rows_of
+from hfq.formats.sharding import ScaledShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
@@ -33,7 +34,7 @@ _TOPS = {"I8": 127.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 
 
 @dataclass(frozen=True)
-class ScaledCodes(Format):
+class ScaledCodes(ScaledShards):
     """8-bit codes beside their scales; a dialect adds its names.
 
     Attributes:

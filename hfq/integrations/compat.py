@@ -41,6 +41,7 @@ from hfq.formats.source import as_source, source_config
 from hfq.integrations.early import reading_early
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.registration import run_pending
+from hfq.integrations.tp_plan import asks_for_ranks, check_distributed
 from hfq.integrations.transformers import METHOD, HfqConfig
 from hfq.integrations.zero_config import is_zero3
 from hfq.integrations.zero_deal import described_folder
@@ -150,6 +151,11 @@ def _completing(original):
         loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
         if loading is None or not hasattr(loading, "saved_like_source"):
             return original(self, save_directory, *args, **kwargs)
+        if kwargs.get("distributed_checkpoint"):
+            raise SetupError(
+                "save_pretrained(distributed_checkpoint=True) cannot write packed layers; nothing was saved.", file=save_directory,
+                expected="distributed_checkpoint=False", found="True", fix="leave it out: rank 0 writes the whole model, packed",
+            )  # fmt: skip
         with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)) as is_written_here:
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
@@ -224,13 +230,14 @@ def _guard(owner: type) -> None:
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
     check_arguments(kwargs)
+    check_distributed(kwargs, chosen.backing)
     checkpoint = open_local(path, kwargs)
     if checkpoint is not None:
         check_sizes(checkpoint)
         source_config(checkpoint)
     token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
     try:
-        whole = None if is_zero3() else checkpoint
+        whole = None if is_zero3() or asks_for_ranks(kwargs) else checkpoint
         with _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
             return load(path)
     except HfqError:

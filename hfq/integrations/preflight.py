@@ -19,9 +19,7 @@ __all__ = ["check_arguments", "check_sizes", "open_local"]
 _UNSUPPORTED = {
     "gguf_file": "load GGUF files with transformers alone",
     "state_dict": "pass the folder of the checkpoint instead",
-    "tp_plan": "use device_map; tensor parallelism is not supported by hfq yet",
-    "tp_size": "use device_map; tensor parallelism is not supported by hfq yet",
-    "distributed_config": "use device_map; hfq does not support distributed_config yet",
+    "device_mesh": "leave it out; transformers makes the mesh that tp_plan asks for",
     "ignore_mismatched_sizes": "correct the config; hfq never loads a tensor into a place of another size",
 }
 _NEEDED = ("hidden_size", "vocab_size", "d_model", "n_embd")

@@ -194,10 +194,12 @@ class HfqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         from hfq.integrations.loading import Loading
+        from hfq.integrations.tensor_parallel import SlicedLoading
+        from hfq.integrations.tp_plan import tensor_parallel_size
         from hfq.integrations.zero3 import ShardedLoading
         from hfq.integrations.zero_config import is_zero3
 
-        kind = ShardedLoading if is_zero3() else Loading
+        kind = ShardedLoading if is_zero3() else SlicedLoading if tensor_parallel_size(model) > 1 else Loading
         self.loading = kind(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if not isinstance(device_map, str):

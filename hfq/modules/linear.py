@@ -27,6 +27,9 @@ class PackedLinear(PackedModule):
         infos: Where each tensor is stored, by local on-disk name.
         kernel: The kernel to multiply with.
         scheme: How activations are quantized first; None to leave them as they are.
+
+    Attributes:
+        local_in_features: The size of an input here: less than `in_features` where ranks hold slices of the layer.
     """
 
     def __init__(
@@ -40,13 +43,13 @@ class PackedLinear(PackedModule):
         scheme: ActivationScheme | None = None,
     ) -> None:
         super().__init__(name, in_features, out_features, weight_format, infos)
-        self.kernel, self.scheme = kernel, scheme
+        self.kernel, self.scheme, self.local_in_features = kernel, scheme, in_features
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        if activations.shape[-1] != self.in_features or not activations.is_floating_point():
+        if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
             kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
             raise SetupError(
-                f"{self.name} was given activations of the wrong {kind}.", expected=f"[..., {self.in_features}]",
+                f"{self.name} was given activations of the wrong {kind}.", expected=f"[..., {self.local_in_features}]",
                 found=str(list(activations.shape)), fix="check the model's config against the checkpoint",
             )  # fmt: skip
         return _Multiply.apply(activations, self)

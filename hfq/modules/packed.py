@@ -19,7 +19,7 @@ from hfq.spec import Segment, TensorInfo
 __all__ = ["PackedModule"]
 
 _ARENA = "packed_row"
-_RESERVED = (_ARENA, "kernel", "scheme", "num_embeddings", "embedding_dim")
+_RESERVED = (_ARENA, "kernel", "scheme", "local_in_features", "num_embeddings", "embedding_dim")
 """Attributes that subclasses set, which no stored tensor may take the name of."""
 
 

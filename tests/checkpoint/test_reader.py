@@ -12,7 +12,7 @@ from checkpoint.builders import refused, stored_bytes
 
 from hfq import HfqError
 from hfq.checkpoint import Reader, reader
-from hfq.spec import ByteRange
+from hfq.spec import ByteRange, ByteRuns
 
 
 def read(source, info):
@@ -64,6 +64,41 @@ def test_a_read_that_the_system_cuts_short_is_continued(checkpoint, monkeypatch)
     source = Reader(checkpoint)
     assert read(source, checkpoint.tensors["small"]) == stored_bytes(checkpoint.tensors["small"])
     assert source.counters.calls == 10
+
+
+def runs_of(checkpoint, start: int, stop: int) -> tuple[ByteRuns, bytes]:
+    """Columns of `big`, uint8 [512, 512], and their bytes."""
+    info, stored = checkpoint.tensors["big"], stored_bytes(checkpoint.tensors["big"])
+    columns = b"".join(stored[row + start : row + stop] for row in range(0, len(stored), 512))
+    return ByteRuns(info.range.file, info.range.offset + start, stop - start, 512, 512), columns
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (100, 300), (511, 512)])
+def test_runs_are_read_one_after_another_and_nothing_between_them(checkpoint, start, stop):
+    source, (runs, columns) = Reader(checkpoint), runs_of(checkpoint, start, stop)
+    target = bytearray(len(columns))
+    source.read_runs(runs, memoryview(target))
+    assert bytes(target) == columns
+    assert (source.counters.bytes_read, source.counters.calls) == (len(columns), 512)
+
+
+def test_a_run_that_the_system_cuts_short_is_continued(checkpoint, monkeypatch):
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:70]], offset))
+    source, (runs, columns) = Reader(checkpoint), runs_of(checkpoint, 100, 200)
+    target = bytearray(len(columns))
+    source.read_runs(runs, memoryview(target))
+    assert bytes(target) == columns
+    assert source.counters.bytes_read == len(columns)
+
+
+def test_runs_of_a_file_that_was_truncated_are_refused(folder, checkpoint):
+    source, (runs, columns) = Reader(checkpoint), runs_of(checkpoint, 100, 200)
+    target = memoryview(bytearray(len(columns)))
+    source.read_runs(runs, target)
+    os.truncate(folder / "model.safetensors", runs.offset + 512 * 7 + 50)
+    with refused("changed after it was validated", f"found: {runs.offset + 512 * 7 + 50} bytes", file=runs.file):
+        source.read_runs(runs, target)
 
 
 def test_a_map_is_the_whole_file(checkpoint):

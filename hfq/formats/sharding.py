@@ -1,0 +1,259 @@
+"""Where a packed layer may be cut for tensor parallelism, and which part of each of its tensors then belongs to a rank.
+
+A cut is exact: every weight of a slice is computed from the same codes, scales and zero points as in the whole layer. So it lies
+between whole words of packed codes, and between whole groups where the format has no other way to say which group a channel is in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from hfq.errors import FormatError
+from hfq.formats.base import Format
+from hfq.formats.values import check_index
+from hfq.spec import Cut, LayerSlice, TensorInfo
+
+__all__ = ["AwqShards", "Fp8Shards", "GptqShards", "PackShards", "ScaledShards"]
+
+Cuts = dict[str, Cut | None]
+
+
+class GptqShards(Format):
+    """How `Gptq` is cut: words of codes along both axes, groups along the input."""
+
+    num_bits: int
+    group_size: int
+    is_planar: bool
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        words = _words_along(self, part, self.num_bits, dim=0, is_planar=self.is_planar)
+        if part.axis == "out":
+            columns = Cut(1, part.start, part.stop)
+            packed: Cuts = {"qweight": columns, "scales": columns, "qzeros": dataclasses.replace(words, dim=1)}
+            return self, _cuts(part, infos, packed)
+        format_, packed = self._input_groups(part, infos, index.get("g_idx"))
+        dropped = () if "g_idx" in packed else ("g_idx",)
+        return format_, _cuts(part, infos, {"qweight": words, **packed}, dropped)
+
+    def _input_groups(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], g_idx: torch.Tensor | None
+    ) -> tuple[Format, Cuts]:
+        """A slice of whole groups takes their scales and needs no g_idx; any other takes all scales, and its part of g_idx."""
+        span = part.size if self.group_size == -1 else self.group_size
+        groups, is_indexed = infos["scales"].shape[0], g_idx is not None and g_idx.numel() > 1
+        if g_idx is not None and is_indexed:
+            is_scattered = self._is_scattered(infos["g_idx"].name.rpartition(".")[0], g_idx, groups)
+            if is_scattered or (groups > 1 and not part.is_aligned(span)):
+                return _replaced(self, act_order=True), {"g_idx": Cut(0, part.start, part.stop)}
+        if groups == 1:
+            return self, {}
+        _check_aligned(self, part, span, f"groups of {span} channels")
+        rows = Cut(0, *part.units(span))
+        return self, {"scales": rows, "qzeros": rows}
+
+    def _is_scattered(self, module: str, g_idx: torch.Tensor, groups: int) -> bool:
+        """Whether an index sends channels elsewhere than to the groups in their order (`desc_act`).
+
+        Raises:
+            FormatError: The index leaves its range, or groups without channels.
+        """
+        span = g_idx.numel() if self.group_size == -1 else self.group_size
+        trivial = torch.arange(g_idx.numel(), dtype=g_idx.dtype, device=g_idx.device) // span
+        is_trivial = torch.equal(g_idx, trivial)
+        if is_trivial and groups == -(-g_idx.numel() // span):
+            return False
+        check_index(module, "g_idx", g_idx, groups)
+        if g_idx.unique().numel() != groups:
+            raise FormatError(
+                "g_idx leaves groups without channels; nothing was loaded.", tensor=f"{module}.g_idx",
+                expected=f"all of {groups} groups", found=f"{g_idx.unique().numel()} of them",
+                fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
+            )  # fmt: skip
+        return not is_trivial
+
+
+class Fp8Shards(Format):
+    """How `Fp8` is cut: anywhere, but for groups of the input; a slice takes the scales of all blocks that it reaches into."""
+
+    strategy: Any
+    block_structure: tuple[int, int] | None
+    group_size: int | None
+    scale_name: str
+    scale_shape: tuple[int, ...] | None
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        dim = 0 if part.axis == "out" else 1
+        codes = Cut(dim, part.start, part.stop)
+        if self.strategy == "block":
+            return self._blocks(part, infos, codes)
+        if self.strategy == "group" and part.axis == "in":
+            size = self.group_size or part.size
+            _check_aligned(self, part, size, f"groups of {size} channels")
+            return self, _cuts(part, infos, {"weight": codes, self.scale_name: Cut(1, *part.units(size))})
+        has_rows = part.axis == "out" and self.strategy != "tensor"
+        return self, _cuts(part, infos, {"weight": codes, self.scale_name: codes if has_rows else None})
+
+    def _blocks(self, part: LayerSlice, infos: Mapping[str, TensorInfo], codes: Cut) -> tuple[Format, Cuts]:
+        block, shape = (self.block_structure or (128, 128))[codes.dim], infos[self.scale_name].shape
+        first, last = part.units(block)
+        scale = Cut(2 * codes.dim if len(shape) == 4 else codes.dim, first, last)
+        offset = part.start - first * block
+        found = _replaced(self, block_offset=(offset, 0) if codes.dim == 0 else (0, offset))
+        if self.scale_shape is not None:
+            found = _replaced(found, scale_shape=(*shape[: scale.dim], last - first, *shape[scale.dim + 1 :]))
+        return found, _cuts(part, infos, {"weight": codes, self.scale_name: scale})
+
+
+class AwqShards(Format):
+    """How `Awq` is cut in its gemm layout: words of codes along the output, groups along the input."""
+
+    version: str
+    num_bits: int
+    group_size: int
+    zeros_name: str
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        if self.version != "gemm":
+            return super().shard(part, infos, index)
+        if part.axis == "in":
+            span = part.size if self.group_size == -1 else self.group_size
+            _check_aligned(self, part, span, f"groups of {span} channels")
+            groups = Cut(0, *part.units(span))
+            return self, _cuts(
+                part, infos, {"qweight": Cut(0, part.start, part.stop), "scales": groups, self.zeros_name: groups}
+            )
+        words = _words_along(self, part, self.num_bits, dim=1)
+        return self, _cuts(part, infos, {"qweight": words, self.zeros_name: words, "scales": Cut(1, part.start, part.stop)})
+
+
+class PackShards(Format):
+    """How `PackQuantized` is cut: words of codes along the input, and of packed zero points along the output."""
+
+    num_bits: int
+    is_straddling: bool
+    is_symmetric: bool
+    has_g_idx: bool
+    zero_dtype: str
+    scale_shape: tuple[int, ...]
+    size: tuple[int, int]
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        count, (out_features, in_features) = part.stop - part.start, self.size
+        cuts: Cuts
+        if part.axis == "out":
+            rows = Cut(0, part.start, part.stop)
+            is_packed = not self.is_symmetric and self.zero_dtype == "I32"
+            zero = _words_along(self, part, self.num_bits, dim=0) if is_packed else rows
+            cuts = {"weight_packed": rows, "weight_zero_point": zero, "weight_scale": rows if self._has_rows else None}
+            size = (count, in_features)
+        else:
+            cuts = self._input_cuts(part)
+            size = (out_features, count)
+        scale = cuts.get("weight_scale")
+        shape = self.scale_shape
+        if scale is not None:
+            shape = (*shape[: scale.dim], scale.stop - scale.start, *shape[scale.dim + 1 :])
+        words = cuts["weight_packed"]
+        width = words.stop - words.start if words is not None and words.dim == 1 else infos["weight_packed"].shape[1]
+        found = _replaced(self, size=size, width=width, scale_shape=shape)
+        return found, _cuts(part, infos, cuts, ("weight_shape",))  # which is that of the whole layer
+
+    @property
+    def _has_rows(self) -> bool:
+        return self.scale_shape not in ((), (1,))
+
+    def _input_cuts(self, part: LayerSlice) -> Cuts:
+        if self.is_straddling:
+            words = _words_along(self, part, self.num_bits, dim=1)
+        else:
+            per_word = 32 // self.num_bits
+            _check_aligned(self, part, per_word, f"words of {per_word} codes")
+            words = Cut(1, *part.units(per_word))
+        groups = self.scale_shape[1] if len(self.scale_shape) == 2 else 1
+        if self.has_g_idx:
+            return {"weight_packed": words, "weight_g_idx": Cut(0, part.start, part.stop)}
+        if groups == 1:
+            return {"weight_packed": words}
+        _check_aligned(self, part, part.size // groups, f"groups of {part.size // groups} channels")
+        columns = Cut(1, *part.units(part.size // groups))
+        return {"weight_packed": words, "weight_scale": columns, "weight_zero_point": columns}
+
+
+class ScaledShards(Format):
+    """How `ScaledCodes` are cut: anywhere along the output, but for a grid of blocks; between groups or blocks along the input."""
+
+    codes: ClassVar[str]
+    scale: ClassVar[str]
+    zero: ClassVar[str]
+    columns: ClassVar[str]
+    scale_shape: tuple[int, ...]
+    block: tuple[int, int] | None
+
+    def shard(
+        self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Format, Cuts]:
+        dim = 0 if part.axis == "out" else 1
+        codes, scale, shape = Cut(dim, part.start, part.stop), None, infos[self.scale].shape
+        shared = self._shared(part, shape)
+        if shared is not None:
+            _check_aligned(self, part, shared, f"groups of {shared}")
+            scale = Cut(dim, *part.units(shared))
+            shape = (*shape[:dim], scale.stop - scale.start, *shape[dim + 1 :])
+        cuts: Cuts = {self.codes: codes, self.scale: scale, self.zero: scale}
+        if dim == 1:
+            cuts[self.columns] = Cut(0, part.start, part.stop)
+        return _replaced(self, scale_shape=shape), _cuts(part, infos, cuts)
+
+    def _shared(self, part: LayerSlice, shape: tuple[int, ...]) -> int | None:
+        """How many neighbours along the axis of a cut share a scale; None where all do."""
+        if self.block:
+            return self.block[0 if part.axis == "out" else 1]
+        if shape in ((), (1,), (1, 1)):
+            return None
+        if part.axis == "out":
+            return 1
+        return part.size // shape[1] if len(shape) == 2 and shape[1] > 1 else None
+
+
+def _words_along(found: Format, part: LayerSlice, num_bits: int, dim: int, is_planar: bool = False) -> Cut:
+    """The 32-bit words that a slice takes of a stream of codes, or of planes of 32 codes."""
+    unit = 32 if is_planar else 32 // math.gcd(32, num_bits)
+    _check_aligned(found, part, unit, f"32-bit words of {num_bits}-bit codes")
+    stop = -(-part.stop // 32) * num_bits if is_planar else -(-part.stop * num_bits // 32)
+    return Cut(dim, part.start * num_bits // 32, stop)
+
+
+def _cuts(part: LayerSlice, infos: Iterable[str], packed: Cuts, dropped: tuple[str, ...] = ()) -> Cuts:
+    """The cuts of all stored tensors of a layer; what is not among `packed` is held whole, but for the bias."""
+    cuts = {local: packed.get(local) for local in infos if local not in dropped}
+    if "bias" in cuts and part.axis == "out":
+        cuts["bias"] = Cut(0, part.start, part.stop)
+    if part.axis == "in" and part.start > 0:
+        cuts.pop("bias", None)  # the rank that starts at 0 adds it
+    return cuts
+
+
+def _replaced(found: Any, **values: Any) -> Format:
+    """A format is a dataclass, which its base cannot say."""
+    return dataclasses.replace(found, **values)
+
+
+def _check_aligned(found: Format, part: LayerSlice, multiple: int, what: str) -> None:
+    if not part.is_aligned(multiple):
+        raise FormatError(
+            f"A {found.describe()} layer cannot be cut there for tensor parallelism; nothing was loaded.", found=str(part),
+            expected=f"a cut between {what}", fix="use fewer ranks (tp_size), or device_map in place of tp_plan",
+        )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Loading under tensor parallelism: each rank reads its slice of every packed layer that the model's `tp_plan` cuts.
+
+transformers cuts the dense parameters itself (DTensors), and installs its hooks on packed layers as on its own: they see a layer that
+computes on plain local tensors (`_hf_quantized_needs_local_tp`). `in_features` and `out_features` stay those of the whole layer, which
+is what its hooks go by. A slice along the input gives a partial sum, which the hooks add up over the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hfq.errors import FormatError, SetupError
+from hfq.formats import Format
+from hfq.integrations.checks import check_bias
+from hfq.integrations.loading import Loading
+from hfq.integrations.ranks import attempt, exchange, raise_together
+from hfq.integrations.rows import ReadReport
+from hfq.integrations.saving import stored_state
+from hfq.integrations.tp_plan import find_slices, generic, passed_rules
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, read_tensor
+from hfq.placement.plan import Plan, PlanEntry
+from hfq.placement.tensor_parallel import TensorPart
+from hfq.placement.zero import check_same_plan
+from hfq.spec import Cut, LayerSlice, row_layout
+
+__all__ = ["SlicedLoading"]
+
+logger = logging.get_logger("hfq")
+
+
+class SlicedLoading(Loading):
+    """A load whose packed layers are shared by the ranks of a tensor parallel run; see `Loading`.
+
+    Attributes:
+        rank: This rank.
+        world: How many ranks there are.
+        slices: This rank's slice of each packed layer that is cut, by name.
+        parts: What this rank holds of each stored tensor, {layer: {local name: part}}.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
+        super().__init__(model, config, files, dtype)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.slices: dict[str, LayerSlice] = find_slices(self, self.rank, self.world)
+        self.parts: dict[str, dict[str, TensorPart]] = {}
+        self._index: dict[str, dict[str, torch.Tensor]] = {}
+        self._settled: dict[str, dict[str, Any]] = {}
+        self._rules = dict(model.tp_plan)
+
+    @property
+    def held_nbytes(self) -> int:
+        """The packed bytes that this rank holds."""
+        return sum(part.nbytes for parts in self.parts.values() for part in parts.values())
+
+    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
+        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows alone.
+
+        Where every layer is cut is settled on all ranks before any of them reads a row.
+        """
+        started, before = time.perf_counter(), self.reader.counters.bytes_read
+        self.main = str((device_map or {}).get("", "cpu"))
+        check_same_plan(exchange(self._digests()))
+        with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
+            for work in (self._cut, self._read):
+                _, error = attempt(lambda work=work: [work(name, module) for name, module in self.packed.items()])
+                raise_together(error)
+        self._index.clear()
+        self._check_settled()
+        self.homes = dict.fromkeys([*self._packed_names, *self._tensor_names()], self.main)
+        read = self.reader.counters.bytes_read - before
+        self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
+        self._edit_rules()
+
+    def finish(self) -> None:
+        """After transformers has loaded the rest: as in any load."""
+        if getattr(self.model, "_mesh_manager", None) is None:
+            raise SetupError(
+                "Packed layers were cut for the ranks of another load; no model was returned.", found="a used distributed_config",
+                expected="from_pretrained(tp_plan=…)", fix="pass a config of its own to each load, without distributed_config",
+            )  # fmt: skip
+        self.model._tp_plan = self._rules
+        self.plan = Plan(tuple(self._entries()))
+        super().finish()
+        whole = sum(info.nbytes for module in self.packed.values() for info in module.infos.values())
+        logger.info(
+            "hfq: rank %d of %d holds %s of %s packed bytes", self.rank, self.world, f"{self.held_nbytes:,}", f"{whole:,}"
+        )
+
+    def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Every tensor by its name in the checkpoint: packed ones from the checkpoint itself, dense ones gathered from all ranks."""
+        state = {name: _gathered(tensor) for name, tensor in model.state_dict().items() if name not in self._packed_names}
+        for name in self._packed_names:
+            state[name] = torch.empty(0, device="meta")  # written from the checkpoint
+        stored = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions, state)
+        return stored, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
+
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
+        """All ranks must save together, since dense parameters are gathered; rank 0 alone writes."""
+        return super().saved_like_source(model, folder, is_main_process and self.rank == 0)
+
+    def _cut(self, name: str, module: PackedModule) -> None:
+        """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along the input needs is read."""
+        slot, part, infos = self.match.packed[name].slot, self.slices.get(name), module.infos
+        cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
+        if part is not None:
+            specs = module.weight_format.tensor_specs(slot.in_features, slot.out_features) if part.axis == "in" else ()
+            wanted = [spec.name for spec in specs if spec.role == "index" and spec.name in infos]
+            self._index[name] = {local: read_tensor(self.reader, infos[local]) for local in wanted}
+            try:
+                module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
+            except FormatError as error:  # a format knows no names
+                raise FormatError(
+                    error.what, tensor=error.tensor or name, expected=error.expected, found=error.found, fix=error.fix
+                ) from error
+        self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
+
+    def _read(self, name: str, module: PackedModule) -> None:
+        """Reads this rank's part of one row, checks its values, and gives it to the module."""
+        found, part, slot = module.weight_format, self.slices.get(name), self.match.packed[name].slot
+        row = self._fill(self.parts[name], self._index.get(name, {}))
+        small = {local: tensor for local, tensor in row.tensors().items() if local != found.codes_name}
+        module.weight_format = found.resolve(name, small)
+        check_bias(name, small.get("bias"), slot.has_bias)
+        module.hold_row(ArenaRow(row.buffer.to(self.main), row.segments))
+        self._settled[name] = _changes(found, module.weight_format)
+        if part is not None and isinstance(module, PackedLinear):
+            module.local_in_features = part.stop - part.start if part.axis == "in" else slot.in_features
+            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # what transformers' hooks ask for
+
+    def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> ArenaRow:
+        segments, nbytes = row_layout((local, part.info.dtype, part.shape) for local, part in parts.items())
+        with torch.inference_mode(False):
+            row = ArenaRow(torch.empty(nbytes, dtype=torch.uint8), segments)
+        memory = memoryview(row.buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
+        for local, part in parts.items():
+            if local in index:
+                cut = part.cut
+                row.tensors()[local].copy_(index[local][cut.start : cut.stop] if cut else index[local])
+                continue
+            segment = segments[local]
+            self.reader.read_runs(part.runs(), memory[segment.offset : segment.offset + segment.nbytes])
+        return row
+
+    def _check_settled(self) -> None:
+        """What values settle of a dialect must be the same for all slices of a layer, as it is where one process sees them all."""
+        first, *others = exchange({name: found for name, found in self._settled.items() if found and name in self.slices})
+        for rank, found in enumerate(others, start=1):
+            for name in sorted({*first, *found}):
+                if first.get(name) != found.get(name):
+                    raise FormatError(
+                        "The slices of a packed layer are to be read in different ways; nothing was loaded.", tensor=name, rank=rank,
+                        expected=f"{first.get(name, {})}, as on rank 0", found=f"{found.get(name, {})}",
+                        fix="restore the checkpoint's own quantization_config; without tp_plan it says what is missing",
+                    )  # fmt: skip
+
+    def _edit_rules(self) -> None:
+        """While transformers applies its plan, no rule may touch a packed row, or name a parameter that packed experts replaced."""
+        kept, rules = passed_rules(self.model), dict(self.model.tp_plan)
+        names = {generic(name) for name, _ in self.model.named_parameters()}
+        for experts in {generic(name) for name in self.match.experts}:
+            for local in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+                if f"{experts}.{local}" not in names and f"{experts}.{local}" not in kept:
+                    rules.pop(f"{experts}.{local}", None)
+        rules |= {f"{generic(name)}.packed_row": "replicate" for name in self.packed if generic(name) in {**rules, **kept}}
+        self.model._tp_plan = rules
+
+    def _digests(self) -> dict[str, str]:
+        """What all ranks must agree on before they read."""
+        files = sorted((file.rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers)
+        options = {key: value for key, value in self.config.options().items() if key != "source"}
+        cuts = [(name, part.axis, part.size) for name, part in self.slices.items()]
+        formats = [(name, repr(module.weight_format)) for name, module in self.packed.items()]
+        found = {
+            "files": files,
+            "HfqConfig": sorted(options.items(), key=str),
+            "tp_plan": cuts,
+            "quantization_config": formats,
+        }
+        return {what: repr(value) for what, value in found.items()}
+
+    def _entries(self) -> Iterator[PlanEntry]:
+        for name, parts in self.parts.items():
+            for local, part in parts.items():
+                yield PlanEntry(f"{name}.{local}", self.main, self.main, part.nbytes, True)
+        for name, tensor in self.model.state_dict().items():
+            if name not in self.model.all_tied_weights_keys:
+                held = _local(tensor)
+                yield PlanEntry(name, self.main, self.main, held.numel() * held.element_size(), False)
+
+
+def _changes(before: Format, after: Format) -> dict[str, Any]:
+    """The fields of a format in which two differ."""
+    fields = [field.name for field in dataclasses.fields(after)]  # type: ignore[arg-type]  # every format is a dataclass
+    return {name: getattr(after, name) for name in fields if getattr(before, name) != getattr(after, name)}
+
+
+def _gathered(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,193 @@
+"""Tensor parallelism as transformers plans it: which arguments ask for it, and which slice of each packed layer a rank then holds.
+
+The plan is the model's own (`base_model_tp_plan`), with the rules that the user adds. Its styles tell the axis that is cut; what comes
+before and after a layer's forward (all-reduce, gather) are transformers' own hooks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from hfq.errors import PlacementError, SetupError
+from hfq.integrations.zero_config import is_zero3
+from hfq.modules.embedding import PackedEmbedding
+from hfq.modules.linear import PackedLinear
+from hfq.placement.tensor_parallel import rank_slice
+from hfq.spec import LayerSlice
+
+if TYPE_CHECKING:
+    from hfq.integrations.loading import Loading
+    from hfq.integrations.matching import Match
+
+__all__ = ["asks_for_ranks", "check_distributed", "find_slices", "generic", "passed_rules", "tensor_parallel_size"]
+
+logger = logging.get_logger("hfq")
+
+_ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
+_OTHER_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
+_AXES = {
+    "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out",
+    "rowwise": "in", "rowwise_rep": "in", "rowwise_split_input": "in",
+}  # fmt: skip
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""The styles of layers that every rank holds whole."""
+_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
+
+
+def asks_for_ranks(kwargs: Mapping[str, Any]) -> bool:
+    """Whether arguments of `from_pretrained` ask for a model that several ranks share."""
+    return any(kwargs.get(name) is not None for name in _ARGUMENTS)
+
+
+def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:
+    """Refuses what cannot go together with tensor parallelism, before anything is opened.
+
+    Raises:
+        SetupError: Names the argument.
+    """
+    if not asks_for_ranks(kwargs):
+        return
+    asked = next(name for name in _ARGUMENTS if kwargs.get(name) is not None)
+    plan = kwargs.get("tp_plan")
+    if plan is not None and plan != "auto" and not isinstance(plan, dict):
+        raise SetupError(
+            "from_pretrained(tp_plan=…) was given no plan; nothing was loaded.", expected='"auto", or {layer: style}',
+            found=repr(plan)[:80], fix='pass "auto"',
+        )  # fmt: skip
+    config = kwargs.get("distributed_config")
+    get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    others = [name for name in _OTHER_SIZES if (get(name) or 1) != 1]
+    problems = {
+        f"{', '.join(others)} of distributed_config": (bool(others), "set tp_size alone; hfq cuts packed layers along no other axis"),
+        "enable_expert_parallel": (bool(get("enable_expert_parallel")), "leave it out; experts are cut like other layers"),
+        "device_map": (kwargs.get("device_map") is not None, f"leave one of device_map and {asked} out"),
+        "an active ZeRO-3 config": (is_zero3(), f"leave {asked} out: ZeRO-3 shards the model itself"),
+        f'HfqConfig(backing="{backing}")': (
+            backing in ("mapped", "shared"), 'pass backing="auto": each rank reads its slices into its own memory',
+        ),
+        "transformers without transformers.distributed": (not _knows_ranks(), "pip install 'transformers>=5.23'"),
+    }  # fmt: skip
+    for what, (is_so, fix) in problems.items():
+        if is_so:
+            raise SetupError(
+                f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.", found=what,
+                expected="tensor parallelism alone", fix=fix,
+            )  # fmt: skip
+
+
+def _knows_ranks() -> bool:
+    """transformers 5.23 keeps its meshes in `transformers.distributed`; how older versions did it is not supported."""
+    try:
+        from transformers.distributed import mixin
+    except ImportError:
+        return False
+    return hasattr(mixin, "apply_tensor_parallelism")
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """How many ranks share the model that is being loaded; 1 where none do."""
+    config = getattr(model.config, "distributed_config", None)  # an object while a load sets it, a dict when read from a file
+    size = getattr(config, "tp_size", None)
+    if size == 1:
+        logger.warning("hfq: tp_plan was asked for with one rank: the model is loaded whole (start it with torchrun)")
+    return size if isinstance(size, int) else 1
+
+
+def passed_rules(model: Any) -> dict[str, str]:
+    """The rules that the user adds to the model's own plan."""
+    passed = getattr(model.config.distributed_config, "tp_plan", None)
+    return passed if isinstance(passed, dict) else {}
+
+
+def generic(name: str) -> str:
+    """A name as rules speak of it: with `*` for the numbers of layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def find_slices(loading: Loading, rank: int, world: int) -> dict[str, LayerSlice]:
+    """The slice that a rank holds of each packed layer that is cut, by the layer's name in the model.
+
+    Raises:
+        PlacementError: A rule asks for a cut that hfq cannot make; names the layer and the rule.
+    """
+    model, found = loading.model, {}
+    plan = {**model.tp_plan, **passed_rules(model)}
+    _check_rules(plan, loading)
+    for name, module in loading.packed.items():
+        slot = loading.match.packed[name].slot
+        axis = _expert_axis(name, plan, loading.match) if slot.kind == "expert" else _axis(name, module, plan, slot.kind)
+        if axis is None:
+            continue
+        _check_heads(name, plan.get(generic(name)), model.config.get_text_config(decoder=True), world)
+        size = slot.out_features if axis == "out" else slot.in_features
+        part = rank_slice(axis, size, rank, world)
+        if part is None or rank_slice(axis, size, world - 1, world) is None:  # on all ranks alike
+            raise _uncuttable(name, f"{size} {axis}put features", f"at least one for each of {world} ranks")
+        if axis == "in" and isinstance(module, PackedLinear):
+            _check_scheme(module, part)
+        found[name] = part
+    return found
+
+
+def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | None:
+    owner = name.rpartition(".")[0] if kind == "weight" else name
+    style = plan.get(generic(owner))
+    if style is None or style in _WHOLE:
+        return None
+    if style not in _AXES or isinstance(module, PackedEmbedding) or kind == "weight":
+        what = f"tp_plan's {style!r} for a packed {'weight alone' if kind == 'weight' else type(module).__name__}"
+        raise _uncuttable(owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}")
+    return _AXES[style]
+
+
+def _expert_axis(name: str, plan: Mapping[str, str], match: Match) -> str | None:
+    """Gate and up projections are cut along the output, down projections along the input; the sum is that of the experts."""
+    experts, projection = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
+    styles = {local: plan.get(generic(f"{experts}.{local}")) for local in _EXPERTS}
+    is_summed = plan.get(generic(experts)) == "moe_tp_experts"
+    if not is_summed and not any(styles.values()):
+        return None
+    if not is_summed or styles != _EXPERTS or projection == "gate_up_proj":
+        what = "gate and up projections fused into one" if projection == "gate_up_proj" else f"tp_plan's {styles}"
+        raise _uncuttable(name, what, f"projections stored one by one, and {_EXPERTS} with 'moe_tp_experts'")
+    return "in" if projection == "down_proj" else "out"
+
+
+def _check_rules(plan: Mapping[str, str], loading: Loading) -> None:
+    for name in loading.packed:
+        for local in ("weight", "bias"):
+            if f"{generic(name)}.{local}" in plan:
+                raise _uncuttable(name, f"a rule for its {local}", "a rule for the layer")
+
+
+def _check_heads(name: str, style: str | None, config: Any, world: int) -> None:
+    """A rank must hold whole heads, since attention reshapes what it is given."""
+    heads = getattr(config, _HEADS.get(name.rpartition(".")[2], ""), None)
+    if style == "colwise" and isinstance(heads, int) and heads % world:
+        raise _uncuttable(name, f"{heads} heads", f"a multiple of {world} ranks")
+
+
+def _check_scheme(module: PackedLinear, part: LayerSlice) -> None:
+    """A scale taken from a whole token cannot be taken from a slice of it."""
+    scheme = module.scheme
+    is_local = scheme is None or scheme.scale_name is not None
+    if scheme is not None and scheme.strategy == "group":
+        is_local = part.is_aligned(scheme.group_size or part.size)
+    if not is_local:
+        raise SetupError(
+            'HfqConfig(activations="checkpoint") cannot be used with a layer whose input is cut; nothing was loaded.',
+            tensor=module.name, expected="static scales, or groups that are not cut", found=f"scales for each {scheme.strategy}",  # type: ignore[union-attr]
+            fix='pass HfqConfig(activations="none")',
+        )  # fmt: skip
+
+
+def _uncuttable(name: str, found: str, expected: str) -> PlacementError:
+    return PlacementError(
+        "A packed layer cannot be cut as tp_plan asks; nothing was loaded.", tensor=name, found=found, expected=expected,
+        fix="use another tp_size or tp_plan, or device_map in its place",
+    )  # fmt: skip

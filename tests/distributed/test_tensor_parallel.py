@@ -1,0 +1,217 @@
+"""Packed models that two CPU ranks share, through torchrun: each holds its slices, and together they compute what one process does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import moe_models
+import pytest
+import tiny_models
+import torch
+from contract.cases import GPTQMODEL, compressed_tensors
+
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+
+pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+GPTQ = Gptq(zero_reading="word_plus_one", group_size=32, g_idx_length=128)
+GPTQ_CONFIG = {**GPTQMODEL, "bits": 4, "group_size": 32, "sym": True}
+BLOCK = Fp8(strategy="block", block_structure=(32, 32), scale_name="weight_scale_inv")
+GATHERED = {
+    "model.layers.*.mlp.gate_proj": "colwise_gather_output", "model.layers.*.mlp.up_proj": "colwise_rep",
+    "model.layers.*.mlp.down_proj": "rowwise_split_input",
+}  # fmt: skip
+TOLERANCE = 4e-6
+"""The sums of slices along the input add the same float32 products in another order: some units in the last place (2**-23) of the
+largest logit, after the 2 to 4 layers of these models."""
+EXACT = ("gptq", "fp8-block", "fp8-channel")
+EQUAL = (*EXACT, "act-order, biases", "within a block", "tied", "mixtral", "gathered", "shared expert", "pack-quantized")
+
+
+def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
+    """A tiny Llama; `change` edits its tensors, `options` its config."""
+    tensors = tiny_models.packed_tensors(weight_format)
+    if change is not None:
+        change(tensors)
+    tiny_models.write_model(folder, tensors, config)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | options))
+    return str(folder)
+
+
+def scatter(tensors: dict) -> None:
+    """Act-order, and a bias beside every layer."""
+    generator = torch.Generator().manual_seed(9)
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name] = tensors[name][torch.randperm(tensors[name].numel(), generator=generator)]
+        module = name.removesuffix("g_idx")
+        tensors[f"{module}bias"] = torch.randn(tensors[f"{module}scales"].shape[1], generator=generator).half()
+
+
+def untie(tensors: dict) -> None:
+    del tensors["lm_head.weight"]
+
+
+def poison(tensors: dict) -> None:
+    """A scale that the second of two ranks holds."""
+    tensors["model.layers.1.mlp.up_proj.weight_scale"][200] = float("nan")
+
+
+def relabel(tensors: dict) -> None:
+    """Zero points that are stored as in v1 in the columns of one rank, and as in v2 in those of the other."""
+    tensors["model.layers.1.mlp.up_proj.qzeros"][:, 16:] = -0x77777778
+
+
+def write_moe(folder: Path, id: str) -> str:
+    scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == id)
+    return str(moe_models.write(scheme, moe_models.is_packed(scheme)).save(folder))
+
+
+def torchrun(script: Path, *arguments: object) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [*launcher, str(script), *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tensor-parallel")
+
+
+@pytest.fixture(scope="module")
+def paths(folder) -> dict[str, str]:
+    channel = Fp8(strategy="channel")
+    coarse = Fp8(strategy="block", block_structure=(48, 80), scale_name="weight_scale_inv")
+    made = {
+        "gptq": write(folder / "gptq", GPTQ, GPTQ_CONFIG),
+        "fp8-block": write(folder / "fp8-block", BLOCK, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+        "fp8-channel": write(folder / "fp8-channel", channel, compressed_tensors("channel")),
+        "act-order, biases": write(
+            folder / "act-order", GPTQ, {**GPTQ_CONFIG, "desc_act": True}, scatter, attention_bias=True, mlp_bias=True
+        ),
+        "within a block": write(folder / "coarse", coarse, {"quant_method": "fp8", "weight_block_size": [48, 80]}),
+        "tied": write(folder / "tied", channel, compressed_tensors("channel"), untie, tie_word_embeddings=True),
+        "mixtral": write_moe(folder / "mixtral", "mixtral w1 w2 w3, gptq"),
+        "shared expert": write_moe(folder / "shared", "qwen2 with a shared expert, fp8 blocks"),
+        "pack-quantized": write_moe(folder / "pack-quantized", "qwen3 by expert, pack-quantized"),
+        "fused experts": write_moe(folder / "fused", "mixtral fused gate_up, fp8"),
+        "bitsandbytes": write_moe(folder / "bitsandbytes", "qwen3 by expert, bitsandbytes"),
+        "one head": write(
+            folder / "heads", channel, compressed_tensors("channel"), num_attention_heads=2, num_key_value_heads=1, head_dim=64
+        ),
+        "poisoned": write(folder / "poisoned", channel, compressed_tensors("channel"), poison),
+        "two readings": write(folder / "readings", GPTQ, GPTQ_CONFIG, relabel),
+    }  # fmt: skip
+    return made | {"gathered": made["gptq"], "rule for a weight": made["gptq"], "fused rule": made["gptq"]}
+
+
+@pytest.fixture(scope="module")
+def results(folder, paths) -> list[dict]:
+    """The results of both ranks; one launch runs all cases."""
+    details = {
+        "gptq": {"saves": True, "standalone": True}, "fp8-block": {"saves": True}, "fp8-channel": {"saves": True},
+        "gathered": {"tp_plan": GATHERED}, "rule for a weight": {"tp_plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}},
+        "fused rule": {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}}, "mixtral": {"saves": True},
+    }  # fmt: skip
+    cases = [{"id": id, "path": path, **details.get(id, {})} for id, path in paths.items()]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    torchrun(Path(__file__).parent / "tp_worker.py", "--cases", folder / "cases.json", "--out", folder)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_slices_are_bit_for_bit_those_of_the_whole_layers(case, results):
+    for found in results:
+        assert found[case]["modules"]["cut"] > 0
+        assert found[case]["modules"]["weights"] == found[case]["modules"]["outputs"] == []
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_two_ranks_compute_what_one_process_does(case, results):
+    for found in results:
+        assert found[case]["tokens"] is True
+        assert found[case]["logits"] < TOLERANCE
+        assert found[case]["gradient"] < TOLERANCE
+
+
+def expected_nbytes(path: str) -> tuple[int, int]:
+    """(read, held): half of everything, but scales that whole rows share where the input is cut, and the index of GPTQ."""
+    read = held = 0
+    for name, tensor in tiny_models.stored_tensors(Path(path)).items():
+        module, _, local = name.rpartition(".")
+        if not module.endswith("_proj"):
+            continue
+        is_row = module.endswith(("o_proj", "down_proj"))
+        if local == "g_idx":
+            read, held = read + tensor.nbytes, held + (0 if is_row else tensor.nbytes)
+            continue
+        nbytes = tensor.nbytes if is_row and local == "weight_scale" else tensor.nbytes // 2
+        read, held = read + nbytes, held + nbytes
+    return read, held
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_each_rank_reads_and_holds_its_slices_alone(case, results, paths):
+    for found in results:
+        assert (found[case]["read"], found[case]["parts"]) == expected_nbytes(paths[case])
+
+
+@pytest.mark.parametrize("case", [*EXACT, "mixtral"])
+def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_source(case, results, folder, paths):
+    source, saved = (tiny_models.stored_tensors(Path(path)) for path in (paths[case], folder / f"saved-{case}"))
+    assert source.keys() == saved.keys()
+    for name, tensor in source.items():
+        is_packed = "_proj." in name or "experts." in name
+        assert not is_packed or saved[name].dtype == tensor.dtype, name
+        assert torch.equal(saved[name].to(tensor.dtype).view(torch.uint8), tensor.view(torch.uint8)), name
+    config = json.loads((folder / f"saved-{case}" / "config.json").read_text())
+    assert config["quantization_config"] == json.loads((Path(paths[case]) / "config.json").read_text())["quantization_config"]
+    assert "distributed_config" not in config
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("fused experts", "experts.0.gate_up_proj; found: gate and up projections fused into one"),
+        ("bitsandbytes", "hfq does not cut bitsandbytes nf4 layers for tensor parallelism; tensor: model.layers.0."),
+        ("rule for a weight", "model.layers.0.mlp.up_proj; expected: a rule for the layer; found: a rule for its weight"),
+        ("one head", "tensor: model.layers.0.self_attn.k_proj; found: 1 heads; expected: a multiple of 2 ranks"),
+        ("two readings", "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': 'stored'}"),
+        ("fused rule", "found: tp_plan's 'packed_colwise' for a packed PackedLinear"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(case, error, results):
+    for found in results:
+        lines = [line.strip() for line in found[case]["text"].splitlines()]
+        assert all(any(part in line for line in lines) for part in error.split("; ")), found[case]["text"]
+        assert "nothing was loaded" in lines[0]
+
+
+def test_what_one_rank_finds_all_ranks_are_told(results):
+    first, second = (found["poisoned"]["text"] for found in results)
+    assert "Another rank of this run failed; nothing was loaded." in first
+    assert "A scale is not finite; nothing was loaded.; " in first
+    assert "tensor: model.layers.1.mlp.up_proj.weight_scale" in second
+    assert "[72, 0]" in second  # row 200 of 256
+
+
+def test_the_plan_of_a_loaded_model_is_its_own(results):
+    rules = results[0]["mixtral"]["rules"]
+    assert rules["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
+    assert not [name for name in rules if name.endswith("packed_row")]
+
+
+def test_the_example_generates_on_two_ranks(results, folder):
+    held, tensors = 237_184, tiny_models.stored_tensors(ROOT / "tests" / "data" / "tiny-llama-gptq")
+    stored = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj." in name)
+    printed = [(folder / f"example{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+    assert [lines[0] for lines in printed] == [f"rank {rank} of 2: {held:,} of {stored:,} packed bytes" for rank in (0, 1)]
+    assert printed[0][1].startswith("The return value is")

@@ -1,0 +1,54 @@
+"""What cannot go together with tensor parallelism is refused before anything is opened; one process alone loads as ever."""
+
+import logging
+
+import pytest
+import tiny_models
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig
+from hfq.errors import SetupError
+from hfq.modules.linear import PackedLinear
+
+pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
+from transformers.distributed import DistributedConfig
+
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+
+
+def load(options=None, **arguments):
+    return AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(**(options or {})), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"tp_plan": "auto", "device_map": {"": "cpu"}}, "device_map"),
+        ({"tp_plan": "auto", "device_mesh": object()}, "device_mesh"),
+        ({"tp_plan": "x"}, "'x'"),
+        ({"tp_plan": "auto", "options": {"backing": "mapped"}}, 'HfqConfig(backing="mapped")'),
+        ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, "fsdp_size of distributed_config"),
+        ({"distributed_config": DistributedConfig(tp_size=2, pp_size=2)}, "pp_size of distributed_config"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(arguments, found):
+    with pytest.raises(SetupError, match=r"nothing was loaded") as refusal:
+        load(**arguments)
+    assert f"found: {found}" in str(refusal.value)
+    assert refusal.value.fix
+
+
+def test_one_process_loads_the_model_whole_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("hfq"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="hfq"):
+        model = load(distributed_config=DistributedConfig(tp_plan="auto"))
+    layer = model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, PackedLinear)
+    assert layer.local_in_features == layer.in_features
+    assert "one rank: the model is loaded whole" in caplog.text
+
+
+def test_a_distributed_checkpoint_of_packed_layers_is_refused(tmp_path):
+    with pytest.raises(SetupError, match=r"(?s)distributed_checkpoint=True.*nothing was saved"):
+        load().save_pretrained(tmp_path / "saved", distributed_checkpoint=True)
+    assert not (tmp_path / "saved").exists()
