@@ -48,6 +48,15 @@ def test_inspect_tells_dialect_bits_bytes_and_alignment():
     assert "gptq v1 int4 g128 sym" in text
 
 
+def test_inspect_tells_which_kernel_multiplies_and_why_no_other():
+    report = json.loads(run("inspect", GPTQ, "--kernels", "--json").stdout)
+    reasons = {"native": "HFQ_NATIVE=0", "panels": None, "reference": "panels comes first"}
+    assert all(module["kernels"] == reasons for module in report["modules"])
+    assert f"{len(report['modules'])} by panels (native: HFQ_NATIVE=0; reference: panels comes first)" in " ".join(
+        run("inspect", GPTQ, "--kernels").stdout.split()
+    )
+
+
 def test_inspect_of_an_unquantized_checkpoint_says_so():
     report = json.loads(run("inspect", str(tiny_models.DATA / "tiny-llama"), "--json").stdout)
     assert report["dialects"] == {}

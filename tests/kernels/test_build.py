@@ -87,6 +87,9 @@ def test_another_compiler_another_library(runs, tmp_path, monkeypatch):
 
 def test_nothing_but_the_library_is_left_behind(runs):
     made = building.build()
+    made.unlink()
+    made.with_name(f"{made.stem}.abc.tmp").mkdir()  # what a killed process leaves
+    assert building.build() == made
     assert {file.suffix for file in made.parent.iterdir()} == {".so", ".sha256", ".lock"}
     assert made.parent.stat().st_mode & 0o777 == 0o700
 

@@ -52,6 +52,10 @@ struct Call {
 #define HFQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Inlined into the code of each instruction set: a call to a function that was compiled for another one, while the wide registers
+// are in use, costs more than what it computes.
+#define HFQ_INLINE inline __attribute__((always_inline))
+
 const int64_t MOST_ROWS = 64;        // of activations in one call
 const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
 const int64_t STEP = 256;            // input channels of a tile of decoded weights
@@ -59,14 +63,14 @@ const int64_t TILE_ROWS = 16;        // output rows of such a tile
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
 const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
 
-inline uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
-inline uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
-inline float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
-inline uint32_t as_bits(float value) { uint32_t v; memcpy(&v, &value, 4); return v; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
+HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
+HFQ_INLINE float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
+HFQ_INLINE uint32_t as_bits(float value) { uint32_t v; memcpy(&v, &value, 4); return v; }
+HFQ_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+HFQ_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-float half_to_float(uint16_t half) {
+HFQ_INLINE float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
     if (rest >= 0x7C00) return as_float(sign | 0x7F800000 | (rest & 0x3FF) << 13);
     if (rest >= 0x0400) return as_float(sign | ((rest << 13) + (112u << 23)));
@@ -74,7 +78,7 @@ float half_to_float(uint16_t half) {
     return sign ? -value : value;
 }
 
-uint16_t float_to_half(float value) {
+HFQ_INLINE uint16_t float_to_half(float value) {
     uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
     if (rest > 0x7F800000) return (uint16_t)(sign | 0x7E00);
     if (rest >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
@@ -86,20 +90,20 @@ uint16_t float_to_half(float value) {
     return (uint16_t)(sign | (rest - (112u << 23)) >> 13);
 }
 
-inline uint16_t float_to_bfloat(float value) {
+HFQ_INLINE uint16_t float_to_bfloat(float value) {
     uint32_t bits = as_bits(value);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-float code_value(uint8_t code, int kind) {
+HFQ_INLINE float code_value(uint8_t code, int kind) {
     if (kind == E5M2) return half_to_float((uint16_t)(code << 8));
     uint32_t rest = code & 0x7F;
     float value = rest == 0x7F ? as_float(0x7FC00000) : half_to_float((uint16_t)(rest << 7)) * 256.0f;
     return code & 0x80 ? -value : value;
 }
 
-inline float scale_at(const Layer &layer, int64_t place) {
+HFQ_INLINE float scale_at(const Layer &layer, int64_t place) {
     switch (layer.scale_dtype) {
         case F32: return as_float(load32(layer.scales + 4 * place));
         case BF16: return as_float((uint32_t)load16(layer.scales + 2 * place) << 16);
@@ -110,15 +114,15 @@ inline float scale_at(const Layer &layer, int64_t place) {
     return as_float(exponent ? exponent << 23 : 0x00400000);
 }
 
-inline int64_t group_of(const Layer &layer, int64_t k) {
+HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
     if (layer.index_nbytes == 8) { int64_t g; memcpy(&g, layer.index + 8 * k, 8); return g; }
     if (layer.index_nbytes == 4) return (int32_t)load32(layer.index + 4 * k);
     return k / layer.block_in;
 }
 
-inline uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
+HFQ_INLINE uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
 
-float zero_at(const Layer &layer, int64_t group, int64_t n) {
+HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
     int64_t bit = n * layer.bits, shift = bit % 32;
     const char *word = layer.zeros + 4 * (group * layer.zero_words + bit / 32);
     uint32_t mask = (1u << layer.bits) - 1, low = load32(word);
@@ -131,7 +135,7 @@ float zero_at(const Layer &layer, int64_t group, int64_t n) {
     return (float)value;
 }
 
-inline void put(const Call &call, int64_t m, int64_t n, float value) {
+HFQ_INLINE void put(const Call &call, int64_t m, int64_t n, float value) {
     char *row = call.y + (m * call.y_stride + n) * (call.y_dtype == F32 ? 4 : 2);
     if (call.y_dtype == F32) { memcpy(row, &value, 4); return; }
     uint16_t half = call.y_dtype == BF16 ? float_to_bfloat(value) : float_to_half(value);
@@ -139,29 +143,29 @@ inline void put(const Call &call, int64_t m, int64_t n, float value) {
 }
 
 // Whether a group's scale cannot be taken out of the sum: groups are scattered, or end within a word.
-inline bool is_scattered(const Layer &layer) {
+HFQ_INLINE bool is_scattered(const Layer &layer) {
     return layer.index_nbytes || layer.block_in * layer.bits % 32;
 }
 
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
-inline int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
+HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
 // GPTQ's activations come in passes of 1, PASS / 2 or PASS rows.
-int64_t padded_rows(const Layer &layer, int64_t rows) {
+HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
     int64_t rest = rows % PASS;
     if (layer.kind != GPTQ || rest <= 1) return rows;
     return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
 }
 
 // Output columns that one part of a GPTQ multiplication covers.
-int64_t tile_columns(const Layer &layer, int64_t rows, int threads) {
+HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads) {
     if (is_scattered(layer)) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
     int64_t share = (layer.out_features / most(threads, 1) + 63) / 64 * 64;
     return most(64, least(rows == 1 ? 1024 : 256, share));
 }
 
 // Output columns of a part of a panel.
-int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
+HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
 
 // The threads: work is cut into numbered parts, and whoever is free takes the next.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
@@ -395,21 +399,21 @@ typedef int8_t vc __attribute__((vector_size(W)));
 typedef uint8_t vuc __attribute__((vector_size(W)));
 typedef uint8_t vub __attribute__((vector_size(32)));
 
-template <class V> static inline __attribute__((always_inline)) V load(const void *p) {
+template <class V> static HFQ_INLINE V load(const void *p) {
     V v;
     __builtin_memcpy(&v, p, sizeof(V));
     return v;
 }
-template <class V> static inline __attribute__((always_inline)) void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof(V)); }
-static inline __attribute__((always_inline)) vf all(float value) { return value - (vf){}; }
-static inline __attribute__((always_inline)) vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
+template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof(V)); }
+static HFQ_INLINE vf all(float value) { return value - (vf){}; }
+static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
-static inline __attribute__((always_inline)) vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-static inline __attribute__((always_inline)) vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
+static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
-static inline __attribute__((always_inline)) vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-static inline __attribute__((always_inline)) vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
+static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
 #else
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
@@ -419,7 +423,7 @@ static inline vf from_half(vuh v) {
 }
 #endif
 
-static inline __attribute__((always_inline)) float sum_of(vf v) {
+static HFQ_INLINE float sum_of(vf v) {
     float half[W / 2];
     for (int i = 0; i < W / 2; i++) half[i] = v[i] + v[i + W / 2];
     for (int size = W / 4; size; size /= 2)
@@ -458,13 +462,13 @@ static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
 // ---- Rows of FP8 codes ----------------------------------------------------------------------------------------------
 
 // W codes as floats; e4m3 comes out divided by 256, and its NaN codes as numbers.
-template <int KIND> static inline __attribute__((always_inline)) vf decode(const char *p) {
+template <int KIND> static HFQ_INLINE vf decode(const char *p) {
     if (KIND == E5M2) return from_half(__builtin_convertvector(load<vuc>(p), vuh) << 8);
     return from_half((vuh)((__builtin_convertvector(load<vc>(p), vh) << 7) & (int16_t)0xBFFF));
 }
 
 // 2 * W codes.
-template <int KIND> static inline __attribute__((always_inline)) void decode_two(const char *p, vf &low, vf &high) {
+template <int KIND> static HFQ_INLINE void decode_two(const char *p, vf &low, vf &high) {
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
     __m128i codes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3
@@ -516,7 +520,7 @@ template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_
 }
 
 // 4 * W codes times as many activations; the largest magnitude among the codes is kept in `worst`.
-template <int KIND> static inline __attribute__((always_inline)) void dot_codes(const char *codes, const float *x, vf *sum, vub &worst) {
+template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
@@ -655,7 +659,7 @@ template <int BITS, int CODE> struct Place {  // of a code among its 32
 };
 
 template <int BITS, int CODE, bool SHIFTED>
-static inline __attribute__((always_inline)) vf code_at(const char *words, int64_t pitch) {
+static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     typedef Place<BITS, CODE> P;
     const uint32_t mask = (1u << BITS) - 1;
     vu word = load<vu>(words + P::word * pitch);
@@ -672,7 +676,7 @@ template <int BITS, int CODE> static void exponents(float *powers) {  // what un
 
 // sum[m] += code * spread[code][m], for the codes [CODE, STOP) of one column vector.
 template <int BITS, int ROWS, int PARTS, int CODE, int STOP>
-static inline __attribute__((always_inline)) void add_codes(const char *words, int64_t pitch, const float *spread, vf (*sum)[PARTS]) {
+static HFQ_INLINE void add_codes(const char *words, int64_t pitch, const float *spread, vf (*sum)[PARTS]) {
     if constexpr (CODE < STOP) {
         vf code = code_at<BITS, CODE, false>(words, pitch);
         HFQ_UNROLL
@@ -686,7 +690,7 @@ static inline __attribute__((always_inline)) void add_codes(const char *words, i
 template <int BITS> constexpr int unit() { return 32 % BITS == 0 ? 32 / BITS : 32; }
 
 // [codes][W] floats of one column vector.
-template <int BITS, int CODE> static inline __attribute__((always_inline)) void spread_codes(const char *words, int64_t pitch, float *out) {
+template <int BITS, int CODE> static HFQ_INLINE void spread_codes(const char *words, int64_t pitch, float *out) {
     if constexpr (CODE < unit<BITS>()) {
         store(out + CODE * W, code_at<BITS, CODE, true>(words, pitch));
         spread_codes<BITS, CODE + 1>(words, pitch, out);
@@ -702,7 +706,7 @@ static Decode decoder(int bits) {
 
 // sum[m] += code * spread[code][m] for up to 32 codes of one column vector: decoded in registers if BITS is not 0.
 template <int BITS, int ROWS, int PARTS>
-static inline __attribute__((always_inline)) void add_block(
+static HFQ_INLINE void add_block(
     const char *words, int64_t pitch, int64_t codes, const float *spread, vf (*sum)[PARTS], Decode decode_block) {
     if constexpr (BITS != 0) {
         for (int64_t c = 0; c < codes; c += unit<BITS>())
@@ -753,7 +757,7 @@ struct Words {
     const char *at;
     int64_t pitch;
     char copy[8 * 4 * W];
-    inline __attribute__((always_inline)) void take(const Layer &layer, int64_t word, int64_t words, int64_t n, int64_t columns) {
+    HFQ_INLINE void take(const Layer &layer, int64_t word, int64_t words, int64_t n, int64_t columns) {
         at = layer.codes + 4 * (word * layer.out_features + n), pitch = 4 * layer.out_features;
         if (columns >= W) return;
         __builtin_memset(copy, 0, sizeof(copy));
