@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfq.formats import Format
+from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
@@ -61,6 +62,9 @@ CASES = {
     "w2 g32": gptq(2, 32),
     "w2 groups of 16 v1": gptq(2, 16, "word_plus_one", out_features=48),
     "w2 act-order": gptq(2, 32, scatter=True),
+    "awq g32": Case(Awq(group_size=32), 352, 96),
+    "awq channel, 40 outputs": Case(Awq(group_size=-1), 331, 40),
+    "awq groups of 11, f32 scales": Case(Awq(group_size=11), 352, 104, dtype=torch.float32),
     "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
     "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
     "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),

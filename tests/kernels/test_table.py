@@ -23,7 +23,13 @@ def test_every_kernel_is_found_by_its_own_name(native):
 
 def test_auto_takes_the_compiled_kernel_where_it_reads_the_format(native):
     assert choose_kernel("auto").name == "native"
-    for weight_format, name in ((Fp8(), "native"), (Gptq(), "native"), (Gptq(5, is_planar=True), "panels"), (Awq(), "panels")):
+    for weight_format, name in (
+        (Fp8(), "native"),
+        (Gptq(), "native"),
+        (Awq(), "native"),
+        (Gptq(5, is_planar=True), "panels"),
+        (Awq("gemv"), "panels"),
+    ):
         assert choose_kernel("auto", weight_format, 256, 256).name == name
         assert choose_kernel("native", weight_format, 256, 256).name == name
 

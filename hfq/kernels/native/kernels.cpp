@@ -21,13 +21,14 @@
 
 namespace {
 
-enum Kind { E4M3 = 0, E5M2 = 1, GPTQ = 2 };
+enum Kind { E4M3 = 0, E5M2 = 1, GPTQ = 2, AWQ = 3 };
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3 };
 enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
 
 // One packed layer; hfq/kernels/native/layers.py fills it in.
 // Rows of codes (E4M3, E5M2): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
 // GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]), g = index[k] or, without an index, k / block_in.
+// AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
     const char *codes, *scales, *zeros, *index;
     int64_t in_features, out_features;
@@ -122,8 +123,12 @@ HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
 
 HFQ_INLINE uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
 
+// The nibble of a column among the eight of its word.
+HFQ_INLINE int awq_place(int column) { return column / 2 + column % 2 * 4; }
+
 HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
     int64_t bit = n * layer.bits, shift = bit % 32;
+    if (layer.kind == AWQ) shift = 4 * awq_place((int)(n % 8));
     const char *word = layer.zeros + 4 * (group * layer.zero_words + bit / 32);
     uint32_t mask = (1u << layer.bits) - 1, low = load32(word);
     if (layer.zero_reading == WORD_PLUS_ONE) low += word_ones(layer.bits);
@@ -142,9 +147,12 @@ HFQ_INLINE void put(const Call &call, int64_t m, int64_t n, float value) {
     memcpy(row, &half, 2);
 }
 
+// Whether neighbouring codes in memory belong to neighbouring outputs.
+HFQ_INLINE bool has_columns(const Layer &layer) { return layer.kind >= GPTQ; }
+
 // Whether a group's scale cannot be taken out of the sum: groups are scattered, or end within a word.
 HFQ_INLINE bool is_scattered(const Layer &layer) {
-    return layer.index_nbytes || layer.block_in * layer.bits % 32;
+    return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
 }
 
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
@@ -153,7 +161,7 @@ HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_feature
 // GPTQ's activations come in passes of 1, PASS / 2 or PASS rows.
 HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
     int64_t rest = rows % PASS;
-    if (layer.kind != GPTQ || rest <= 1) return rows;
+    if (!has_columns(layer) || rest <= 1) return rows;
     return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
 }
 
@@ -346,17 +354,17 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     if (rows < 1 || rows > MOST_ROWS) return -1;
     int64_t stride = padded_columns(*layer);
     widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch);
-    bool columns = layer->kind == GPTQ;
+    bool columns = has_columns(*layer);
     int64_t width = columns ? tile_columns(*layer, rows, threads) : TILE_ROWS;
     Call call = {layer, scratch, scratch + padded_rows(*layer, rows) * stride, rows, stride, width, y, y_stride, y_dtype};
     run_parts(linear_works[level()][columns], &call, (layer->out_features + width - 1) / width, threads);
     return 0;
 }
 
-// Weights of output rows [start, start + count): [count, in_features], or for GPTQ [in_features, count]; float32 or bfloat16.
+// Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features, count]; float32 or bfloat16.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     Panel panel = {layer, start, count, out, dtype};
-    bool columns = layer->kind == GPTQ;
+    bool columns = has_columns(*layer);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
     run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads);
     return 0;
@@ -431,7 +439,7 @@ static HFQ_INLINE float sum_of(vf v) {
     return half[0];
 }
 
-// The activations as floats, padded with zeros to `stride` channels and `padded` rows; for GPTQ also their sums by group.
+// The activations as floats, padded with zeros to `stride` channels and `padded` rows; for GPTQ and AWQ also their sums by group.
 static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride, int64_t stride, float *out) {
     int64_t size = layer.in_features, padded = padded_rows(layer, rows);
     for (int64_t m = 0; m < rows; m++) {
@@ -447,7 +455,7 @@ static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
     }
     for (int64_t m = 0; m < rows; m++) __builtin_memset(out + m * stride + size, 0, 4 * (stride - size));
     __builtin_memset(out + rows * stride, 0, 4 * (padded - rows) * stride);
-    if (layer.kind != GPTQ || is_scattered(layer)) return;
+    if (!has_columns(layer) || is_scattered(layer)) return;
     for (int64_t m = 0; m < padded; m++)
         for (int64_t g = 0; g < layer.groups; g++) {
             vf sum = all(0.0f);
@@ -649,7 +657,7 @@ static void rows_panel(const void *context, int64_t part, float *scratch) {
         }
 }
 
-// ---- GPTQ's columns of bit streams ----------------------------------------------------------------------------------
+// ---- Columns: GPTQ's bit streams, AWQ's words ----------------------------------------------------------------------------------
 // 32 codes of a column take BITS words, one below the other; W neighbouring columns are decoded at once.
 
 template <int BITS, int CODE> struct Place {  // of a code among its 32
@@ -699,8 +707,24 @@ template <int BITS, int CODE> static HFQ_INLINE void spread_codes(const char *wo
 template <int BITS> static void decode_words(const char *words, int64_t pitch, int64_t codes, float *out) {
     for (int64_t c = 0; c < codes; c += unit<BITS>()) spread_codes<BITS, 0>(words + c * BITS / 32 * pitch, pitch, out + c * W);
 }
+// AWQ: a word, or two, for each code.
+static void decode_awq(const char *words, int64_t pitch, int64_t codes, float *out) {
+    vu shifts;
+    for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(4 * awq_place(j % 8));
+    for (int64_t c = 0; c < codes; c++) {
+        vu word = (vu){} + load32(words + c * pitch);
+#if HFQ_PASS == 2
+        uint32_t high = load32(words + c * pitch + 4);
+        HFQ_UNROLL
+        for (int j = 8; j < W; j++) word[j] = high;
+#endif
+        store(out + c * W, to_float(word >> shifts & 15u));
+    }
+}
 typedef void (*Decode)(const char *words, int64_t pitch, int64_t codes, float *out);
-static Decode decoder(int bits) {
+static Decode decoder(const Layer &layer) {
+    const int bits = layer.kind == AWQ ? 0 : layer.bits;
+    if (bits == 0) return decode_awq;
     return bits == 2 ? decode_words<2> : bits == 3 ? decode_words<3> : bits == 4 ? decode_words<4> : decode_words<8>;
 }
 
@@ -714,11 +738,17 @@ static HFQ_INLINE void add_block(
     } else {
         float decoded[32 * W];
         decode_block(words, pitch, codes, decoded);
-        for (int64_t c = 0; c < codes; c++) {
-            vf code = load<vf>(decoded + c * W);
+        int64_t c = 0;
+        for (; c + PARTS <= codes; c += PARTS)
             HFQ_UNROLL
-            for (int m = 0; m < ROWS; m++) sum[m][0] = fma(code, load<vf>(spread + (c * ROWS + m) * W), sum[m][0]);
-        }
+            for (int p = 0; p < PARTS; p++) {
+                vf code = load<vf>(decoded + (c + p) * W);
+                HFQ_UNROLL
+                for (int m = 0; m < ROWS; m++) sum[m][p] = fma(code, load<vf>(spread + ((c + p) * ROWS + m) * W), sum[m][p]);
+            }
+        for (; c < codes; c++)
+            for (int m = 0; m < ROWS; m++)
+                sum[m][0] = fma(load<vf>(decoded + c * W), load<vf>(spread + (c * ROWS + m) * W), sum[m][0]);
     }
 }
 
@@ -735,7 +765,7 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     int64_t i = 0;
     if (layer.bits == 4) {
         vu shifts, mask = (vu){} + 15u;
-        for (int j = 0; j < W; j++) shifts[j] = j % 8 * 4;
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? awq_place(j % 8) : j % 8) * 4;
         const char *row = layer.zeros + 4 * group * layer.zero_words;
         for (; i + W <= count; i += W) {
             uint32_t low = load32(row + (n + i) / 2), high = W == 16 ? load32(row + (n + i) / 2 + 4) : 0;
@@ -752,16 +782,22 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     for (; i % W; i++) out[i] = 0;
 }
 
-// The words of a column vector; one that is cut off by the last column is copied and padded.
+// The words of a column vector's codes [k, k + codes); one that is cut off by the last column is copied and padded.
 struct Words {
     const char *at;
     int64_t pitch;
-    char copy[8 * 4 * W];
-    HFQ_INLINE void take(const Layer &layer, int64_t word, int64_t words, int64_t n, int64_t columns) {
-        at = layer.codes + 4 * (word * layer.out_features + n), pitch = 4 * layer.out_features;
+    char copy[32 * 4 * W];
+    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns) {
+        int64_t rows = codes, nbytes = columns / 2;
+        if (layer.kind == AWQ) {
+            pitch = 4 * layer.zero_words, at = layer.codes + k * pitch + n / 2;
+        } else {
+            rows = codes * layer.bits / 32, nbytes = 4 * columns;
+            pitch = 4 * layer.out_features, at = layer.codes + k * layer.bits / 32 * pitch + 4 * n;
+        }
         if (columns >= W) return;
         __builtin_memset(copy, 0, sizeof(copy));
-        for (int64_t r = 0; r < words; r++) __builtin_memcpy(copy + 4 * W * r, at + pitch * r, 4 * columns);
+        for (int64_t r = 0; r < rows; r++) __builtin_memcpy(copy + 4 * W * r, at + pitch * r, nbytes);
         at = copy, pitch = 4 * W;
     }
 };
@@ -776,7 +812,6 @@ static void put_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int
 template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     const int PARTS = ROWS == 1 ? 4 : 1;
     const Layer &layer = *call.layer;
-    const int64_t bits = layer.bits;
     int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
     float *y = scratch, *sums = y + ROWS * wide, *scales = sums + ROWS * wide, *zeros = scales + wide, *spread = zeros + wide;
     float powers[32];
@@ -795,7 +830,7 @@ template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t
                     store(spread + (c * ROWS + m) * W, all(call.x32[(row + m) * call.stride + k + c] * powers[c]));
             for (int64_t i = 0; i < wide; i += W) {
                 Words words;
-                words.take(layer, k * bits / 32, codes * bits / 32, n + i, count - i);
+                words.take(layer, k, codes, n + i, count - i);
                 vf sum[ROWS][PARTS];
                 HFQ_UNROLL
                 for (int m = 0; m < ROWS; m++) {
@@ -803,7 +838,7 @@ template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t
                     HFQ_UNROLL
                     for (int p = 1; p < PARTS; p++) sum[m][p] = all(0.0f);
                 }
-                add_block<BITS, ROWS, PARTS>(words.at, words.pitch, codes, spread, sum, decoder(layer.bits));
+                add_block<BITS, ROWS, PARTS>(words.at, words.pitch, codes, spread, sum, decoder(layer));
                 HFQ_UNROLL
                 for (int m = 0; m < ROWS; m++) {
                     vf whole = sum[m][0];
@@ -837,7 +872,7 @@ static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wid
 // Each code with the scale and zero point of its own group.
 template <int ROWS> static void scattered_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
-    const Decode decode_block = decoder(layer.bits);
+    const Decode decode_block = decoder(layer);
     int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
     float *scales = scratch, *zeros = scales + layer.groups * wide, *y = zeros + layer.groups * wide, *decoded = y + ROWS * wide;
     all_groups(layer, n, count, wide, scales, zeros);
@@ -847,7 +882,7 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < wide; i += W) {
             Words words;
-            words.take(layer, k * layer.bits / 32, codes * layer.bits / 32, n + i, count - i);
+            words.take(layer, k, codes, n + i, count - i);
             decode_block(words.at, words.pitch, codes, decoded);
             vf sum[ROWS];
             HFQ_UNROLL
@@ -871,6 +906,7 @@ template <int ROWS> static void several_rows(const Call &call, int64_t row, int6
 
 static void one_row(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     if (is_scattered(*call.layer)) return scattered_tile<1>(call, row, n, count, scratch);
+    if (call.layer->kind == AWQ) return columns_tile<0, 1>(call, row, n, count, scratch);
     switch (call.layer->bits) {
         case 2: return columns_tile<2, 1>(call, row, n, count, scratch);
         case 3: return columns_tile<3, 1>(call, row, n, count, scratch);
@@ -893,7 +929,7 @@ static void columns_part(const void *context, int64_t part, float *scratch) {
 static void columns_panel(const void *context, int64_t part, float *scratch) {
     const Panel &panel = *(const Panel *)context;
     const Layer &layer = *panel.layer;
-    const Decode decode_block = decoder(layer.bits);
+    const Decode decode_block = decoder(layer);
     int64_t first = part * panel_columns(layer), count = least(panel_columns(layer), panel.count - first), size = layer.in_features, wide = (count + W - 1) / W * W;
     float *scales = scratch, *zeros = scales + layer.groups * wide, *decoded = zeros + layer.groups * wide;
     all_groups(layer, panel.start + first, count, wide, scales, zeros);
@@ -902,7 +938,7 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < count; i += W) {
             Words words;
-            words.take(layer, k * layer.bits / 32, codes * layer.bits / 32, panel.start + first + i, count - i);
+            words.take(layer, k, codes, panel.start + first + i, count - i);
             decode_block(words.at, words.pitch, codes, decoded);
             for (int64_t c = 0; c < codes; c++) {
                 float *code = decoded + c * W;

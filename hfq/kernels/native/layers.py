@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from hfq.formats import Format
+from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
@@ -21,7 +22,7 @@ MOST_GROUPS = 1024
 
 _SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3}
 _ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
-_E4M3, _E5M2, _GPTQ = range(3)
+_E4M3, _E5M2, _GPTQ, _AWQ = range(4)
 _BITS = (2, 3, 4, 8)
 
 
@@ -40,9 +41,11 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
     """Why the compiled part cannot multiply by a layer, or None where it can."""
     if isinstance(weight_format, Fp8):
         return None
-    if not isinstance(weight_format, Gptq):
+    if isinstance(weight_format, Awq) and (weight_format.version != "gemm" or weight_format.num_bits != 4):
+        return f"it does not read awq {weight_format.version} of {weight_format.num_bits} bits"
+    if not isinstance(weight_format, Gptq | Awq):
         return f"it does not read {weight_format.name}"
-    if weight_format.is_planar:
+    if isinstance(weight_format, Gptq) and weight_format.is_planar:
         return "it does not read gptq's bit planes"
     if weight_format.num_bits not in _BITS:
         return f"it does not read {weight_format.num_bits}-bit gptq"
@@ -59,6 +62,8 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
         return _fp8(weight_format, tensors, out_features, in_features)
     if isinstance(weight_format, Gptq):
         return _gptq(weight_format, tensors, out_features, in_features)
+    if isinstance(weight_format, Awq):
+        return _awq(weight_format, tensors, out_features, in_features)
     return None
 
 
@@ -90,4 +95,13 @@ def _gptq(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features
         block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=_GPTQ,
         bits=weight_format.num_bits, scale_dtype=_SCALES[scales.dtype],
         zero_reading=_ZERO_READINGS.index(weight_format.zero_reading),
+    )  # fmt: skip
+
+
+def _awq(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]
+    return NativeLayer(
+        codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(), in_features=in_features,
+        out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1], bits=weight_format.num_bits, kind=_AWQ,
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, scale_dtype=_SCALES[scales.dtype],
     )  # fmt: skip
