@@ -21,19 +21,20 @@
 
 namespace {
 
-enum Kind { E4M3 = 0, E5M2 = 1, GPTQ = 2, AWQ = 3 };
+enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, GPTQ = 3, AWQ = 4 };
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3 };
 enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
 
 // One packed layer; hfq/kernels/native/layers.py fills it in.
-// Rows of codes (E4M3, E5M2): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
+// Rows of codes (E4M3, E5M2, NIBBLES): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
+// NIBBLES: two codes a byte, the lower half first; `zeros` are the 16 floats that they stand for.
 // GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]), g = index[k] or, without an index, k / block_in.
 // AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
     const char *codes, *scales, *zeros, *index;
     int64_t in_features, out_features;
     int64_t block_out, block_in, scale_stride;
-    int64_t groups, zero_words;
+    int64_t groups, zero_words, row_nbytes;
     int32_t kind, bits, scale_dtype, divides, zero_reading, index_nbytes;
 };
 
@@ -333,7 +334,7 @@ const Work panel_works[][2] = {
 
 extern "C" {
 
-int hfq_abi() { return 1; }
+int hfq_abi() { return 2; }
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }
@@ -467,7 +468,7 @@ static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
         }
 }
 
-// ---- Rows of FP8 codes ----------------------------------------------------------------------------------------------
+// ---- Rows of codes --------------------------------------------------------------------------------------------------
 
 // W codes as floats; e4m3 comes out divided by 256, and its NaN codes as numbers.
 template <int KIND> static HFQ_INLINE vf decode(const char *p) {
@@ -475,8 +476,36 @@ template <int KIND> static HFQ_INLINE vf decode(const char *p) {
     return from_half((vuh)((__builtin_convertvector(load<vc>(p), vh) << 7) & (int16_t)0xBFFF));
 }
 
+// The values of W codes of four bits.
+static HFQ_INLINE vf look_up(vu codes, const float *values) {
+#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+    __m256 low = _mm256_permutevar8x32_ps((__m256)load<vf>(values), (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)load<vf>(values + 8), (__m256i)codes);
+    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 28)));
+#elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)load<vf>(values));
+#else
+    vf out;
+    for (int i = 0; i < W; i++) out[i] = values[codes[i]];
+    return out;
+#endif
+}
+
+static HFQ_INLINE vf decode_nibbles(const char *p, const float *values) {
+    vu words, shifts;
+    HFQ_UNROLL
+    for (int i = 0; i < W; i++) words[i] = load32(p + i / 8 * 4), shifts[i] = (uint32_t)(i % 8 * 4);
+    return look_up(words >> shifts & 15u, values);
+}
+
+template <int KIND> constexpr int64_t bytes_of(int64_t codes) { return KIND == NIBBLES ? (codes + 1) / 2 : codes; }
+
 // 2 * W codes.
-template <int KIND> static HFQ_INLINE void decode_two(const char *p, vf &low, vf &high) {
+template <int KIND> static HFQ_INLINE void decode_two(const char *p, const float *values, vf &low, vf &high) {
+    if constexpr (KIND == NIBBLES) {
+        low = decode_nibbles(p, values), high = decode_nibbles(p + W / 2, values);
+        return;
+    }
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
     __m128i codes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3
@@ -504,7 +533,8 @@ static bool has_nan(const char *codes, int64_t count) {
 
 // Weights [k, k + count) of one output row, as the reference computes them.
 template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
-    const char *row = layer.codes + n * layer.in_features;
+    const char *row = layer.codes + n * layer.row_nbytes;
+    const float *values = (const float *)layer.zeros;
     int64_t first = n / layer.block_out * layer.scale_stride;
     for (int64_t at = k, stop; at < k + count; at = stop) {
         int64_t segment = at / layer.block_in;
@@ -515,24 +545,24 @@ template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_
         vf unit = all(KIND == E4M3 ? 256.0f : 1.0f), low, high;
         if (!slow)
             for (; i + 2 * W <= stop; i += 2 * W) {
-                decode_two<KIND>(row + i, low, high);
+                decode_two<KIND>(row + bytes_of<KIND>(i), values, low, high);
                 low *= unit, high *= unit;
                 store(out + i - k, layer.divides ? low / scale : low * scale);
                 store(out + i - k + W, layer.divides ? high / scale : high * scale);
             }
         for (; i < stop; i++) {
-            float value = code_value((uint8_t)row[i], KIND);
+            float value = KIND == NIBBLES ? values[(uint8_t)row[i / 2] >> i % 2 * 4 & 15] : code_value((uint8_t)row[i], KIND);
             out[i - k] = layer.divides ? value / scale : value * scale;
         }
     }
 }
 
 // 4 * W codes times as many activations; the largest magnitude among the codes is kept in `worst`.
-template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const float *x, vf *sum, vub &worst) {
+template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const float *values, const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
-        decode_two<KIND>(codes + j * W, low, high);
+        decode_two<KIND>(codes + bytes_of<KIND>(j * W), values, low, high);
         sum[j] = fma(low, load<vf>(x + j * W), sum[j]);
         sum[j + 1] = fma(high, load<vf>(x + (j + 1) * W), sum[j + 1]);
     }
@@ -546,7 +576,8 @@ template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const fl
 
 // The product with one activation row, straight from the codes.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
-    const char *row = layer.codes + n * layer.in_features;
+    const char *row = layer.codes + n * layer.row_nbytes;
+    const float *values = (const float *)layer.zeros;
     int64_t first = n / layer.block_out * layer.scale_stride, size = layer.in_features;
     vf total = all(0.0f);
     vub worst = {};
@@ -554,13 +585,13 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
         stop = least(size, at + layer.block_in);
         vf sum[4] = {};
         int64_t i = at;
-        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row + i, x + i, sum, worst);
+        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row + bytes_of<KIND>(i), values, x + i, sum, worst);
         if (i < stop) {
             char codes[4 * W];
             float part[4 * W];
             __builtin_memset(codes, 0, sizeof(codes)), __builtin_memset(part, 0, sizeof(part));
-            __builtin_memcpy(codes, row + i, stop - i), __builtin_memcpy(part, x + i, 4 * (stop - i));
-            dot_codes<KIND>(codes, part, sum, worst);
+            __builtin_memcpy(codes, row + bytes_of<KIND>(i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
+            dot_codes<KIND>(codes, values, part, sum, worst);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         float scale = scale_at(layer, first + segment);
@@ -620,13 +651,19 @@ template <int KIND> static void rows_tile(const Call &call, int64_t n, int64_t c
         for (int64_t m = 0; m < call.rows; m++) put(call, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
 }
 
+template <int KIND> static void rows_of(const Call &call, int64_t n, int64_t count, float *scratch) {
+    if (call.rows > 1) return rows_tile<KIND>(call, n, count, scratch);
+    for (int64_t r = n; r < n + count; r++) put(call, 0, r, dot_row<KIND>(*call.layer, r, call.x32));
+}
+
 static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
-    bool is_e4m3 = call.layer->kind == E4M3;
-    if (call.rows > 1) return is_e4m3 ? rows_tile<E4M3>(call, n, count, scratch) : rows_tile<E5M2>(call, n, count, scratch);
-    for (int64_t r = n; r < n + count; r++)
-        put(call, 0, r, is_e4m3 ? dot_row<E4M3>(*call.layer, r, call.x32) : dot_row<E5M2>(*call.layer, r, call.x32));
+    switch (call.layer->kind) {
+        case E4M3: return rows_of<E4M3>(call, n, count, scratch);
+        case E5M2: return rows_of<E5M2>(call, n, count, scratch);
+        default: return rows_of<NIBBLES>(call, n, count, scratch);
+    }
 }
 
 static void store_panel(char *out, int32_t dtype, int64_t place, const float *values, int64_t count) {
@@ -652,7 +689,8 @@ static void rows_panel(const void *context, int64_t part, float *scratch) {
         for (int64_t k = 0; k < layer.in_features; k += 1024) {
             int64_t count = least(1024, layer.in_features - k);
             if (layer.kind == E4M3) decode_row<E4M3>(layer, panel.start + r, k, count, scratch);
-            else decode_row<E5M2>(layer, panel.start + r, k, count, scratch);
+            else if (layer.kind == E5M2) decode_row<E5M2>(layer, panel.start + r, k, count, scratch);
+            else decode_row<NIBBLES>(layer, panel.start + r, k, count, scratch);
             store_panel(panel.out, panel.dtype, r * layer.in_features + k, scratch, count);
         }
 }
