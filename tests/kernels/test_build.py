@@ -165,7 +165,7 @@ def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
     from hfq.kernels import cpu
 
     weight_format, tensors = CASES["w4 g32"].make()
-    activations, before = torch.ones(1, 352), torch.get_num_threads()
+    activations, before = torch.ones(32, 352), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         expected = cpu.linear(activations, tensors, weight_format)

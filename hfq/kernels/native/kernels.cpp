@@ -230,6 +230,9 @@ void make_pool() {
     pthread_atfork(nullptr, nullptr, forget_pool);
 }
 
+// Threads that have enough to do to be worth waking.
+int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (1 << 19)); }
+
 // Runs all parts and returns when they are done; a second caller at the same time runs its own alone.
 void run_parts(Work work, const void *context, int64_t parts, int threads) {
     pthread_once(&pool_once, make_pool);
@@ -356,6 +359,7 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     int64_t stride = padded_columns(*layer);
     widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch);
     bool columns = has_columns(*layer);
+    threads = worthwhile(threads, rows * layer->in_features * layer->out_features);
     int64_t width = columns ? tile_columns(*layer, rows, threads) : TILE_ROWS;
     Call call = {layer, scratch, scratch + padded_rows(*layer, rows) * stride, rows, stride, width, y, y_stride, y_dtype};
     run_parts(linear_works[level()][columns], &call, (layer->out_features + width - 1) / width, threads);
@@ -366,6 +370,7 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
+    threads = worthwhile(threads, count * layer->in_features);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
     run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads);
     return 0;
