@@ -27,10 +27,11 @@ check: $(VENV)/.installed  ## style, layers, types
 docs: $(VENV)/.installed  ## write docs/formats.md from the registry
 	$(BIN)/hfq formats --markdown > docs/formats.md
 
-bench: $(VENV)/.installed  ## measure loading and streaming on this machine, undisturbed; writes docs/benchmarks
+bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/hfq bench load --out docs/benchmarks
 	$(BIN)/hfq bench stream --out docs/benchmarks
+	$(BIN)/hfq bench kernels --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	tests/interop/run.sh

@@ -6,6 +6,7 @@ Where few rows are multiplied, a buffer larger than the caches is read in betwee
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,11 +124,8 @@ def _methods(
         weight_format, nbytes = FORMATS[weights], sum(tensor.nbytes for tensor in tensors.values())
         for kernel in KERNELS.values():
             if explain_kernels(kernel.name, weight_format, dense.shape[1], dense.shape[0])[kernel.name] is None:
-                methods.append(
-                    Method(
-                        kernel.name, weights, nbytes, lambda k=kernel, t=tensors, f=weight_format: k.linear(activations, t, f)
-                    )
-                )
+                run = functools.partial(kernel.linear, activations, tensors, weight_format)
+                methods.append(Method(kernel.name, weights, nbytes, run))
     return methods + _peers(activations, dense)
 
 

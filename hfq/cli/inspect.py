@@ -23,19 +23,27 @@ _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block)\.(\d+)\.")
 def inspect(
     path: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Say which kernel multiplies on this CPU, and why not another.")
+    ] = False,
 ) -> None:
     """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything odd."""
     from hfq.checkpoint import Checkpoint
 
-    report = inspect_checkpoint(Checkpoint.open(path))
+    report = inspect_checkpoint(Checkpoint.open(path), kernels)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _print(report)
 
 
-def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
+def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
     """The report as JSON-ready data; reads nothing but headers and JSON.
+
+    Args:
+        checkpoint: What to report on.
+        kernels: Whether to tell of each module why a kernel does not multiply by it, None for the one that does; on first use this
+            compiles.
 
     Raises:
         FormatError: The config contradicts the tensors.
@@ -51,6 +59,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> dict:
     except NotPackedError as error:
         formats, odd = {}, [error.what, f"found: {error.found}"]
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
+    for entry in packed if kernels else ():
+        entry["kernels"] = _kernels(formats[entry["module"]], modules[entry["module"]])
     counted = [entry for entry in packed if entry["weights"]]  # headers alone do not tell the bits of every dialect
     weights = sum(entry["weights"] for entry in counted)
     per_layer: Counter[str] = Counter()
@@ -80,6 +90,16 @@ def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> 
     nbytes = sum(info.nbytes for info in tensors.values())
     entry = {"module": name, "dialect": found.describe(), "weights": weights, "nbytes": nbytes}
     return entry | {"bits_per_weight": round(nbytes * 8 / weights, 3) if weights else None}
+
+
+def _kernels(found: Format, tensors: dict[str, TensorInfo]) -> dict[str, str | None]:
+    from hfq.kernels.table import explain_kernels
+
+    try:
+        out_features, in_features = found.shape(tensors)  # type: ignore[arg-type]  # of what is described, shapes are enough
+    except (KeyError, ValueError, TypeError, AttributeError):
+        out_features, in_features = 0, 0  # flattened: only the model tells
+    return explain_kernels("auto", found, in_features, out_features)
 
 
 def _alignment(tensors) -> dict[str, int]:
@@ -125,5 +145,9 @@ def _print(report: dict) -> None:
         layers.add_row(where, f"{nbytes:,}")
     console.print(layers)
     console.print(f"alignment of tensors in their files: {report['alignment']}")
+    chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"] if "kernels" in entry)
+    for (dialect, reasons), count in chosen.items():
+        others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
+        console.print(f"{dialect}: {count} by {next(name for name, reason in reasons if reason is None)} ({others})")
     for note in report["odd"]:
         console.print(f"note: {note}")

@@ -49,7 +49,7 @@ class PackedFp4(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         packed = tensors[self.codes_name][start:stop].flatten(1)
-        panel.view(*packed.shape, 2).copy_(_pairs(self._values, panel.device)[packed.to(torch.int32)])
+        panel.view(*packed.shape, 2).copy_(_pairs(self.values, panel.device)[packed.to(torch.int32)])
         apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self._span)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -59,14 +59,14 @@ class PackedFp4(Format):
         stored = self._quantize_scales(grouped.abs().amax(2))
         steps = self._multiplier(stored, 0, out_features)
         scaled = (grouped / torch.where(steps == 0, 1, steps)[:, :, None]).flatten(1)
-        values = self._values[:8]
+        values = self.values[:8]
         bounds = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(values)])
         codes = torch.bucketize(scaled.abs(), bounds) + 8 * (scaled < 0)
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return {self.codes_name: self._shape_codes(packed), **stored}
 
     @property
-    def _values(self) -> tuple[float, ...]:
+    def values(self) -> tuple[float, ...]:
         """The value of each 4-bit code."""
         return E2M1
 

@@ -187,7 +187,7 @@ class Gptq(GptqShards):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop, in_features = start + panel.shape[0], panel.shape[1]
         scales = tensors["scales"][:, start:stop].to(torch.float32)
-        zeros = self._zeros(tensors["qzeros"], start, stop)
+        zeros = self.zero_points(tensors["qzeros"], start, stop)
         codes = self._unpack(tensors["qweight"][:, start:stop], in_features)
         weight, groups = panel.t(), scales.shape[0]
         span = in_features if self.group_size == -1 else self.group_size
@@ -243,7 +243,7 @@ class Gptq(GptqShards):
     def _words(self, count: int) -> int:
         return -(-count // 32) * self.num_bits if self.is_planar else -(-count * self.num_bits // 32)
 
-    def _zeros(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def zero_points(self, qzeros: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The real zero points of output columns [start, stop): int32 [groups, stop - start]."""
         first = start * self.num_bits // 32
         words = qzeros[:, first : self._words(stop)].t()

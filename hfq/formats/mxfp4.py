@@ -27,9 +27,9 @@ from hfq.formats.scaled import other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["Mxfp4"]
+__all__ = ["MXINT4", "Mxfp4"]
 
-_MXINT4 = (*(code / 4 for code in range(8)), *(-code / 4 for code in range(8)))
+MXINT4 = (*(code / 4 for code in range(8)), *(-code / 4 for code in range(8)))
 """The value of each code of MXINT4: sign and magnitude, in quarters."""
 
 
@@ -81,8 +81,8 @@ class Mxfp4(PackedFp4):
         )
 
     @property
-    def _values(self) -> tuple[float, ...]:
-        return _MXINT4 if self.is_integer else E2M1
+    def values(self) -> tuple[float, ...]:
+        return MXINT4 if self.is_integer else E2M1
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MXFP4")

@@ -1,4 +1,4 @@
-"""The compiled kernel: multiplies by GPTQ and FP8 on a CPU, straight from the checkpoint's bytes, wherever and however they lie.
+"""The compiled kernel: multiplies by GPTQ, AWQ and FP8 on a CPU, straight from the checkpoint's bytes, wherever and however they lie.
 
 Few activation rows are multiplied as the codes are decoded, in float32: nothing of the weight is written to memory. Many rows are
 multiplied by torch with panels that the compiled part dequantizes, bit for bit as the reference does. The result is a function of
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from hfq.formats import Format
+from hfq.formats.awq import Awq
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.gptq import Gptq
 from hfq.kernels import panels
@@ -66,8 +67,8 @@ def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_for
 
 
 def _filler(native: ctypes.CDLL, layer: NativeLayer, weight_format: Format) -> panels.Fill:
-    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ, rows of inputs."""
-    is_transposed = isinstance(weight_format, Gptq)
+    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of inputs."""
+    is_transposed = isinstance(weight_format, Gptq | Awq)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)

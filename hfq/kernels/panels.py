@@ -15,6 +15,7 @@ import torch
 from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
 from hfq.kernels import reference
+from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
 
@@ -91,8 +92,10 @@ def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that this processor multiplies activations of a dtype in: bfloat16 only where it has instructions for it."""
-    return torch.bfloat16 if dtype == torch.bfloat16 and _has_bfloat16() else torch.float32
+    """The dtype that this processor multiplies activations of a dtype in: float32 for those that it has no instructions for."""
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and not _has_bfloat16()):
+        return torch.float32
+    return dtype
 
 
 @functools.cache
@@ -116,6 +119,11 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
+        if is_fillable(weight_format):
+            unpacked = fill_gptq(weight_format, tensors, start, rows)  # type: ignore[arg-type]
+            if dtype == torch.float32:
+                return unpacked
+            return thread_buffer("panel", dtype, device, numel).view(in_features, rows).copy_(unpacked.t()).t()
         panel = thread_buffer("panel", torch.float32, device, numel).view(rows, in_features)
         for first in range(0, rows, step):  # in steps, so that what a format makes on the way stays small
             weight_format.dequantize_into(panel[first : first + step], tensors, start + first)

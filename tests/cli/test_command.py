@@ -65,6 +65,15 @@ def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
     assert "gptq v1 int4 g128 sym" in text
 
 
+def test_inspect_tells_which_kernel_multiplies_and_why_no_other(printed):
+    report = json.loads(printed("inspect", GPTQ, "--kernels", "--json"))
+    reasons = {"native": "HFQ_NATIVE=0", "panels": None, "reference": "panels comes first"}
+    assert all(module["kernels"] == reasons for module in report["modules"])
+    assert f"{len(report['modules'])} by panels (native: HFQ_NATIVE=0; reference: panels comes first)" in " ".join(
+        printed("inspect", GPTQ, "--kernels").split()
+    )
+
+
 def test_inspect_of_an_unquantized_checkpoint_says_so(printed):
     report = json.loads(printed("inspect", str(tiny_models.DATA / "tiny-llama"), "--json"))
     assert report["dialects"] == {}

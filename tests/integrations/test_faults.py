@@ -133,7 +133,7 @@ def test_a_truncated_file_ends_in_a_named_error_and_not_in_a_signal(run):
 model = load()
 assert torch.equal(logits(model), expected)
 streamer_of(model).regions.ticket_of(0).wait()
-os.truncate(file, os.path.getsize(file) // 2)
+os.truncate(file, 4096)  # what the ring holds is served still
 logits(model)
 """,
         returncode=1,

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 import torch
 
 from hfq.formats import Format
+from hfq.formats.awq import Awq
+from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
@@ -61,6 +64,15 @@ CASES = {
     "w2 g32": gptq(2, 32),
     "w2 groups of 16 v1": gptq(2, 16, "word_plus_one", out_features=48),
     "w2 act-order": gptq(2, 32, scatter=True),
+    "awq g32": Case(Awq(group_size=32), 352, 96),
+    "awq channel, 40 outputs": Case(Awq(group_size=-1), 331, 40),
+    "awq groups of 11, f32 scales": Case(Awq(group_size=11), 352, 104, dtype=torch.float32),
+    "mxfp4": Case(Mxfp4(), 352, 37),
+    "mxint4, e8m0": Case(Mxfp4(is_integer=True, scale_dtype="F8_E8M0"), 96, 33),
+    "pack-quantized g32": Case(PackQuantized(4, scale_shape=(37, 11), width=44).sized(352, 37), 352, 37),
+    "pack-quantized groups of 26": Case(PackQuantized(4, scale_shape=(5, 3), width=10).sized(78, 5), 78, 5),
+    "pack-quantized channel, 301 inputs": Case(PackQuantized(4, scale_shape=(37, 1), width=38).sized(301, 37), 301, 37),
+    "pack-quantized tensor": Case(PackQuantized(4, scale_shape=(1,), width=44).sized(352, 1), 352, 1),
     "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
     "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
     "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),

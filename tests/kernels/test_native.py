@@ -98,7 +98,7 @@ def misplaced(tensors, shift: int):
 def test_results_do_not_depend_on_where_the_bytes_lie_or_on_threads(native, layer):
     weight_format, tensors, weight = layer
     threads = torch.get_num_threads()
-    for rows in (1, 5, 17):
+    for rows in (1, 5, 17, 64):
         activations = random(rows, weight.shape[1], dtype=torch.bfloat16)
         expected = cpu.linear(activations, tensors, weight_format)
         for shift in (1, 2, 36):
@@ -197,7 +197,7 @@ def test_a_second_call_makes_its_result_and_copies_of_its_activations_alone(nati
 
 def test_threads_that_multiply_at_once_do_not_disturb_each_other(native):
     weight_format, tensors = gptq(4, 32).make()
-    activations = [random(rows, 352, seed=rows) for rows in (1, 4, 9)]
+    activations = [random(rows, 352, seed=rows) for rows in (20, 33, 64)]
     expected = [cpu.linear(part, tensors, weight_format) for part in activations]
     wrong = []
 

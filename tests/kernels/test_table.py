@@ -4,7 +4,10 @@ import pytest
 
 from hfq.errors import SetupError
 from hfq.formats.awq import Awq
+from hfq.formats.base import FORMATS
+from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.kernels import panels, reference
 from hfq.kernels.table import KERNELS, check_kernel, choose_kernel, explain_kernels
@@ -23,7 +26,13 @@ def test_every_kernel_is_found_by_its_own_name(native):
 
 def test_auto_takes_the_compiled_kernel_where_it_reads_the_format(native):
     assert choose_kernel("auto").name == "native"
-    for weight_format, name in ((Fp8(), "native"), (Gptq(), "native"), (Gptq(5, is_planar=True), "panels"), (Awq(), "panels")):
+    for weight_format, name in (
+        (Fp8(), "native"),
+        (Gptq(), "native"),
+        (Awq(), "native"),
+        (Gptq(5, is_planar=True), "panels"),
+        (Awq("gemv"), "panels"),
+    ):
         assert choose_kernel("auto", weight_format, 256, 256).name == name
         assert choose_kernel("native", weight_format, 256, 256).name == name
 
@@ -46,6 +55,28 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
         "reference": None, "native": "reference comes first", "panels": "reference comes first",
     }  # fmt: skip
     assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["native"]
+
+
+@pytest.mark.parametrize(
+    "weight_format",
+    [
+        PackQuantized(8, scale_shape=(8, 1), width=8), PackQuantized(4, scale_shape=(8, 1), is_symmetric=False),
+        PackQuantized(4, scale_shape=(8, 2), has_g_idx=True), PackQuantized(4, scale_shape=(8, 4)), Awq(num_bits=3), GptOssMxfp4(),
+    ],
+    ids=["8 bits", "zero points", "act-order", "groups of odd size", "awq of 3 bits", "gpt-oss"],
+)  # fmt: skip
+def test_what_the_compiled_kernel_cannot_read_is_not_given_to_it(native, weight_format):
+    assert choose_kernel("auto", weight_format, 36, 8).name == "panels"
+
+
+def test_a_format_of_others_that_builds_on_ours_is_not_taken_for_it(native):
+    class Other(Fp8):
+        name = "fp8 of another package"
+
+    try:
+        assert choose_kernel("auto", Other(), 64, 64).name == "panels"
+    finally:
+        del FORMATS[Other.name]
 
 
 def test_a_switched_off_kernel_says_so():

@@ -103,7 +103,9 @@ def _checksum(file: Path) -> str:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+    for left in target.parent.glob(f"{target.stem}.*.tmp"):  # by a process that ended while it compiled; the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
         try:
             done = subprocess.run(

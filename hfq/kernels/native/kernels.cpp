@@ -21,18 +21,20 @@
 
 namespace {
 
-enum Kind { E4M3 = 0, E5M2 = 1, GPTQ = 2 };
+enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, GPTQ = 3, AWQ = 4 };
 enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3 };
 enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
 
 // One packed layer; hfq/kernels/native/layers.py fills it in.
-// Rows of codes (E4M3, E5M2): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
+// Rows of codes (E4M3, E5M2, NIBBLES): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
+// NIBBLES: two codes a byte, the lower half first; `zeros` are the 16 floats that they stand for.
 // GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]), g = index[k] or, without an index, k / block_in.
+// AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
     const char *codes, *scales, *zeros, *index;
     int64_t in_features, out_features;
     int64_t block_out, block_in, scale_stride;
-    int64_t groups, zero_words;
+    int64_t groups, zero_words, row_nbytes;
     int32_t kind, bits, scale_dtype, divides, zero_reading, index_nbytes;
 };
 
@@ -52,6 +54,10 @@ struct Call {
 #define HFQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Inlined into the code of each instruction set: a call to a function that was compiled for another one, while the wide registers
+// are in use, costs more than what it computes.
+#define HFQ_INLINE inline __attribute__((always_inline))
+
 const int64_t MOST_ROWS = 64;        // of activations in one call
 const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
 const int64_t STEP = 256;            // input channels of a tile of decoded weights
@@ -59,14 +65,14 @@ const int64_t TILE_ROWS = 16;        // output rows of such a tile
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
 const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
 
-inline uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
-inline uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
-inline float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
-inline uint32_t as_bits(float value) { uint32_t v; memcpy(&v, &value, 4); return v; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
+HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
+HFQ_INLINE float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
+HFQ_INLINE uint32_t as_bits(float value) { uint32_t v; memcpy(&v, &value, 4); return v; }
+HFQ_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+HFQ_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-float half_to_float(uint16_t half) {
+HFQ_INLINE float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
     if (rest >= 0x7C00) return as_float(sign | 0x7F800000 | (rest & 0x3FF) << 13);
     if (rest >= 0x0400) return as_float(sign | ((rest << 13) + (112u << 23)));
@@ -74,7 +80,7 @@ float half_to_float(uint16_t half) {
     return sign ? -value : value;
 }
 
-uint16_t float_to_half(float value) {
+HFQ_INLINE uint16_t float_to_half(float value) {
     uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
     if (rest > 0x7F800000) return (uint16_t)(sign | 0x7E00);
     if (rest >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
@@ -86,20 +92,20 @@ uint16_t float_to_half(float value) {
     return (uint16_t)(sign | (rest - (112u << 23)) >> 13);
 }
 
-inline uint16_t float_to_bfloat(float value) {
+HFQ_INLINE uint16_t float_to_bfloat(float value) {
     uint32_t bits = as_bits(value);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-float code_value(uint8_t code, int kind) {
+HFQ_INLINE float code_value(uint8_t code, int kind) {
     if (kind == E5M2) return half_to_float((uint16_t)(code << 8));
     uint32_t rest = code & 0x7F;
     float value = rest == 0x7F ? as_float(0x7FC00000) : half_to_float((uint16_t)(rest << 7)) * 256.0f;
     return code & 0x80 ? -value : value;
 }
 
-inline float scale_at(const Layer &layer, int64_t place) {
+HFQ_INLINE float scale_at(const Layer &layer, int64_t place) {
     switch (layer.scale_dtype) {
         case F32: return as_float(load32(layer.scales + 4 * place));
         case BF16: return as_float((uint32_t)load16(layer.scales + 2 * place) << 16);
@@ -110,16 +116,20 @@ inline float scale_at(const Layer &layer, int64_t place) {
     return as_float(exponent ? exponent << 23 : 0x00400000);
 }
 
-inline int64_t group_of(const Layer &layer, int64_t k) {
+HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
     if (layer.index_nbytes == 8) { int64_t g; memcpy(&g, layer.index + 8 * k, 8); return g; }
     if (layer.index_nbytes == 4) return (int32_t)load32(layer.index + 4 * k);
     return k / layer.block_in;
 }
 
-inline uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
+HFQ_INLINE uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
 
-float zero_at(const Layer &layer, int64_t group, int64_t n) {
+// The nibble of a column among the eight of its word.
+HFQ_INLINE int awq_place(int column) { return column / 2 + column % 2 * 4; }
+
+HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
     int64_t bit = n * layer.bits, shift = bit % 32;
+    if (layer.kind == AWQ) shift = 4 * awq_place((int)(n % 8));
     const char *word = layer.zeros + 4 * (group * layer.zero_words + bit / 32);
     uint32_t mask = (1u << layer.bits) - 1, low = load32(word);
     if (layer.zero_reading == WORD_PLUS_ONE) low += word_ones(layer.bits);
@@ -131,37 +141,40 @@ float zero_at(const Layer &layer, int64_t group, int64_t n) {
     return (float)value;
 }
 
-inline void put(const Call &call, int64_t m, int64_t n, float value) {
+HFQ_INLINE void put(const Call &call, int64_t m, int64_t n, float value) {
     char *row = call.y + (m * call.y_stride + n) * (call.y_dtype == F32 ? 4 : 2);
     if (call.y_dtype == F32) { memcpy(row, &value, 4); return; }
     uint16_t half = call.y_dtype == BF16 ? float_to_bfloat(value) : float_to_half(value);
     memcpy(row, &half, 2);
 }
 
+// Whether neighbouring codes in memory belong to neighbouring outputs.
+HFQ_INLINE bool has_columns(const Layer &layer) { return layer.kind >= GPTQ; }
+
 // Whether a group's scale cannot be taken out of the sum: groups are scattered, or end within a word.
-inline bool is_scattered(const Layer &layer) {
-    return layer.index_nbytes || layer.block_in * layer.bits % 32;
+HFQ_INLINE bool is_scattered(const Layer &layer) {
+    return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
 }
 
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
-inline int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
+HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
 // GPTQ's activations come in passes of 1, PASS / 2 or PASS rows.
-int64_t padded_rows(const Layer &layer, int64_t rows) {
+HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
     int64_t rest = rows % PASS;
-    if (layer.kind != GPTQ || rest <= 1) return rows;
+    if (!has_columns(layer) || rest <= 1) return rows;
     return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
 }
 
 // Output columns that one part of a GPTQ multiplication covers.
-int64_t tile_columns(const Layer &layer, int64_t rows, int threads) {
+HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads) {
     if (is_scattered(layer)) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
     int64_t share = (layer.out_features / most(threads, 1) + 63) / 64 * 64;
     return most(64, least(rows == 1 ? 1024 : 256, share));
 }
 
 // Output columns of a part of a panel.
-int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
+HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
 
 // The threads: work is cut into numbered parts, and whoever is free takes the next.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
@@ -216,6 +229,9 @@ void make_pool() {
     pool = new Pool;
     pthread_atfork(nullptr, nullptr, forget_pool);
 }
+
+// Threads that have enough to do to be worth waking.
+int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (1 << 19)); }
 
 // Runs all parts and returns when they are done; a second caller at the same time runs its own alone.
 void run_parts(Work work, const void *context, int64_t parts, int threads) {
@@ -321,7 +337,7 @@ const Work panel_works[][2] = {
 
 extern "C" {
 
-int hfq_abi() { return 1; }
+int hfq_abi() { return 2; }
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }
@@ -342,17 +358,19 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     if (rows < 1 || rows > MOST_ROWS) return -1;
     int64_t stride = padded_columns(*layer);
     widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch);
-    bool columns = layer->kind == GPTQ;
+    bool columns = has_columns(*layer);
+    threads = worthwhile(threads, rows * layer->in_features * layer->out_features);
     int64_t width = columns ? tile_columns(*layer, rows, threads) : TILE_ROWS;
     Call call = {layer, scratch, scratch + padded_rows(*layer, rows) * stride, rows, stride, width, y, y_stride, y_dtype};
     run_parts(linear_works[level()][columns], &call, (layer->out_features + width - 1) / width, threads);
     return 0;
 }
 
-// Weights of output rows [start, start + count): [count, in_features], or for GPTQ [in_features, count]; float32 or bfloat16.
+// Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features, count]; float32 or bfloat16.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     Panel panel = {layer, start, count, out, dtype};
-    bool columns = layer->kind == GPTQ;
+    bool columns = has_columns(*layer);
+    threads = worthwhile(threads, count * layer->in_features);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
     run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads);
     return 0;
@@ -395,21 +413,21 @@ typedef int8_t vc __attribute__((vector_size(W)));
 typedef uint8_t vuc __attribute__((vector_size(W)));
 typedef uint8_t vub __attribute__((vector_size(32)));
 
-template <class V> static inline __attribute__((always_inline)) V load(const void *p) {
+template <class V> static HFQ_INLINE V load(const void *p) {
     V v;
     __builtin_memcpy(&v, p, sizeof(V));
     return v;
 }
-template <class V> static inline __attribute__((always_inline)) void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof(V)); }
-static inline __attribute__((always_inline)) vf all(float value) { return value - (vf){}; }
-static inline __attribute__((always_inline)) vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
+template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof(V)); }
+static HFQ_INLINE vf all(float value) { return value - (vf){}; }
+static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
-static inline __attribute__((always_inline)) vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-static inline __attribute__((always_inline)) vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
+static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
-static inline __attribute__((always_inline)) vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-static inline __attribute__((always_inline)) vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
+static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
 #else
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
@@ -419,7 +437,7 @@ static inline vf from_half(vuh v) {
 }
 #endif
 
-static inline __attribute__((always_inline)) float sum_of(vf v) {
+static HFQ_INLINE float sum_of(vf v) {
     float half[W / 2];
     for (int i = 0; i < W / 2; i++) half[i] = v[i] + v[i + W / 2];
     for (int size = W / 4; size; size /= 2)
@@ -427,7 +445,7 @@ static inline __attribute__((always_inline)) float sum_of(vf v) {
     return half[0];
 }
 
-// The activations as floats, padded with zeros to `stride` channels and `padded` rows; for GPTQ also their sums by group.
+// The activations as floats, padded with zeros to `stride` channels and `padded` rows; for GPTQ and AWQ also their sums by group.
 static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride, int64_t stride, float *out) {
     int64_t size = layer.in_features, padded = padded_rows(layer, rows);
     for (int64_t m = 0; m < rows; m++) {
@@ -443,7 +461,7 @@ static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
     }
     for (int64_t m = 0; m < rows; m++) __builtin_memset(out + m * stride + size, 0, 4 * (stride - size));
     __builtin_memset(out + rows * stride, 0, 4 * (padded - rows) * stride);
-    if (layer.kind != GPTQ || is_scattered(layer)) return;
+    if (!has_columns(layer) || is_scattered(layer)) return;
     for (int64_t m = 0; m < padded; m++)
         for (int64_t g = 0; g < layer.groups; g++) {
             vf sum = all(0.0f);
@@ -455,16 +473,44 @@ static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
         }
 }
 
-// ---- Rows of FP8 codes ----------------------------------------------------------------------------------------------
+// ---- Rows of codes --------------------------------------------------------------------------------------------------
 
 // W codes as floats; e4m3 comes out divided by 256, and its NaN codes as numbers.
-template <int KIND> static inline __attribute__((always_inline)) vf decode(const char *p) {
+template <int KIND> static HFQ_INLINE vf decode(const char *p) {
     if (KIND == E5M2) return from_half(__builtin_convertvector(load<vuc>(p), vuh) << 8);
     return from_half((vuh)((__builtin_convertvector(load<vc>(p), vh) << 7) & (int16_t)0xBFFF));
 }
 
+// The values of W codes of four bits.
+static HFQ_INLINE vf look_up(vu codes, const float *values) {
+#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+    __m256 low = _mm256_permutevar8x32_ps((__m256)load<vf>(values), (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)load<vf>(values + 8), (__m256i)codes);
+    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 28)));
+#elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)load<vf>(values));
+#else
+    vf out;
+    for (int i = 0; i < W; i++) out[i] = values[codes[i]];
+    return out;
+#endif
+}
+
+static HFQ_INLINE vf decode_nibbles(const char *p, const float *values) {
+    vu words, shifts;
+    HFQ_UNROLL
+    for (int i = 0; i < W; i++) words[i] = load32(p + i / 8 * 4), shifts[i] = (uint32_t)(i % 8 * 4);
+    return look_up(words >> shifts & 15u, values);
+}
+
+template <int KIND> constexpr int64_t bytes_of(int64_t codes) { return KIND == NIBBLES ? (codes + 1) / 2 : codes; }
+
 // 2 * W codes.
-template <int KIND> static inline __attribute__((always_inline)) void decode_two(const char *p, vf &low, vf &high) {
+template <int KIND> static HFQ_INLINE void decode_two(const char *p, const float *values, vf &low, vf &high) {
+    if constexpr (KIND == NIBBLES) {
+        low = decode_nibbles(p, values), high = decode_nibbles(p + W / 2, values);
+        return;
+    }
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
     __m128i codes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3
@@ -492,7 +538,8 @@ static bool has_nan(const char *codes, int64_t count) {
 
 // Weights [k, k + count) of one output row, as the reference computes them.
 template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
-    const char *row = layer.codes + n * layer.in_features;
+    const char *row = layer.codes + n * layer.row_nbytes;
+    const float *values = (const float *)layer.zeros;
     int64_t first = n / layer.block_out * layer.scale_stride;
     for (int64_t at = k, stop; at < k + count; at = stop) {
         int64_t segment = at / layer.block_in;
@@ -503,24 +550,24 @@ template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_
         vf unit = all(KIND == E4M3 ? 256.0f : 1.0f), low, high;
         if (!slow)
             for (; i + 2 * W <= stop; i += 2 * W) {
-                decode_two<KIND>(row + i, low, high);
+                decode_two<KIND>(row + bytes_of<KIND>(i), values, low, high);
                 low *= unit, high *= unit;
                 store(out + i - k, layer.divides ? low / scale : low * scale);
                 store(out + i - k + W, layer.divides ? high / scale : high * scale);
             }
         for (; i < stop; i++) {
-            float value = code_value((uint8_t)row[i], KIND);
+            float value = KIND == NIBBLES ? values[(uint8_t)row[i / 2] >> i % 2 * 4 & 15] : code_value((uint8_t)row[i], KIND);
             out[i - k] = layer.divides ? value / scale : value * scale;
         }
     }
 }
 
 // 4 * W codes times as many activations; the largest magnitude among the codes is kept in `worst`.
-template <int KIND> static inline __attribute__((always_inline)) void dot_codes(const char *codes, const float *x, vf *sum, vub &worst) {
+template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const float *values, const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
-        decode_two<KIND>(codes + j * W, low, high);
+        decode_two<KIND>(codes + bytes_of<KIND>(j * W), values, low, high);
         sum[j] = fma(low, load<vf>(x + j * W), sum[j]);
         sum[j + 1] = fma(high, load<vf>(x + (j + 1) * W), sum[j + 1]);
     }
@@ -534,7 +581,8 @@ template <int KIND> static inline __attribute__((always_inline)) void dot_codes(
 
 // The product with one activation row, straight from the codes.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
-    const char *row = layer.codes + n * layer.in_features;
+    const char *row = layer.codes + n * layer.row_nbytes;
+    const float *values = (const float *)layer.zeros;
     int64_t first = n / layer.block_out * layer.scale_stride, size = layer.in_features;
     vf total = all(0.0f);
     vub worst = {};
@@ -542,13 +590,13 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
         stop = least(size, at + layer.block_in);
         vf sum[4] = {};
         int64_t i = at;
-        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row + i, x + i, sum, worst);
+        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row + bytes_of<KIND>(i), values, x + i, sum, worst);
         if (i < stop) {
             char codes[4 * W];
             float part[4 * W];
             __builtin_memset(codes, 0, sizeof(codes)), __builtin_memset(part, 0, sizeof(part));
-            __builtin_memcpy(codes, row + i, stop - i), __builtin_memcpy(part, x + i, 4 * (stop - i));
-            dot_codes<KIND>(codes, part, sum, worst);
+            __builtin_memcpy(codes, row + bytes_of<KIND>(i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
+            dot_codes<KIND>(codes, values, part, sum, worst);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         float scale = scale_at(layer, first + segment);
@@ -608,13 +656,19 @@ template <int KIND> static void rows_tile(const Call &call, int64_t n, int64_t c
         for (int64_t m = 0; m < call.rows; m++) put(call, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
 }
 
+template <int KIND> static void rows_of(const Call &call, int64_t n, int64_t count, float *scratch) {
+    if (call.rows > 1) return rows_tile<KIND>(call, n, count, scratch);
+    for (int64_t r = n; r < n + count; r++) put(call, 0, r, dot_row<KIND>(*call.layer, r, call.x32));
+}
+
 static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
-    bool is_e4m3 = call.layer->kind == E4M3;
-    if (call.rows > 1) return is_e4m3 ? rows_tile<E4M3>(call, n, count, scratch) : rows_tile<E5M2>(call, n, count, scratch);
-    for (int64_t r = n; r < n + count; r++)
-        put(call, 0, r, is_e4m3 ? dot_row<E4M3>(*call.layer, r, call.x32) : dot_row<E5M2>(*call.layer, r, call.x32));
+    switch (call.layer->kind) {
+        case E4M3: return rows_of<E4M3>(call, n, count, scratch);
+        case E5M2: return rows_of<E5M2>(call, n, count, scratch);
+        default: return rows_of<NIBBLES>(call, n, count, scratch);
+    }
 }
 
 static void store_panel(char *out, int32_t dtype, int64_t place, const float *values, int64_t count) {
@@ -640,12 +694,13 @@ static void rows_panel(const void *context, int64_t part, float *scratch) {
         for (int64_t k = 0; k < layer.in_features; k += 1024) {
             int64_t count = least(1024, layer.in_features - k);
             if (layer.kind == E4M3) decode_row<E4M3>(layer, panel.start + r, k, count, scratch);
-            else decode_row<E5M2>(layer, panel.start + r, k, count, scratch);
+            else if (layer.kind == E5M2) decode_row<E5M2>(layer, panel.start + r, k, count, scratch);
+            else decode_row<NIBBLES>(layer, panel.start + r, k, count, scratch);
             store_panel(panel.out, panel.dtype, r * layer.in_features + k, scratch, count);
         }
 }
 
-// ---- GPTQ's columns of bit streams ----------------------------------------------------------------------------------
+// ---- Columns: GPTQ's bit streams, AWQ's words ----------------------------------------------------------------------------------
 // 32 codes of a column take BITS words, one below the other; W neighbouring columns are decoded at once.
 
 template <int BITS, int CODE> struct Place {  // of a code among its 32
@@ -655,7 +710,7 @@ template <int BITS, int CODE> struct Place {  // of a code among its 32
 };
 
 template <int BITS, int CODE, bool SHIFTED>
-static inline __attribute__((always_inline)) vf code_at(const char *words, int64_t pitch) {
+static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     typedef Place<BITS, CODE> P;
     const uint32_t mask = (1u << BITS) - 1;
     vu word = load<vu>(words + P::word * pitch);
@@ -672,7 +727,7 @@ template <int BITS, int CODE> static void exponents(float *powers) {  // what un
 
 // sum[m] += code * spread[code][m], for the codes [CODE, STOP) of one column vector.
 template <int BITS, int ROWS, int PARTS, int CODE, int STOP>
-static inline __attribute__((always_inline)) void add_codes(const char *words, int64_t pitch, const float *spread, vf (*sum)[PARTS]) {
+static HFQ_INLINE void add_codes(const char *words, int64_t pitch, const float *spread, vf (*sum)[PARTS]) {
     if constexpr (CODE < STOP) {
         vf code = code_at<BITS, CODE, false>(words, pitch);
         HFQ_UNROLL
@@ -686,7 +741,7 @@ static inline __attribute__((always_inline)) void add_codes(const char *words, i
 template <int BITS> constexpr int unit() { return 32 % BITS == 0 ? 32 / BITS : 32; }
 
 // [codes][W] floats of one column vector.
-template <int BITS, int CODE> static inline __attribute__((always_inline)) void spread_codes(const char *words, int64_t pitch, float *out) {
+template <int BITS, int CODE> static HFQ_INLINE void spread_codes(const char *words, int64_t pitch, float *out) {
     if constexpr (CODE < unit<BITS>()) {
         store(out + CODE * W, code_at<BITS, CODE, true>(words, pitch));
         spread_codes<BITS, CODE + 1>(words, pitch, out);
@@ -695,14 +750,30 @@ template <int BITS, int CODE> static inline __attribute__((always_inline)) void 
 template <int BITS> static void decode_words(const char *words, int64_t pitch, int64_t codes, float *out) {
     for (int64_t c = 0; c < codes; c += unit<BITS>()) spread_codes<BITS, 0>(words + c * BITS / 32 * pitch, pitch, out + c * W);
 }
+// AWQ: a word, or two, for each code.
+static void decode_awq(const char *words, int64_t pitch, int64_t codes, float *out) {
+    vu shifts;
+    for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(4 * awq_place(j % 8));
+    for (int64_t c = 0; c < codes; c++) {
+        vu word = (vu){} + load32(words + c * pitch);
+#if HFQ_PASS == 2
+        uint32_t high = load32(words + c * pitch + 4);
+        HFQ_UNROLL
+        for (int j = 8; j < W; j++) word[j] = high;
+#endif
+        store(out + c * W, to_float(word >> shifts & 15u));
+    }
+}
 typedef void (*Decode)(const char *words, int64_t pitch, int64_t codes, float *out);
-static Decode decoder(int bits) {
+static Decode decoder(const Layer &layer) {
+    const int bits = layer.kind == AWQ ? 0 : layer.bits;
+    if (bits == 0) return decode_awq;
     return bits == 2 ? decode_words<2> : bits == 3 ? decode_words<3> : bits == 4 ? decode_words<4> : decode_words<8>;
 }
 
 // sum[m] += code * spread[code][m] for up to 32 codes of one column vector: decoded in registers if BITS is not 0.
 template <int BITS, int ROWS, int PARTS>
-static inline __attribute__((always_inline)) void add_block(
+static HFQ_INLINE void add_block(
     const char *words, int64_t pitch, int64_t codes, const float *spread, vf (*sum)[PARTS], Decode decode_block) {
     if constexpr (BITS != 0) {
         for (int64_t c = 0; c < codes; c += unit<BITS>())
@@ -710,11 +781,17 @@ static inline __attribute__((always_inline)) void add_block(
     } else {
         float decoded[32 * W];
         decode_block(words, pitch, codes, decoded);
-        for (int64_t c = 0; c < codes; c++) {
-            vf code = load<vf>(decoded + c * W);
+        int64_t c = 0;
+        for (; c + PARTS <= codes; c += PARTS)
             HFQ_UNROLL
-            for (int m = 0; m < ROWS; m++) sum[m][0] = fma(code, load<vf>(spread + (c * ROWS + m) * W), sum[m][0]);
-        }
+            for (int p = 0; p < PARTS; p++) {
+                vf code = load<vf>(decoded + (c + p) * W);
+                HFQ_UNROLL
+                for (int m = 0; m < ROWS; m++) sum[m][p] = fma(code, load<vf>(spread + ((c + p) * ROWS + m) * W), sum[m][p]);
+            }
+        for (; c < codes; c++)
+            for (int m = 0; m < ROWS; m++)
+                sum[m][0] = fma(load<vf>(decoded + c * W), load<vf>(spread + (c * ROWS + m) * W), sum[m][0]);
     }
 }
 
@@ -731,7 +808,7 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     int64_t i = 0;
     if (layer.bits == 4) {
         vu shifts, mask = (vu){} + 15u;
-        for (int j = 0; j < W; j++) shifts[j] = j % 8 * 4;
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? awq_place(j % 8) : j % 8) * 4;
         const char *row = layer.zeros + 4 * group * layer.zero_words;
         for (; i + W <= count; i += W) {
             uint32_t low = load32(row + (n + i) / 2), high = W == 16 ? load32(row + (n + i) / 2 + 4) : 0;
@@ -748,16 +825,22 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     for (; i % W; i++) out[i] = 0;
 }
 
-// The words of a column vector; one that is cut off by the last column is copied and padded.
+// The words of a column vector's codes [k, k + codes); one that is cut off by the last column is copied and padded.
 struct Words {
     const char *at;
     int64_t pitch;
-    char copy[8 * 4 * W];
-    inline __attribute__((always_inline)) void take(const Layer &layer, int64_t word, int64_t words, int64_t n, int64_t columns) {
-        at = layer.codes + 4 * (word * layer.out_features + n), pitch = 4 * layer.out_features;
+    char copy[32 * 4 * W];
+    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns) {
+        int64_t rows = codes, nbytes = columns / 2;
+        if (layer.kind == AWQ) {
+            pitch = 4 * layer.zero_words, at = layer.codes + k * pitch + n / 2;
+        } else {
+            rows = codes * layer.bits / 32, nbytes = 4 * columns;
+            pitch = 4 * layer.out_features, at = layer.codes + k * layer.bits / 32 * pitch + 4 * n;
+        }
         if (columns >= W) return;
         __builtin_memset(copy, 0, sizeof(copy));
-        for (int64_t r = 0; r < words; r++) __builtin_memcpy(copy + 4 * W * r, at + pitch * r, 4 * columns);
+        for (int64_t r = 0; r < rows; r++) __builtin_memcpy(copy + 4 * W * r, at + pitch * r, nbytes);
         at = copy, pitch = 4 * W;
     }
 };
@@ -772,7 +855,6 @@ static void put_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int
 template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     const int PARTS = ROWS == 1 ? 4 : 1;
     const Layer &layer = *call.layer;
-    const int64_t bits = layer.bits;
     int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
     float *y = scratch, *sums = y + ROWS * wide, *scales = sums + ROWS * wide, *zeros = scales + wide, *spread = zeros + wide;
     float powers[32];
@@ -791,7 +873,7 @@ template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t
                     store(spread + (c * ROWS + m) * W, all(call.x32[(row + m) * call.stride + k + c] * powers[c]));
             for (int64_t i = 0; i < wide; i += W) {
                 Words words;
-                words.take(layer, k * bits / 32, codes * bits / 32, n + i, count - i);
+                words.take(layer, k, codes, n + i, count - i);
                 vf sum[ROWS][PARTS];
                 HFQ_UNROLL
                 for (int m = 0; m < ROWS; m++) {
@@ -799,7 +881,7 @@ template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t
                     HFQ_UNROLL
                     for (int p = 1; p < PARTS; p++) sum[m][p] = all(0.0f);
                 }
-                add_block<BITS, ROWS, PARTS>(words.at, words.pitch, codes, spread, sum, decoder(layer.bits));
+                add_block<BITS, ROWS, PARTS>(words.at, words.pitch, codes, spread, sum, decoder(layer));
                 HFQ_UNROLL
                 for (int m = 0; m < ROWS; m++) {
                     vf whole = sum[m][0];
@@ -833,7 +915,7 @@ static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wid
 // Each code with the scale and zero point of its own group.
 template <int ROWS> static void scattered_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
-    const Decode decode_block = decoder(layer.bits);
+    const Decode decode_block = decoder(layer);
     int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
     float *scales = scratch, *zeros = scales + layer.groups * wide, *y = zeros + layer.groups * wide, *decoded = y + ROWS * wide;
     all_groups(layer, n, count, wide, scales, zeros);
@@ -843,7 +925,7 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < wide; i += W) {
             Words words;
-            words.take(layer, k * layer.bits / 32, codes * layer.bits / 32, n + i, count - i);
+            words.take(layer, k, codes, n + i, count - i);
             decode_block(words.at, words.pitch, codes, decoded);
             vf sum[ROWS];
             HFQ_UNROLL
@@ -867,6 +949,7 @@ template <int ROWS> static void several_rows(const Call &call, int64_t row, int6
 
 static void one_row(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     if (is_scattered(*call.layer)) return scattered_tile<1>(call, row, n, count, scratch);
+    if (call.layer->kind == AWQ) return columns_tile<0, 1>(call, row, n, count, scratch);
     switch (call.layer->bits) {
         case 2: return columns_tile<2, 1>(call, row, n, count, scratch);
         case 3: return columns_tile<3, 1>(call, row, n, count, scratch);
@@ -889,7 +972,7 @@ static void columns_part(const void *context, int64_t part, float *scratch) {
 static void columns_panel(const void *context, int64_t part, float *scratch) {
     const Panel &panel = *(const Panel *)context;
     const Layer &layer = *panel.layer;
-    const Decode decode_block = decoder(layer.bits);
+    const Decode decode_block = decoder(layer);
     int64_t first = part * panel_columns(layer), count = least(panel_columns(layer), panel.count - first), size = layer.in_features, wide = (count + W - 1) / W * W;
     float *scales = scratch, *zeros = scales + layer.groups * wide, *decoded = zeros + layer.groups * wide;
     all_groups(layer, panel.start + first, count, wide, scales, zeros);
@@ -898,7 +981,7 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < count; i += W) {
             Words words;
-            words.take(layer, k * layer.bits / 32, codes * layer.bits / 32, panel.start + first + i, count - i);
+            words.take(layer, k, codes, panel.start + first + i, count - i);
             decode_block(words.at, words.pitch, codes, decoded);
             for (int64_t c = 0; c < codes; c++) {
                 float *code = decoded + c * W;

@@ -1,0 +1,54 @@
+"""`hfq bench kernels`: what is measured, and how ratios are taken; not how long anything takes."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hfq.benchmarks import kernels, kernels_report
+from hfq.cli.main import app
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(kernels, "SHAPES", {"small": (128, 256)})
+    monkeypatch.setattr(kernels, "FLUSH_NBYTES", 1 << 10)
+
+
+def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(small, native):
+    said = []
+    report = kernels.bench_kernels(["small"], (1, 8), 2, [1], said.append)
+    found = {(record["weights"], record["method"]) for record in report.records}
+    assert found >= {(weights, kernel) for weights in kernels.FORMATS for kernel in ("native", "panels", "reference")}
+    assert found >= {("bf16", kernels.DENSE), ("f32", kernels.WIDE), ("-", kernels.READ)}
+    assert {record["rows"] for record in report.records} == {1, 8}
+    assert all(record["seconds"] > 0 for record in report.records)
+    assert said == ["small, 1 threads"]
+    text = report.to_markdown()
+    assert "| small | fp8 128x128 | native |" in text
+    assert text.count("not measured") >= 4  # M=128 and M=512
+
+
+def test_the_number_of_threads_is_put_back(small):
+    before = torch.get_num_threads()
+    kernels.bench_kernels(["small"], (1,), 1, [before + 1], print)
+    assert torch.get_num_threads() == before
+
+
+def test_random_layers_hold_finite_weights():
+    for weight_format in kernels.FORMATS.values():
+        tensors = kernels.random_layer(weight_format, 128, 256)
+        assert torch.isfinite(weight_format.dequantize(tensors)).all()
+
+
+def test_ratios_are_taken_within_a_round():
+    def record(method, number, seconds, weights="w"):
+        return {"shape": "s", "rows": 1, "method": method, "weights": weights, "round": number, "seconds": seconds}
+
+    times = [record(kernels.DENSE, n, s) for n, s in enumerate((2.0, 20.0, 9.0))]
+    times += [record("native", n, s) for n, s in enumerate((1.0, 10.0, 3.0))]
+    assert kernels_report._ratio(times, {"method": kernels.DENSE}, {"method": "native"}, "s", 1) == 2.0
+    assert kernels_report._ratio(times, {"method": "absent"}, {"method": "native"}, "s", 1) is None
+
+
+def test_an_unknown_shape_is_refused():
+    assert CliRunner().invoke(app, ["bench", "kernels", "--shape", "8B"]).exit_code == 1
