@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hfq.checkpoint.direct import DirectFiles
-from hfq.errors import SetupError
+from hfq.errors import CheckpointError, SetupError
 from hfq.formats.dtypes import torch_dtype
 from hfq.spec import ByteRange
 from hfq.streaming.block import DenseParameter
-from hfq.streaming.guards import no_copy
+from hfq.streaming.guards import no_copy, of_block
 from hfq.streaming.pool import Pool, Ticket
 
 __all__ = ["RowTable", "can_read_rows", "read_by_row"]
@@ -53,7 +53,10 @@ class RowTable:
                 f"{self.name} was given a token that it does not have.", expected=f"0 to {self.info.shape[0] - 1}",
                 found=f"{numbers[0]} to {numbers[-1]}", fix="check the tokenizer against the checkpoint",
             )  # fmt: skip
-        rows = self._read(numbers).to(self._device, self._slot.dtype)
+        try:
+            rows = self._read(numbers).to(self._device, self._slot.dtype)
+        except CheckpointError as error:
+            raise of_block(error, self.name) from error
         return rows[places.to(self._device)].view(*tokens.shape, self.info.shape[1])
 
     def _read(self, numbers: list[int]) -> torch.Tensor:
