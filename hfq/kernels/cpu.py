@@ -37,7 +37,7 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
         return panels.multiply(activations, tensors, weight_format, _filler(native, layer, weight_format))
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    result = rows.new_empty(rows.shape[0], layer.out_features)
+    result = rows.new_empty(*activations.shape[:-1], layer.out_features)  # no view, as in panels.multiply
     here = ctypes.byref(layer)
     scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_scratch(here, rows.shape[0]))
     native.hfq_linear(
@@ -47,7 +47,7 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
-    return result.view(*activations.shape[:-1], layer.out_features)
+    return result
 
 
 def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:

@@ -59,12 +59,13 @@ def multiply(
     """
     rows = activations.reshape(-1, activations.shape[-1])
     out_features, in_features = weight_format.shape(tensors)
-    result, dtype = rows.new_empty(rows.shape[0], out_features), product_dtype(activations.dtype)
+    result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
+    flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(BATCH_NBYTES // (4 * max(in_features, 1)), 1)
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch].to(dtype)
         for start, count in _spans(weight_format, out_features, in_features, dtype):
-            panel, target = fill(start, count, dtype), result[first : first + batch, start : start + count]
+            panel, target = fill(start, count, dtype), flat[first : first + batch, start : start + count]
             if dtype == result.dtype:
                 torch.mm(part, panel.t(), out=target)
             else:
@@ -73,7 +74,7 @@ def multiply(
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
-    return result.view(*activations.shape[:-1], out_features)
+    return result
 
 
 def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill) -> torch.Tensor:

@@ -33,7 +33,7 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     rows = activations.reshape(-1, activations.shape[-1])
     out_features, _ = weight_format.shape(tensors)
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
-    flat = result.view(-1, out_features)
+    flat = result.view(rows.shape[0], out_features)
     for start, panel in _panels(tensors, weight_format, activations.dtype):
         torch.mm(rows, panel.t(), out=flat[:, start : start + panel.shape[0]])
     bias = tensors.get("bias")
