@@ -114,11 +114,10 @@ def run(request, tmp_path, imported):
                 written = os.open(errors, os.O_WRONLY | os.O_CREAT)
                 os.dup2(written, 1), os.dup2(written, 2)
                 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch's thread pool does not survive a fork either
+                # torch makes its pool anew in the first thread after a fork, and not safely in two at once
                 alone = threading.Thread(target=torch.set_num_threads, args=(1,))
-                (
-                    alone.start(),
-                    alone.join(),
-                )  # torch makes its pool anew in the first thread after a fork, and not safely in two
+                alone.start()
+                alone.join()
                 exec(compile(PRELUDE + script, "script", "exec"), {"folder": str(folder), "mode": request.param})
                 code = 0
             except BaseException:
