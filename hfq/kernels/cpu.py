@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hfq.errors import CheckpointError
 from hfq.formats import Format
 from hfq.formats.awq import Awq
 from hfq.formats.buffers import thread_buffer
@@ -34,16 +35,17 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
         return panels.linear(activations, tensors, weight_format)
     rows = activations.reshape(-1, layer.in_features)
     if rows.shape[0] > FUSED_ROWS[panels.product_dtype(rows.dtype)]:
-        return panels.multiply(activations, tensors, weight_format, _filler(native, layer, weight_format))
+        return panels.multiply(activations, tensors, weight_format, _filler(native, layer, tensors, weight_format))
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     result = rows.new_empty(*activations.shape[:-1], layer.out_features)  # no view, as in panels.multiply
     here = ctypes.byref(layer)
     scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_scratch(here, rows.shape[0]))
-    native.hfq_linear(
+    status = native.hfq_linear(
         here, rows.data_ptr(), DTYPES[rows.dtype], rows.shape[0], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
         layer.out_features, scratch.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    _check(status, layer, tensors)
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
@@ -55,7 +57,7 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
     native, layer = library(), _layer(grad, tensors, weight_format)
     if native is None or layer is None:
         return panels.linear_grad(grad, tensors, weight_format)
-    return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, weight_format))
+    return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, tensors, weight_format))
 
 
 def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> NativeLayer | None:
@@ -66,14 +68,29 @@ def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_for
     return layer if layer is not None and layer.in_features and layer.out_features else None
 
 
-def _filler(native: ctypes.CDLL, layer: NativeLayer, weight_format: Format) -> panels.Fill:
+def _filler(
+    native: ctypes.CDLL, layer: NativeLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> panels.Fill:
     """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of inputs."""
     is_transposed = isinstance(weight_format, Gptq | Awq)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
         panel = thread_buffer("panel", dtype, torch.device("cpu"), rows * layer.in_features).view(shape)
-        native.hfq_dequantize(ctypes.byref(layer), start, rows, panel.data_ptr(), DTYPES[dtype], torch.get_num_threads())
+        here, threads = ctypes.byref(layer), torch.get_num_threads()
+        _check(native.hfq_dequantize(here, start, rows, panel.data_ptr(), DTYPES[dtype], threads), layer, tensors)
         return panel.t() if is_transposed else panel
 
     return fill
+
+
+def _check(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses an index that would be followed out of the layer's memory: its file changed since it was checked."""
+    if status == 0:
+        return
+    index = tensors["g_idx"]
+    raise CheckpointError(
+        "The groups of a layer changed after the model was loaded.", tensor="g_idx", expected=f"0 to {layer.groups - 1}",
+        found=f"{int(index.min())} to {int(index.max())}",
+        fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import threading
@@ -105,6 +106,14 @@ def test_a_cache_that_others_may_write_to_is_not_used(runs, tmp_path):
     with pytest.raises(building.BuildError, match="others may write"):
         building.build()
     assert runs() == 0
+
+
+def test_a_user_without_a_home_is_told_so(monkeypatch, settle):
+    """As in a container that runs as a number: pathlib raises RuntimeError there."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    assert "set XDG_CACHE_HOME" in settle().reason
 
 
 def test_a_cache_that_cannot_be_made_is_said(runs, tmp_path, settle):

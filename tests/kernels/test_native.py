@@ -11,6 +11,7 @@ from kernels.layers import CASES, fp8, gptq
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hfq.errors import CheckpointError
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import cpu, panels, reference
 from hfq.kernels.native import build as building
@@ -54,7 +55,7 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
 def test_dequantized_panels_are_the_references(native, layer, level, dtype):
     weight_format, tensors, weight = layer
     native.hfq_use(level)
-    fill = cpu._filler(native, describe_layer(weight_format, tensors), weight_format)
+    fill = cpu._filler(native, describe_layer(weight_format, tensors), tensors, weight_format)
     multiple = weight_format.row_multiple
     for start in (0, weight.shape[0] // 2 // multiple * multiple):
         assert torch.equal(fill(start, weight.shape[0] - start, dtype), weight[start:].to(dtype))
@@ -129,6 +130,20 @@ def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer, tm
     cpu.linear_grad(random(1, weight.shape[0]), mapped, weight_format)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_an_index_that_left_its_range_after_it_was_checked_is_never_followed(native, dtype):
+    """As of a file that was overwritten while a model reads it from disk."""
+    weight_format, tensors = CASES["w4 act-order"].make()
+    for group in (-1, 11):
+        tensors["g_idx"] = tensors["g_idx"].to(dtype)
+        tensors["g_idx"][17] = group
+        for rows in (1, 3, 70):
+            with pytest.raises(CheckpointError, match="changed after the model was loaded"):
+                cpu.linear(random(rows, 352), tensors, weight_format)
+        with pytest.raises(CheckpointError, match=f"(?s)0 to 10.*{group}"):
+            cpu.linear_grad(random(1, 40), tensors, weight_format)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_a_nan_code_reaches_its_own_output_alone(native, rows):
     weight_format, tensors = fp8(300, 37, strategy="channel").make()
@@ -145,7 +160,7 @@ def test_every_code_has_its_value(native):
     for name, dtype in (("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)):
         weight_format = Fp8(codes_dtype=name, strategy="tensor", scale_shape=())
         tensors = {"weight": codes.view(dtype), "weight_scale": torch.tensor(1.0)}
-        fill = cpu._filler(native, describe_layer(weight_format, tensors), weight_format)
+        fill = cpu._filler(native, describe_layer(weight_format, tensors), tensors, weight_format)
         for level in (0, 9):
             native.hfq_use(level)
             values, expected = fill(0, 1, torch.float32), codes.view(dtype).float()
@@ -242,7 +257,7 @@ def test_the_forms_for_other_processors_compute_the_same(compiled, tmp_path, mon
     for name, case in CASES.items():
         weight_format, tensors = case.make()
         weight = weight_format.dequantize(tensors)
-        fill = cpu._filler(emulated.library, describe_layer(weight_format, tensors), weight_format)
+        fill = cpu._filler(emulated.library, describe_layer(weight_format, tensors), tensors, weight_format)
         assert torch.equal(fill(0, weight.shape[0], torch.float32), weight), name
         for rows in (1, 3, 8, 17):
             for dtype in DTYPES:

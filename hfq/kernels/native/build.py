@@ -64,9 +64,13 @@ def cache_folder() -> Path:
     """`hfq/native` in the user's cache folder; nobody else may write to it, since what lies there is run.
 
     Raises:
-        BuildError: Somebody else can write to it.
+        BuildError: Somebody else can write to it, or the user has no home.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "native"
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user that the system does not know, as in containers, and no $HOME
+        raise BuildError("there is no home folder for a cache: set XDG_CACHE_HOME") from error
+    folder = caches / "hfq" / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):

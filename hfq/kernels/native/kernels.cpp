@@ -156,6 +156,17 @@ HFQ_INLINE bool is_scattered(const Layer &layer) {
     return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
 }
 
+// Whether every channel's group is one that the layer has: an index can change on disk after it was checked.
+bool has_groups(const Layer &layer) {
+    if (!layer.index_nbytes) return true;
+    uint64_t largest = 0;
+    for (int64_t k = 0; k < layer.in_features; k++) {
+        uint64_t group = (uint64_t)group_of(layer, k);
+        if (group > largest) largest = group;
+    }
+    return largest < (uint64_t)layer.groups;
+}
+
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
 HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
@@ -353,9 +364,11 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
 }
 
 // y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows; strides in elements, the last dimension contiguous.
+// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range.
 int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
                int64_t y_stride, float *scratch, int threads) {
     if (rows < 1 || rows > MOST_ROWS) return -1;
+    if (!has_groups(*layer)) return -2;
     int64_t stride = padded_columns(*layer);
     widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch);
     bool columns = has_columns(*layer);
@@ -367,7 +380,9 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
 }
 
 // Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features, count]; float32 or bfloat16.
+// Not 0 where nothing was computed, as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
+    if (!has_groups(*layer)) return -2;
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
     threads = worthwhile(threads, count * layer->in_features);
