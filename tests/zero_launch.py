@@ -1,10 +1,12 @@
 """Starts ranks through the real launchers, many cases in one run, and reads what they wrote."""
 
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,19 @@ def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | Non
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dict]]) -> list[dict]:
+    """What `make` gives, made by one of the processes that run the tests, for all of them."""
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = root / f"{name}.json"
+        if not file.exists():
+            made = json.dumps(make())
+            file.write_text(made)
+        return json.loads(file.read_text())
 
 
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_models
-from zero_launch import check_exact, launch
+from zero_launch import check_exact, launch, once
 from zero_models import write_format, write_mixtral, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -24,7 +24,7 @@ def sources(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, sources):
+def results(folder, sources, tmp_path_factory):
     """The results of both ranks."""
     mamba, details = write_reading(folder / "mamba", "mamba")
     cases = [
@@ -45,7 +45,7 @@ def results(folder, sources):
         {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
     ]  # fmt: skip
-    return launch(folder / "run", cases, ranks=2)
+    return once(tmp_path_factory, "zero3", lambda: launch(folder / "run", cases, ranks=2))
 
 
 @pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])
