@@ -28,6 +28,7 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -40,6 +41,7 @@ from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.source import as_source, source_config
 from hfq.integrations.early import reading_early
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
+from hfq.integrations.ranks import failing_together
 from hfq.integrations.registration import run_pending
 from hfq.integrations.tp_plan import asks_for_ranks, check_distributed
 from hfq.integrations.transformers import METHOD, HfqConfig
@@ -219,9 +221,10 @@ def _guard(owner: type) -> None:
         if _active.get() or chosen is None:
             return load(pretrained_model_name_or_path)
         if chosen.load == "broadcast" and is_zero3():
-            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path:
+            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together():
                 return _guarded(load, path, kwargs, chosen)
-        return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
+        with failing_together() if is_zero3() else contextlib.nullcontext():
+            return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
 
     from_pretrained._hfq_guards = True  # type: ignore[attr-defined]
     owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[attr-defined]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from hfq.errors import HfqError, PlacementError, SetupError
 
-__all__ = ["attempt", "exchange", "raise_together", "start_distributed"]
+__all__ = ["attempt", "exchange", "failing_together", "meet", "raise_together", "start_distributed"]
+
+_has_met: ContextVar[bool] = ContextVar("hfq_has_met", default=False)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error as another rank is told it."""
+
+    text: str
+    fix: str
 
 
 def start_distributed() -> tuple[int, int]:
@@ -54,20 +67,56 @@ def raise_together(error: Exception | None) -> None:
     Raises:
         PlacementError: Another rank failed; names it and its error.
     """
-    found = exchange(None if error is None else (str(error), getattr(error, "fix", "see the error of that rank")))
+    found = exchange(None if error is None else _failure(error))
     if error is not None:
         raise error
-    for rank, failure in enumerate(found):
-        if failure is not None:
-            raise PlacementError(
-                "Another rank of this run failed; nothing was loaded.", rank=rank, found=failure[0].replace("\n", "; "),
-                expected="ranks that all read their parts", fix=failure[1],
-            )  # fmt: skip
+    _check_others(found)
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """During this, an error of this rank before `meet` is told to the others, who wait for it there."""
+    token = _has_met.set(False)
+    try:
+        yield
+    except Exception as error:
+        if not _has_met.get():
+            with contextlib.suppress(HfqError, OSError, RuntimeError):  # there may be nobody to tell
+                start_distributed()
+                exchange(_failure(error))
+        raise
+    finally:
+        _has_met.reset(token)
+
+
+def meet(value: Any) -> list[Any]:
+    """`exchange`, the first of a load under `failing_together`.
+
+    Raises:
+        PlacementError: Another rank failed before it came here; names it and its error.
+    """
+    _has_met.set(True)
+    found = exchange(value)
+    _check_others(found)
+    return found
 
 
 def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
     """(what `work` gives, None), or (None, the error it raised), to be told to the other ranks."""
     try:
         return work(*arguments), None
-    except (HfqError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others wait
         return None, error
+
+
+def _failure(error: Exception) -> _Failure:
+    return _Failure(str(error), getattr(error, "fix", "see the error of that rank"))
+
+
+def _check_others(found: list[Any]) -> None:
+    for rank, failure in enumerate(found):
+        if isinstance(failure, _Failure):
+            raise PlacementError(
+                "Another rank of this run failed; nothing was loaded.", rank=rank, found=failure.text.replace("\n", "; "),
+                expected="ranks that all read their parts", fix=failure.fix,
+            )  # fmt: skip

@@ -23,7 +23,7 @@ from hfq.errors import PlacementError, SetupError
 from hfq.integrations.blocks import stored_place
 from hfq.integrations.deepspeed import gather, gather_state, mark_leaf, watch_forwards
 from hfq.integrations.loading import Loading
-from hfq.integrations.ranks import exchange, raise_together, start_distributed
+from hfq.integrations.ranks import meet, raise_together, start_distributed
 from hfq.integrations.saving import stored_state
 from hfq.integrations.transformers import HfqConfig
 from hfq.integrations.zero_config import read_zero_config
@@ -82,7 +82,7 @@ class ShardedLoading(Loading):
         self._check_ties()
         slots = find_slots(self)
         self.zero_plan = ZeroPlan(tuple(slot.row for slot in slots), self.rank, self.world, self.zero.home, self._settings())
-        check_same_plan(exchange(self.zero_plan.digests()))
+        check_same_plan(meet(self.zero_plan.digests()))
         self.maker = ShardMaker(self)
         self.maker.make(slots)
         self._prepare_forwards()

@@ -98,10 +98,11 @@ class Binding:
         block: The block.
         layout: Where its tensors lie in a region.
         device: Where it computes.
+        ring: The memory that regions lie in; views of a region apart from it would keep that in memory, and are not kept.
     """
 
-    def __init__(self, block: Block, layout: BlockLayout, device: torch.device) -> None:
-        self.block, self._layout = block, layout
+    def __init__(self, block: Block, layout: BlockLayout, device: torch.device, ring: torch.Tensor) -> None:
+        self.block, self._layout, self._ring = block, layout, ring.untyped_storage().data_ptr()
         self._moved = block.moved(device)
         self._staying = tuple(module for module in block.packed if module not in self._moved)
         self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}
@@ -131,11 +132,13 @@ class Binding:
     def _of(self, region: torch.Tensor) -> tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]:
         place = region.data_ptr()
         if place not in self._views:
-            if len(self._views) >= _VIEWS:  # places in the ring come back; regions apart come and go
+            if len(self._views) >= _VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
                 packed: list[Mapping[str, torch.Tensor]] = [self._tensors(region, module.infos) for module in self._moved]
                 dense = [_frozen(self._tensors(region, {"it": slot.info})["it"]) for slot in self.block.dense]
+            if region.untyped_storage().data_ptr() != self._ring:
+                return packed, dense
             self._views[place] = packed, dense
         return self._views[place]
 

@@ -90,7 +90,8 @@ class Streamer:
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         self.pool = Pool(options.threads)
         self.regions = self._make_regions(layouts)
-        self._bindings = [Binding(block, layout, self.device) for block, layout in zip(self.blocks, layouts, strict=True)]
+        ring, pairs = self.regions.buffer, zip(self.blocks, layouts, strict=True)
+        self._bindings = [Binding(block, layout, self.device, ring) for block, layout in pairs]
         self.schedule = Schedule(range(len(self.blocks)))
         self._lock = threading.RLock()
         self._in_use: list[int] = []

@@ -41,6 +41,7 @@ def results(folder, sources, tmp_path_factory):
          "options": {"load": "broadcast"}},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
         {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
+        {"id": "not there", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "none", "fails": True},
         {"id": "trains on cpu", "checkpoint": sources["gptq4"], "home": "cpu", "trains": True},
         {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
@@ -109,6 +110,15 @@ def test_one_damaged_scale_ends_all_ranks_and_is_named(results):
     assert other.startswith("PlacementError: Another rank of this run failed")
     assert POISONED in own
     assert POISONED in other
+
+
+def test_a_rank_that_cannot_open_its_files_ends_all_ranks_and_is_named(results, folder):
+    first, second = (found["not there"]["error"] for found in results)
+    assert first.startswith("PlacementError: Another rank of this run failed")
+    assert "rank: 1" in first
+    assert str(folder / "nowhere") in first
+    assert not second.startswith("PlacementError")
+    assert str(folder / "nowhere") in second
 
 
 def test_ranks_that_mean_different_models_find_out_before_they_share_anything(results):

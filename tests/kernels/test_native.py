@@ -51,6 +51,24 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
 
 
 @pytest.mark.parametrize("level", [0, 9])
+@pytest.mark.parametrize("name", ["w8 channel", "w4 channel, 40 outputs, bf16 scales", "awq channel, 40 outputs"])
+def test_a_zero_point_taken_off_a_sum_costs_no_more_than_the_sum_has(native, name, level):
+    """Activations of one sign, and weights far smaller than the largest of their group: the result is what two large sums leave."""
+    case = CASES.get(name) or gptq(8, -1)
+    weight = torch.randn(case.out_features, case.in_features, generator=torch.Generator().manual_seed(3)) * 0.01
+    weight[:, ::32], weight[:, 1::32] = 1.28, -1.28
+    tensors = case.format.quantize(weight)
+    weight_format = case.format.resolve("m", tensors)
+    native.hfq_use(level)
+    for rows in (1, 3, 17):
+        activations = random(rows, case.in_features, seed=rows) * 0.1 + 1
+        activations[:, ::32], activations[:, 1::32] = 0, 0
+        exact = activations.double() @ weight_format.dequantize(tensors).double().t()
+        summed = activations.double().abs().sum(1, keepdim=True) * tensors["scales"].double() * 2**weight_format.num_bits
+        assert ((cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 1e-6 * summed).all(), rows
+
+
+@pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dequantized_panels_are_the_references(native, layer, level, dtype):
     weight_format, tensors, weight = layer

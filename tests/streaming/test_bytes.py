@@ -1,5 +1,8 @@
 """What passes read, to the byte; and orders that were not expected: right all the same, counted, and learned."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -140,6 +143,30 @@ def test_a_block_within_another_is_read_beside_it(build, outer, inner):
     found = run_in_lockstep(stack.streamer, [lambda seed=seed: stack.model(random(3, SIZE, seed=seed)) for seed in range(3)])
     assert all(torch.equal(one, resident.model(random(3, SIZE, seed=seed))) for seed, one in enumerate(found))
     assert stack.is_offloaded()
+
+
+def test_memory_beside_the_ring_is_let_go_when_its_block_is_over(build, monkeypatch):
+    stack, activations, made = build(), random(3, SIZE), []
+    first, seen, regions = stack.model[0], [], stack.streamer.regions
+    take_apart = regions.take_apart
+
+    def noted(block: int) -> torch.Tensor:
+        region = take_apart(block)
+        made.append(weakref.ref(region.untyped_storage()))
+        return region
+
+    def probe(layer):
+        seen.append(layer)
+        if len(seen) % 2:
+            layer(activations)
+
+    monkeypatch.setattr(regions, "take_apart", noted)
+    first.probe = probe
+    for _ in range(3):
+        stack.model(activations)
+    gc.collect()
+    assert len(made) == 3
+    assert not any(storage() for storage in made)
 
 
 def test_a_block_that_calls_itself_and_a_chain_of_blocks_within_blocks(build):
