@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
-def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None) -> list[dict]:
+def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None, worker: Path = WORKER) -> list[dict]:
     """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
     pytest.importorskip("deepspeed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | Non
     }  # fmt: skip
     arguments = ["--cases", str(folder / "cases.json"), "--out", str(folder)]
     done = subprocess.run(
-        [*command, port, str(WORKER), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+        [*command, port, str(worker), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
