@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import worker  # first: sets DeepSpeed's device
 import deepspeed
 import torch
+import worker
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
@@ -41,7 +41,8 @@ def adapted(case: dict):
         model = hfq.prepare_for_training(model, bool(case.get("recomputes")), case.get("recomputes"))
     torch.manual_seed(0)
     options = {"target_modules": "all-linear", **case.get("lora", {})}
-    return get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM", **options))
+    config = LoraConfig(r=8, task_type="CAUSAL_LM", **options)
+    return get_peft_model(model, config, autocast_adapter_dtype=not case.get("half"))
 
 
 def start(case: dict, config: dict):
@@ -67,40 +68,52 @@ def logits(model, samples: torch.Tensor) -> torch.Tensor:
         return model(input_ids=samples[0]).logits
 
 
+def optimizer_home(case: dict) -> dict:
+    """The option for optimizer states: in CPU memory, or on NVMe in the folder that the case names."""
+    states = {"device": "nvme", "nvme_path": case["states"]} if "states" in case else {"device": "cpu"}
+    return {"offload_optimizer": states | {"pin_memory": False}}
+
+
 def states_on(folder: Path) -> int:
     """Bytes of optimizer states that DeepSpeed has swapped out."""
     return sum(file.stat().st_size for file in folder.glob("**/optimizer/**/*.swp"))
 
 
 def train(case: dict, folder: Path, rank: int) -> dict:
-    config = worker.ds_config(case["home"], folder, **case.get("zero", {}))
+    config = worker.ds_config(case["home"], folder, **optimizer_home(case))
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     alive, samples, half, count = HfDeepSpeedConfig(config), blocks(), 10, case.get("steps", 20)
     engine = start(case, config)
+    samples %= engine.module.config.vocab_size
     started = time.perf_counter()
     losses = steps(engine, samples, rank, range(min(half, count)))
     if case.get("resumes"):
         engine.save_checkpoint(folder / "checkpoint", exclude_frozen_parameters=True)
     losses += steps(engine, samples, rank, range(half, count))
-    found: dict = {"losses": losses, "seconds": time.perf_counter() - started, "states_on_nvme": states_on(folder / "nvme")}
+    found: dict = {
+        "losses": losses,
+        "seconds": time.perf_counter() - started,
+        "states_on_nvme": states_on(Path(case.get("states", folder))),
+    }
     if not case.get("plain"):
         found["gathered_equals_file"] = worker.gathered_equals_file(engine.module, None)
     if case.get("resumes"):
         again = start(case, config)
         again.load_checkpoint(folder / "checkpoint", load_module_strict=False)  # frozen parameters are not in it
         found["resumed"] = steps(again, samples, rank, range(half, count))
-        found["saved_nbytes"] = sum(file.stat().st_size for file in (folder / "checkpoint").rglob("*") if file.is_file())
+        files = [torch.load(file, weights_only=False) for file in (folder / "checkpoint").rglob("*model_states.pt")]
+        found["saved"] = [name for file in files for name in file["module"]]
         del again
     if case.get("saves"):
-        engine.module.save_pretrained(folder / "adapter")
+        engine.module.save_pretrained(folder / "adapter", autocast_adapter_dtype=not case.get("half"))
         engine.eval()
         sharded = logits(engine, samples)
     del alive, engine
     gc.collect()
     if case.get("saves"):
-        model = PeftModel.from_pretrained(load(case), folder / "adapter", autocast_adapter_dtype=False)
+        model = PeftModel.from_pretrained(load(case), folder / "adapter", autocast_adapter_dtype=not case.get("half"))
         unsharded = logits(model.eval(), samples)
-        found["adapters"] = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+        found["adapters"] = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
         found["logits_equal"] = torch.equal(sharded, unsharded)
         found["logits_apart"] = (sharded.float() - unsharded.float()).abs().max().item()
     return found
