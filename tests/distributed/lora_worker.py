@@ -68,10 +68,11 @@ def logits(model, samples: torch.Tensor) -> torch.Tensor:
         return model(input_ids=samples[0]).logits
 
 
-def optimizer_home(case: dict) -> dict:
-    """The option for optimizer states: in CPU memory, or on NVMe in the folder that the case names."""
+def options_of(case: dict) -> dict:
+    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered less often."""
     states = {"device": "nvme", "nvme_path": case["states"]} if "states" in case else {"device": "cpu"}
-    return {"offload_optimizer": states | {"pin_memory": False}}
+    wide = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**7, "stage3_max_reuse_distance": 10**7}
+    return {"offload_optimizer": states | {"pin_memory": False}, **(wide if case.get("plain") else {})}
 
 
 def states_on(folder: Path) -> int:
@@ -80,7 +81,7 @@ def states_on(folder: Path) -> int:
 
 
 def train(case: dict, folder: Path, rank: int) -> dict:
-    config = worker.ds_config(case["home"], folder, **optimizer_home(case))
+    config = worker.ds_config(case["home"], folder, **options_of(case))
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     alive, samples, half, count = HfDeepSpeedConfig(config), blocks(), 10, case.get("steps", 20)
     engine = start(case, config)
