@@ -26,6 +26,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 import hfq
 
@@ -76,7 +77,12 @@ def main() -> None:
     model = hfq.prepare_for_training(load(arguments, labels), gradient_checkpointing=training.gradient_checkpointing)
     model.config.pad_token_id = tokenizer.pad_token_id
     task = "SEQ_CLS" if labels else "CAUSAL_LM"
-    model = get_peft_model(model, LoraConfig(task_type=task, r=arguments.rank, target_modules="all-linear"))
+    # ZeRO-3 computes without autocast: a head that is trained whole has to be in the model's dtype; DeepSpeed keeps float32 masters
+    lora, is_float32 = (
+        LoraConfig(task_type=task, r=arguments.rank, target_modules="all-linear"),
+        not is_deepspeed_zero3_enabled(),
+    )
+    model = get_peft_model(model, lora, autocast_adapter_dtype=is_float32)
     model.print_trainable_parameters()
 
     def accuracy(found):

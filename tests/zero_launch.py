@@ -16,7 +16,7 @@ WORKER = Path(__file__).parent / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
-def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None) -> list[dict]:
+def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None, worker: Path = WORKER) -> list[dict]:
     """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
     pytest.importorskip("deepspeed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | Non
     }  # fmt: skip
     arguments = ["--cases", str(folder / "cases.json"), "--out", str(folder)]
     done = subprocess.run(
-        [*command, port, str(WORKER), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+        [*command, port, str(worker), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -48,6 +48,13 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dic
             made = json.dumps(make())
             file.write_text(made)
         return json.loads(file.read_text())
+
+
+def is_async_io_built() -> bool:
+    """Whether DeepSpeed's file I/O has been compiled: that takes minutes, and tests do not do it."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("async_io", False), "async_io.so").exists()
 
 
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:

@@ -22,8 +22,9 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
    `_prepare_model` and `_check_merge_allowed` come before the first layer of a replication and of a merge, which are refused.
    `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by class. `PeftModel.load_adapter`
    (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft.py) reads
-   such homes as devices. `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32,
-   scales among them, unless it knows the method: it becomes `hfq.prepare_for_training`.
+   such homes as devices. `PeftModel.save_pretrained` there writes the empty tensors that ranks of ZeRO-3 have.
+   `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales among them, unless
+   it knows the method: it becomes `hfq.prepare_for_training`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def patch_peft(module: Any) -> None:
     model._replace_module = ours.keeping_devices(model._replace_module)
     model._prepare_model = ours.refuse_replication(model._prepare_model)
     model._check_merge_allowed = ours.refuse_merge(model._check_merge_allowed)
+    module.PeftModel.save_pretrained = ours.gathering(module.PeftModel.save_pretrained)
     for owner in (module.PeftModel, PeftAdapterMixin):
         owner.load_adapter = ours.without_homes(owner.load_adapter)
     prepare = _preparing(module.prepare_model_for_kbit_training)

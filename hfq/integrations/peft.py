@@ -26,8 +26,8 @@ from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 
 __all__ = [
-    "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "including", "keeping_devices", "refuse_merge", "refuse_replication",
-    "without_homes",
+    "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "gathering", "including", "keeping_devices", "refuse_merge",
+    "refuse_replication", "without_homes",
 ]  # fmt: skip
 
 _OLDEST = "0.21"
@@ -182,6 +182,33 @@ def without_homes(original: Callable) -> Callable:
                 model.hf_device_map = homes
 
     return load_adapter
+
+
+def gathering(original: Callable) -> Callable:
+    """`PeftModel.save_pretrained` that gathers what ranks of ZeRO-3 share out; all ranks must call it, and rank 0 writes.
+
+    PEFT asks the model for its tensors, of which each rank has an empty one: it would write them without a word.
+    """
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
+        is_sharded = any(hasattr(parameter, "ds_id") for parameter in self.parameters())
+        if kwargs.get("state_dict") is not None or not is_sharded or not any(is_fixed(module) for module in self.modules()):
+            return original(self, save_directory, *args, **kwargs)
+        from hfq.integrations.deepspeed import gather_state
+        from hfq.integrations.ranks import raise_together
+
+        error, is_main = None, torch.distributed.get_rank() == 0
+        state = gather_state(self, is_kept=is_main)
+        try:
+            if is_main:
+                original(self, save_directory, *args, **kwargs, state_dict=state)
+        except Exception as failure:
+            error = failure
+        raise_together(error)
+        return None
+
+    return save_pretrained
 
 
 def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,11 +1,10 @@
 """ZeRO-3 on two and three ranks: formats and homes beside those of test_zero3.py, every dialect, and what stock does to words."""
 
 import json
-from pathlib import Path
 
 import pytest
 from contract.cases import CASES, REPRESENTATIVES
-from zero_launch import BIN, check_exact, launch, once
+from zero_launch import BIN, check_exact, is_async_io_built, launch, once
 from zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
@@ -13,12 +12,6 @@ pytestmark = pytest.mark.slow
 HOMES = {"none": ("none", {}), "cpu": ("cpu", {}), "in place": ("nvme", {}), "swap": ("nvme", {"nvme": "swap"})}
 FAST = {("gptq4", "none"), ("gptq4", "in place"), ("fp8-block", "cpu"), ("fp8-tensor-0-dim", "in place"), ("int8", "cpu")}
 """What test_zero3.py has run."""
-
-
-def is_async_io_built() -> bool:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory("async_io", False), "async_io.so").exists()
 
 
 def need(home: str) -> None:

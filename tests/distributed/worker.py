@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ import deepspeed
 import torch
 import transformers
 from accelerate import Accelerator
-from deepspeed.runtime.swap_tensor import partitioned_param_swapper
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from transformers.integrations import HfDeepSpeedConfig
 
 import hfq.integrations.deepspeed as internals
@@ -192,34 +193,41 @@ def errors_of_early_use(model) -> list[str]:
     return found
 
 
-def main() -> None:
+def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
+    """Runs every case, and writes what it gave, or how it failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    partitioned_param_swapper.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
+    partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     deepspeed.init_distributed()
-    rank, results, plain = torch.distributed.get_rank(), {}, {}
+    rank, results = torch.distributed.get_rank(), {}
     for case in json.loads(arguments.cases.read_text()):
-        path = case["checkpoint"]
-        own = case.get("elsewhere", path) if rank else path
         try:
-            if case.get("stock"):
-                results[case["id"]] = run_stock(arguments.out / case["id"])
-                continue
-            if case.get("trains"):
-                results[case["id"]] = train(case, path, arguments.out / case["id"])
-                continue
-            if path not in plain and not case.get("fails"):
-                model = load(case, path)
-                plain[path] = outputs(case, model, model, rank)
-            results[case["id"]] = run(case, plain.get(path), own, arguments.out / case["id"], rank)
+            results[case["id"]] = run_case(case, arguments.out / case["id"], rank)
         except Exception as error:
             results[case["id"]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     (arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+def main() -> None:
+    plain: dict[str, tuple] = {}
+
+    def run_case(case: dict, folder: Path, rank: int) -> dict:
+        path = case["checkpoint"]
+        if case.get("stock"):
+            return run_stock(folder)
+        if case.get("trains"):
+            return train(case, path, folder)
+        if path not in plain and not case.get("fails"):
+            model = load(case, path)
+            plain[path] = outputs(case, model, model, rank)
+        return run(case, plain.get(path), case.get("elsewhere", path) if rank else path, folder, rank)
+
+    serve(run_case)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""LoRA under ZeRO-3 on two ranks: one curve wherever shards rest, that of the dequantized model; resumed, saved and loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lora_runs import PATHS, load, unpack
+from transformers import AutoModelForCausalLM
+from zero_launch import is_async_io_built, launch
+from zero_models import write_mixtral
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parent / "lora_worker.py"
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS = {"mixtral": 7_168, "embedding": 21_504, "dora": 87_552, "whole head": 7_168}
+EXACT = ("none", "cpu", "in place", "recomputes", "recomputes, reentrant", "states on nvme", "fp8 in place")
+
+
+def write_dequantized(folder: Path, name: str) -> str:
+    """The model as torch's own layers, in bfloat16."""
+    packed = load(name, dtype=torch.bfloat16)
+    state, config = unpack(packed).state_dict(), packed.config
+    config.__dict__.pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(state)
+    plain.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of both ranks."""
+    folder = tmp_path_factory.mktemp("lora")
+    gptq, fp8 = (str(PATHS[name]) for name in ("gptq", "fp8"))
+    plain = {name: write_dequantized(folder / name, name) for name in ("gptq", "fp8")}
+    states, mixtral, short = folder / "states", write_mixtral(folder / "mixtral"), {"steps": 2, "saves": True}
+    cases = [
+        {"id": "none", "checkpoint": gptq, "home": "none"},
+        {"id": "cpu", "checkpoint": gptq, "home": "cpu", "resumes": True},
+        {"id": "in place", "checkpoint": gptq, "home": "nvme", "saves": True},
+        {"id": "dequantized", "checkpoint": plain["gptq"], "home": "none", "plain": True},
+        {"id": "recomputes", "checkpoint": gptq, "home": "nvme", "recomputes": {"use_reentrant": False}, "steps": 4},
+        {"id": "recomputes, reentrant", "checkpoint": gptq, "home": "cpu", "recomputes": {"use_reentrant": True}, "steps": 4},
+        {"id": "fp8 in place", "checkpoint": fp8, "home": "nvme", "saves": True},
+        {"id": "fp8 dequantized", "checkpoint": plain["fp8"], "home": "none", "plain": True},
+        {"id": "mixtral", "checkpoint": mixtral, "home": "nvme", "lora": {"target_modules": ATTENTION}, **short},
+        {"id": "embedding", "checkpoint": gptq, "home": "cpu", "lora": {"target_modules": ["embed_tokens", "q_proj"]}, **short},
+        {"id": "dora", "checkpoint": gptq, "home": "nvme", "lora": {"use_dora": True}, **short},
+        {"id": "whole head", "checkpoint": mixtral, "home": "cpu", "half": True, **short,
+         "lora": {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}},
+        {"id": "experts", "checkpoint": mixtral, "home": "none"},
+    ]  # fmt: skip
+    if is_async_io_built():
+        cases.append({"id": "states on nvme", "checkpoint": gptq, "home": "nvme", "states": str(states), "steps": 4})
+    return launch(folder / "run", cases, ranks=2, worker=WORKER)
+
+
+def losses(results: list[dict], case: str) -> list[list[float]]:
+    for found in results:
+        assert "error" not in found[case], found[case]["trace"]
+    return [found[case]["losses"] for found in results]
+
+
+@pytest.mark.parametrize("case", ["cpu", "in place", "recomputes", "recomputes, reentrant", "states on nvme"])
+def test_the_curve_is_the_same_wherever_shards_and_states_rest(case, results):
+    if case == "states on nvme" and not is_async_io_built():
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    steps = len(results[0][case]["losses"])
+    assert steps == (20 if case in ("cpu", "in place") else 4)
+    assert losses(results, case) == [curve[:steps] for curve in losses(results, "none")]
+    assert all((found[case]["states_on_nvme"] > 0) == (case == "states on nvme") for found in results)
+
+
+@pytest.mark.parametrize(("case", "plain"), [("in place", "dequantized"), ("fp8 in place", "fp8 dequantized")])
+def test_the_curve_is_that_of_the_dequantized_model_up_to_rounding(case, plain, results):
+    """Not bit for bit: a packed layer multiplies in float32 and rounds once, torch's bfloat16 linear on a CPU otherwise.
+
+    Measured: 0.15 % apart in the first step, where adapters still add nothing, and at most 3.1 % in one of 20.
+    """
+    for packed, dense in zip(losses(results, case), losses(results, plain), strict=True):
+        assert packed[0] == pytest.approx(dense[0], rel=0.005)
+        assert packed == pytest.approx(dense, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["in place", "fp8 in place"])
+def test_losses_fall(case, results):
+    """Both ranks together take the ten samples of held_out.txt in each five steps, the same ones in the last five as in the first."""
+    for curve in losses(results, case):
+        assert sum(curve[-5:]) < 0.4 * sum(curve[:5])  # measured: 4.2 to 4.5 of 15.4 to 15.8
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_packed_bytes_are_those_of_the_file(case, results):
+    for found in results:
+        assert found.get(case, {"gathered_equals_file": True})["gathered_equals_file"]
+
+
+def test_a_run_resumed_by_a_fresh_model_continues_the_curve(results):
+    for found in results:
+        assert found["cpu"]["resumed"] == found["cpu"]["losses"][10:]
+        assert len(found["cpu"]["saved"]) == 2 * 56  # A and B of 28 layers, in the file of each rank
+        assert all("lora_" in name for name in found["cpu"]["saved"])
+
+
+@pytest.mark.parametrize("case", ["in place", "fp8 in place", "mixtral", "embedding", "dora", "whole head"])
+def test_saved_adapters_give_an_unsharded_model_the_same_logits(case, results):
+    for found in results:
+        assert "error" not in found[case], found[case]["trace"]
+        assert found[case]["gathered_equals_file"]
+        assert found[case]["adapters"] == ADAPTERS.get(case, 81_920)
+        assert found[case]["logits_equal"], found[case]["logits_apart"]
+
+
+def test_experts_are_refused_by_name_on_all_ranks(results):
+    for found in results:
+        assert found["experts"]["error"].startswith("SetupError: target_parameters names 'down_proj', which is packed")
+        assert "Fix: name the attention layers" in found["experts"]["error"]
