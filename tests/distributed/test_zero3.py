@@ -112,13 +112,13 @@ def test_one_damaged_scale_ends_all_ranks_and_is_named(results):
     assert POISONED in other
 
 
-def test_a_rank_that_cannot_open_its_files_ends_all_ranks_and_is_named(results, folder):
+def test_a_rank_that_cannot_open_its_files_ends_all_ranks_and_is_named(results):
     first, second = (found["not there"]["error"] for found in results)
     assert first.startswith("PlacementError: Another rank of this run failed")
     assert "rank: 1" in first
-    assert str(folder / "nowhere") in first
+    assert "/nowhere" in first
     assert not second.startswith("PlacementError")
-    assert str(folder / "nowhere") in second
+    assert "/nowhere" in second
 
 
 def test_ranks_that_mean_different_models_find_out_before_they_share_anything(results):
