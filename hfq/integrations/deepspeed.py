@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hfq.integrations.zero_config import ZeroConfig
+from hfq.placement.zero_memory import SMALLEST_SWAPPED
 
 __all__ = [
-    "Sharder", "gather", "gather_state", "is_gathered", "mark_leaf", "missing_internals", "partition_whole_model", "watch_forwards",
+    "Sharder", "gather", "gather_state", "is_gathered", "least_swapped", "mark_leaf", "missing_internals", "partition_whole_model",
+    "shard_status", "watch_forwards",
 ]  # fmt: skip
 
 _INTERNALS = {
@@ -202,3 +204,18 @@ def watch_forwards(model: nn.Module, check: Callable[[], None]) -> Callable[[], 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
     return lambda: depth[0] > 0 or torch._C._current_graph_task_id() != -1
+
+
+def shard_status() -> Any:
+    """The states of a shard that a swapper has: `AVAILABLE`, `NOT_AVAILABLE`, `INFLIGHT`."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return PartitionedParamStatus
+
+
+def least_swapped(zero: ZeroConfig) -> int:
+    """The smallest shard that DeepSpeed's own swapper takes, in bytes (partitioned_param_swapper.py of 0.19.8)."""
+    from deepspeed.runtime.swap_tensor import partitioned_param_swapper as own
+
+    least = int(getattr(own, "MIN_AIO_BYTES", SMALLEST_SWAPPED))
+    return max(least, int(zero.options.get("aio", {}).get("block_size", SMALLEST_SWAPPED)))

@@ -205,7 +205,7 @@ def gathering(original: Callable) -> Callable:
                 original(self, save_directory, *args, **kwargs, state_dict=state)
         except Exception as failure:
             error = failure
-        raise_together(error)
+        raise_together(error, "what was saved is not complete")
         return None
 
     return save_pretrained

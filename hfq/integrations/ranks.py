@@ -58,11 +58,12 @@ def exchange(value: Any) -> list[Any]:
     return found
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_together(error: Exception | None, outcome: str = "nothing was loaded") -> None:
     """Ends all ranks where one of them failed, so that none waits for another; all ranks must call it.
 
     Args:
         error: What failed here, if anything.
+        outcome: What that means for the user, for the other ranks' message.
 
     Raises:
         PlacementError: Another rank failed; names it and its error.
@@ -70,7 +71,7 @@ def raise_together(error: Exception | None) -> None:
     found = exchange(None if error is None else _failure(error))
     if error is not None:
         raise error
-    _check_others(found)
+    _check_others(found, outcome)
 
 
 @contextlib.contextmanager
@@ -113,10 +114,10 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(str(error), getattr(error, "fix", "see the error of that rank"))
 
 
-def _check_others(found: list[Any]) -> None:
+def _check_others(found: list[Any], outcome: str = "nothing was loaded") -> None:
     for rank, failure in enumerate(found):
         if isinstance(failure, _Failure):
             raise PlacementError(
-                "Another rank of this run failed; nothing was loaded.", rank=rank, found=failure.text.replace("\n", "; "),
-                expected="ranks that all read their parts", fix=failure.fix,
+                f"Another rank of this run failed; {outcome}.", rank=rank, found=failure.text.replace("\n", "; "),
+                expected="ranks that all do their parts", fix=failure.fix,
             )  # fmt: skip

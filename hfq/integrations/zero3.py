@@ -123,7 +123,7 @@ class ShardedLoading(Loading):
             error = failure
         finally:
             self._gathered = None
-        raise_together(error)
+        raise_together(error, "what was saved is not complete")
 
     def describe_shards(self) -> str:
         """What this rank keeps and has read, in one line."""

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.utils import logging
 
 from hfq.errors import PlacementError
-from hfq.integrations.deepspeed import Sharder, is_gathered, missing_internals, partition_whole_model
+from hfq.integrations.deepspeed import Sharder, is_gathered, least_swapped, missing_internals, partition_whole_model
 from hfq.integrations.zero_fill import Shard, ShardFiller
-from hfq.integrations.zero_pool import least_swapped, plan_pool, swap_options
+from hfq.integrations.zero_pool import plan_pool, swap_options
 from hfq.integrations.zero_slots import ZeroSlot
 from hfq.integrations.zero_swap import CheckpointSwapper, ShardSource
 from hfq.modules.experts import PackedExperts

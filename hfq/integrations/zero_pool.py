@@ -14,7 +14,6 @@ from hfq.placement.zero import ZeroPlan
 __all__ = ["Pool", "plan_pool", "swap_options"]
 
 _AHEAD = 4
-_SMALLEST = 1 << 20
 _loads = itertools.count()
 
 
@@ -76,11 +75,3 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
         )  # fmt: skip
     folder = os.path.join(zero.nvme_path, f"hfq-{next(_loads)}")
     return zero.with_offload(nvme_path=folder, buffer_count=pool.count, buffer_size=max(pool.numel, 1))
-
-
-def least_swapped(zero: ZeroConfig) -> int:
-    """The smallest shard that DeepSpeed's own swapper takes, in bytes (partitioned_param_swapper.py of 0.19.8)."""
-    from deepspeed.runtime.swap_tensor import partitioned_param_swapper as own
-
-    least = int(getattr(own, "MIN_AIO_BYTES", _SMALLEST))
-    return max(least, int(zero.options.get("aio", {}).get("block_size", _SMALLEST)))

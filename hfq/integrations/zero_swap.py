@@ -18,6 +18,7 @@ import torch
 from hfq.checkpoint import Reader
 from hfq.checkpoint.direct import DIRECT_ALIGNMENT, DirectFiles
 from hfq.errors import PlacementError
+from hfq.integrations.deepspeed import shard_status
 from hfq.placement.zero import ShardRead
 from hfq.spec import ByteRange
 from hfq.streaming.buffers import huge_buffer
@@ -59,16 +60,14 @@ class CheckpointSwapper:
         self._lent: dict[int, torch.Tensor] = {}
         self._free: dict[int, list[torch.Tensor]] = {}
         self._pending: list[tuple[Any, torch.Tensor, list[Future]]] = []
-        self._lock = threading.Lock()
+        self._lock, self._local = threading.Lock(), threading.local()
         self.window, self.nbytes_read, self.nbytes_written, self.most_nbytes = 8, 0, 0, 0
 
     def place(self, parameter: Any, source: ShardSource) -> None:
         """Lets the shard of a partitioned parameter rest where it lies in the files."""
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
         self._sources[parameter.ds_id] = source
         parameter.ds_tensor.data = self._blank(parameter)
-        parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+        parameter.ds_tensor.status = shard_status().NOT_AVAILABLE
 
     # what DeepSpeed calls
 
@@ -86,12 +85,10 @@ class CheckpointSwapper:
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
         """Begins to read shards; waits for them unless `async_op`."""
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
         for parameter in params:
             buffer = self._borrow(parameter)
             self._pending.append((parameter, buffer, self._begin(parameter, buffer)))
-            parameter.ds_tensor.status = PartitionedParamStatus.INFLIGHT
+            parameter.ds_tensor.status = shard_status().INFLIGHT
         if not async_op:
             self.synchronize_reads()
 
@@ -101,14 +98,12 @@ class CheckpointSwapper:
         Raises:
             CheckpointError: A file was truncated or replaced, or the disk fails.
         """
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
         pending, self._pending = self._pending, []
         for parameter, buffer, jobs in pending:
             for job in jobs:
                 job.result()
             parameter.ds_tensor.data = self._as_shard(parameter, buffer)
-            parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+            parameter.ds_tensor.status = shard_status().AVAILABLE
 
     def synchronize_writes(self) -> None:
         """Nothing is ever written."""
@@ -121,14 +116,12 @@ class CheckpointSwapper:
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """Lets the memory of shards go, which stay where they rest."""
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
         for parameter in params:
             buffer = self._lent.pop(parameter.ds_id, None)
             if buffer is not None:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
             parameter.ds_tensor.data = self._blank(parameter)
-            parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+            parameter.ds_tensor.status = shard_status().NOT_AVAILABLE
 
     def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
         """Lets shards go that were partitioned again; those that have changed are kept in CPU memory."""
@@ -213,13 +206,19 @@ class CheckpointSwapper:
         if self._is_direct:
             lead = source.offset % DIRECT_ALIGNMENT
             needed = lead + source.nbytes
-            bounce = memoryview(huge_buffer(-(-needed // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT).numpy())  # type: ignore[arg-type]
+            bounce = self._bounce()[: -(-needed // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT]
             self._files.read_direct(ByteRange(source.file, source.offset - lead, needed), bounce)
             target[:] = bounce[lead:needed]
         else:
             self._reader.read_into(source, target)
         with self._lock:
             self.nbytes_read += source.nbytes
+
+    def _bounce(self) -> memoryview:
+        """This thread's aligned memory for direct reads, made once: a chunk and the pages it begins and ends in."""
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = memoryview(huge_buffer(_CHUNK + 2 * DIRECT_ALIGNMENT).numpy())  # type: ignore[arg-type]
+        return self._local.bounce
 
     def _read_cast(self, source: ShardSource, target: torch.Tensor) -> None:
         stored = torch.empty(source.nbytes, dtype=torch.uint8)
