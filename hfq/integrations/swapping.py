@@ -6,19 +6,22 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from hfq.errors import SetupError
 from hfq.integrations.matching import Match, PackedMatch
 from hfq.integrations.slots import PROJECTIONS, gate_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.table import choose_kernel, explain_kernels
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 
 __all__ = ["swap_packed"]
+
+logger = logging.get_logger("hfq")
 
 
 def swap_packed(
@@ -60,7 +63,20 @@ def swap_packed(
         ]
         swapped = PackedExperts(layers, gate_of(experts), experts.is_interleaved).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
+    _tell_of_others(packed, config.kernel)
     return packed
+
+
+def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:
+    """Says which layers another kernel multiplies than the one that was named."""
+    left = {
+        name: module for name, module in packed.items() if isinstance(module, PackedLinear) and module.kernel.name != asked
+    }
+    if asked != "auto" and left:
+        first, module = next(iter(left.items()))
+        reason = explain_kernels(asked, module.weight_format, module.in_features, module.out_features)[asked]
+        logger.warning("hfq: kernel=%r cannot multiply %d packed layers, which %s does (%s: %s)", asked, len(left),
+                       ", ".join(sorted({other.kernel.name for other in left.values()})), first, reason)  # fmt: skip
 
 
 def _build(name: str, found: PackedMatch, config: HfqConfig) -> PackedModule:

@@ -3,7 +3,9 @@
 import pytest
 import tiny_models
 import torch
+from contract.cases import CASES
 from transformers import AutoModelForCausalLM
+from zero_models import write_dialect
 
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import PackedLinear
@@ -66,3 +68,13 @@ def test_gradients_reach_the_inputs_alike_from_memory_and_from_disk(path):
 def test_a_compiled_kernel_that_is_not_there_is_refused_by_name():
     with pytest.raises(SetupError, match="HFQ_NATIVE=0"):
         load(PATHS["gptq"], kernel="native")
+
+
+def test_a_named_kernel_that_cannot_read_a_layer_is_named(native, tmp_path, caplog):
+    case = next(case for case in CASES if "nf4" in case.id)
+    load = AutoModelForCausalLM.from_pretrained
+    load(write_dialect(tmp_path / "nf4", case), quantization_config=HfqConfig(kernel="native"))
+    assert "cannot multiply 14 packed layers, which panels does" in caplog.text
+    caplog.clear()
+    load(PATHS["gptq"], quantization_config=HfqConfig(kernel="native"))
+    assert "cannot multiply" not in caplog.text
