@@ -37,10 +37,15 @@ def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | Non
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of one run of the tests see under the same path."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dict]]) -> list[dict]:
     """What `make` gives, made by one of the processes that run the tests, for all of them."""
-    root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    root = shared_folder(factory)
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         file = root / f"{name}.json"

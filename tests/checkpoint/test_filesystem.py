@@ -74,6 +74,9 @@ def file(tmp_path):
     os.close(descriptor)
 
 
+MOST = 0.99  # a busy machine may take single pages back before they are counted
+
+
 def evict(descriptor, source):
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     if resident_fraction(descriptor, source) != 0:
@@ -87,7 +90,7 @@ def test_a_cold_range_is_brought_in_and_no_more_than_asked(file, by_reading):
     evict(descriptor, whole)
     source = ByteRange(path, 17, 17 * MIB)
     populate(descriptor, source, by_reading)
-    assert resident_fraction(descriptor, source) == 1
+    assert resident_fraction(descriptor, source) >= MOST
     assert resident_fraction(descriptor, whole) < 0.8  # the system may read some megabytes ahead
 
 
@@ -96,7 +99,7 @@ def test_the_last_bytes_are_brought_in(file):
     source = ByteRange(path, 39 * MIB + 5, MIB - 2)
     evict(descriptor, source)
     populate(descriptor, source)
-    assert resident_fraction(descriptor, source) == 1
+    assert resident_fraction(descriptor, source) >= MOST
 
 
 def test_an_old_kernel_is_served_by_reading(file, monkeypatch):
@@ -106,7 +109,7 @@ def test_an_old_kernel_is_served_by_reading(file, monkeypatch):
     asked = []
     monkeypatch.setattr(filesystem, "_fault_in", lambda *arguments: asked.append(arguments) or False)
     populate(descriptor, source)
-    assert resident_fraction(descriptor, source) == 1
+    assert resident_fraction(descriptor, source) >= MOST
     assert len(asked) == 1  # it is not asked again for the second window
 
 
@@ -168,4 +171,4 @@ def test_pages_are_brought_in_by_threads_at_once(file):
         thread.start()
     for thread in threads:
         thread.join()
-    assert resident_fraction(descriptor, source) == 1
+    assert resident_fraction(descriptor, source) >= MOST

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_models
-from zero_launch import check_exact, launch, once
+from zero_launch import check_exact, launch, once, shared_folder
 from zero_models import write_format, write_mixtral, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -24,7 +24,13 @@ def sources(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, sources, tmp_path_factory):
+def run(tmp_path_factory):
+    """The folder of the run, whichever process of the tests starts it."""
+    return shared_folder(tmp_path_factory) / "zero3-run"
+
+
+@pytest.fixture(scope="module")
+def results(folder, sources, run, tmp_path_factory):
     """The results of both ranks."""
     mamba, details = write_reading(folder / "mamba", "mamba")
     cases = [
@@ -46,7 +52,7 @@ def results(folder, sources, tmp_path_factory):
         {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
     ]  # fmt: skip
-    return once(tmp_path_factory, "zero3", lambda: launch(folder / "run", cases, ranks=2))
+    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2))
 
 
 @pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])
@@ -68,9 +74,9 @@ def test_shards_that_stay_in_the_checkpoint_are_read_for_each_forward_and_writte
 
 
 @pytest.mark.parametrize("case", ["none", "in place", "tied", "mixtral"])
-def test_a_gathered_model_is_saved_as_the_bytes_that_were_loaded(case, results, folder, sources):
+def test_a_gathered_model_is_saved_as_the_bytes_that_were_loaded(case, results, run, sources):
     source = tiny_models.digests(sources["gptq4" if case in ("none", "in place") else case])
-    saved = tiny_models.digests(folder / "run" / case / "saved")
+    saved = tiny_models.digests(run / case / "saved")
     assert all(found[case]["gathered_equals_file"] for found in results)
     if case == "mixtral":  # its dense tensors are stored as float32, and loaded as bfloat16
         source, saved = ({n: d for n, d in digests.items() if "q" in n.rpartition(".")[2]} for digests in (source, saved))
