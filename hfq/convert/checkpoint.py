@@ -16,7 +16,7 @@ from hfq.checkpoint.folder import Made, NewFile, check_target, in_order, index_f
 from hfq.convert.dialects import DIALECTS, Target
 from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.reading import check_equal, read_layers
-from hfq.errors import CheckpointError, SetupError, nearest
+from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.source import SIDE_FILES, source_config
 from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 
@@ -182,18 +182,22 @@ def _json_files(source: Checkpoint, dialect: Target, quantization: dict) -> list
 def _check_written(folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint) -> None:
     """Reads the new folder as any other checkpoint, and compares every layer with the source's."""
     written = Checkpoint.open(folder)
-    found = read_layers(written, config, Reader(written))
+    try:
+        found = read_layers(written, config, Reader(written))
+    except FormatError as error:
+        raise _unlike(error.tensor, error.expected, f"{error.what} {error.found}") from error
     for name, layer in layers.items():
         if name not in found:
-            raise CheckpointError(
-                "The new checkpoint does not read back as it was written; nothing was left behind.", tensor=name,
-                expected="a packed layer", found="none", fix="this is a fault in hfq: report it",
-            )  # fmt: skip
+            raise _unlike(name, "a packed layer", "none")
         check_equal(layer, found[name])
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     for name, info in source.tensors.items():
         if name not in packed and str(written.tensors.get(name)) != str(info):
-            raise CheckpointError(
-                "The new checkpoint does not read back as it was written; nothing was left behind.", tensor=name, expected=info,
-                found=written.tensors.get(name), fix="check the disk, or choose another folder",
-            )  # fmt: skip
+            raise _unlike(name, info, written.tensors.get(name))
+
+
+def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointError:
+    return CheckpointError(
+        "The new checkpoint does not read back as it was written; nothing was left behind.", tensor=tensor, expected=expected,
+        found=found, fix="check the disk; if it is sound, this is a fault in hfq: report it",
+    )  # fmt: skip
