@@ -65,9 +65,9 @@ def _print(found: Verification) -> None:
         kinds = Counter(each.kind for each in found.differences)
         console.print(f"{len(found.differences)} differ: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
     if found.logits is not None:
-        each = found.logits
-        equal = "bit-equal" if each.is_equal else "not bit-equal"
+        logits = found.logits
+        equal = "bit-equal" if logits.is_equal else "not bit-equal"
         console.print(
-            f"logits of {each.tokens} tokens: {equal}, max abs {each.max_abs:.3e}, relative L2 {each.relative_l2:.3e}, "
-            f"KL(A || B) {each.kl_mean:.3e} nats, top-1 agreement {each.top1_agreement:.2%}"
+            f"logits of {logits.tokens} tokens: {equal}, max abs {logits.max_abs:.3e}, relative L2 {logits.relative_l2:.3e}, "
+            f"KL(A || B) {logits.kl_mean:.3e} nats, top-1 agreement {logits.top1_agreement:.2%}"
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-import hfq
 from hfq.convert.floats import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
 from hfq.convert.integers import GptqOptions, PackOptions, plan_gptq, plan_pack
 from hfq.convert.layers import LayerPlan, SourceLayer, refusal
@@ -92,7 +92,7 @@ class _GptqTarget(Target):
                 rules[f"+:^{re.escape(name)}$"] = dataclasses.asdict(each)
         config = {
             "quant_method": "gptq", **dataclasses.asdict(most), **label, "lm_head": "lm_head" in layers, "pack_dtype": "int32",
-            "meta": {"quantizer": [f"hfq:{hfq.__version__}"]},
+            "meta": {"quantizer": [f"hfq:{_version()}"]},
         }  # fmt: skip
         return config | ({"dynamic": rules} if rules else {})
 
@@ -193,6 +193,11 @@ def _arguments(
         "num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic, "group_size": group_size,
         "block_structure": block_structure, "actorder": None,
     }  # fmt: skip
+
+
+def _version() -> str:
+    """hfq's version, which the root package holds: it is loaded, and imports all layers, so that none of them can import it."""
+    return str(vars(sys.modules["hfq"])["__version__"])
 
 
 def _activations(scheme: ActivationScheme | None) -> dict | None:

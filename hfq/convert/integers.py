@@ -181,13 +181,15 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
 def _columns(layer: SourceLayer) -> torch.Tensor:
     """The codes as GPTQ lays them out: int32 [ceil(in * bits / 32), out]."""
     found, (out_features, in_features) = layer.weight_format, layer.size
-    if isinstance(found, Gptq):
-        words, unpack, is_stream = layer.read("qweight"), unpack_planes, not found.is_planar
-    elif isinstance(found, PackQuantized):
-        words, unpack, is_stream = layer.read("weight_packed").t(), unpack_words, found.is_straddling
+    if isinstance(found, PackQuantized):
+        words, bits = layer.read("weight_packed").t(), found.num_bits
+        unpack, is_stream = unpack_words, found.is_straddling
+    elif isinstance(found, Gptq):
+        words, bits, unpack, is_stream = layer.read("qweight"), found.num_bits, unpack_planes, not found.is_planar
+    else:
+        raise TypeError(type(found).__name__)
     if is_stream:
         return words.contiguous()
-    bits = found.num_bits
     result = torch.empty(-(-in_features * bits // 32), out_features, dtype=torch.int32)
     for start in range(0, out_features, _SLAB_COLUMNS):
         part = words[:, start : start + _SLAB_COLUMNS]

@@ -197,7 +197,7 @@ def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -
     if text is None:
         prompt = torch.randint(sizes[0], (_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))
     else:
-        path = source if not isinstance(source, torch.nn.Module) else source.name_or_path
+        path = getattr(source, "name_or_path", source)  # a loaded model knows its folder
         prompt = tokenize(read_text(text), path, sizes[0])[:_PROMPT_TOKENS]
     with torch.no_grad():
         a, b = (model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu() for model in models)

@@ -98,7 +98,7 @@ class Weights:
 
 def digest(tensor: torch.Tensor) -> str:
     """sha256 of a tensor's bytes."""
-    return hashlib.sha256(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 @dataclass(frozen=True)
