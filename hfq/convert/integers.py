@@ -116,7 +116,7 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
             f"{layer.module}.g_idx", "groups of neighbouring channels: compressed-tensors has given up actorder='group'",
             "channels in activation order", "keep it as GPTQ, or quantize again without act-order",
         )  # fmt: skip
-    size = None if count == 1 else groups.group_size
+    size = None if count == 1 and groups.group_size != in_features else groups.group_size
     if size is not None and size * count != in_features:
         raise refusal(
             f"{layer.module}.scales",
@@ -169,8 +169,9 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
     )
     zeros = torch.zeros(scales.shape, dtype=torch.int32) if signed is None else signed.to(torch.int32).expand(scales.shape)
     count = scales.shape[1]
-    told = found.group_size if found.group_size is not None and found.group_size > 0 else in_features // count
-    size = -1 if count == 1 else told
+    told = found.group_size if found.group_size is not None and found.group_size > 0 else None
+    size = told or in_features // count
+    size = -1 if count == 1 and told != in_features else size
     g_idx = layer.read("weight_g_idx") if found.has_g_idx else None
     if g_idx is not None and torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // max(size, 1)):
         g_idx = None
