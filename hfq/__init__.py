@@ -16,6 +16,7 @@ from hfq.integrations.registration import register as _register
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
+    from hfq.evaluate.compare import verify
     from hfq.formats import FORMATS, Format
     from hfq.integrations.layer_major import layer_major
     from hfq.integrations.report import report
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
     "PlacementError", "SetupError", "layer_major", "prepare_for_training", "report", "take_over",
+    "verify",
 ]  # fmt: skip
 
 _LAZY = {
@@ -40,6 +42,7 @@ _LAZY = {
     "prepare_for_training": "hfq.integrations.training",
     "report": "hfq.integrations.report",
     "take_over": "hfq.integrations.transformers",
+    "verify": "hfq.evaluate.compare",
 }
 
 _register()

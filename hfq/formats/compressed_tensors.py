@@ -228,7 +228,7 @@ class PackQuantized(PackShards):
         unpack = unpack_stream if self.is_straddling else unpack_words
         codes = unpack(tensors["weight_packed"][start:stop].t(), self.num_bits, in_features).t()
         scale = rows_of(tensors["weight_scale"], start, stop)
-        zero = self._zeros(tensors, start, stop)
+        zero = self.zero_points(tensors, start, stop)
         torch.sub(codes, 1 << (self.num_bits - 1), out=panel)
         if self.has_g_idx:
             group = tensors["weight_g_idx"].to(torch.int64)
@@ -276,8 +276,8 @@ class PackQuantized(PackShards):
     def _groups(self, in_features: int) -> int:
         return self.scale_shape[1] if len(self.scale_shape) == 2 else 1
 
-    def _zeros(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
-        """The zero points of output rows [start, stop), float32 [rows, groups]."""
+    def zero_points(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
+        """The zero points of output rows [start, stop), float32 [rows, groups]; None where there are none."""
         if self.is_symmetric:
             return None
         stored = tensors["weight_zero_point"]
