@@ -88,11 +88,11 @@ def plan(
 
     if zero is not None or parameters is not None or path is None:
         given = None if path is None else Path(path)
-        offloads, trained = (offload_param, offload_optimizer), (lora_rank, lora_target or [], parameters, trainable)
-        plan_zero(ZeroOptions(given, _stage(zero), ranks, ranks_per_node, optimizer, *offloads, *trained), as_json)
+        homes = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
+        plan_zero(ZeroOptions(given, _stage(zero), *homes, lora_rank, lora_target or [], parameters, trainable), as_json)
         return
-    machine, work = (gpu or [], cpu, disk, nvme, profile), (batch, context, kv_dtype, dtype, launcher, ranks)
-    plan_placement(PlacementOptions(path, *machine, *work, catalog, budget, out), as_json)
+    machine, files = (gpu or [], cpu, disk, nvme, profile), (catalog, budget, out)
+    plan_placement(PlacementOptions(path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, *files), as_json)
 
 
 def _stage(zero: int | None) -> int:

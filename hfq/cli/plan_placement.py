@@ -55,7 +55,7 @@ def make_report(options: PlacementOptions) -> dict:
 
     hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)
     model = open_model(options.path, options.dtype)
-    report = {"model": model.describe(), "workload": asdict(workload), "machine": _describe(hardware, options)}
+    report: dict[str, Any] = {"model": model.describe(), "workload": asdict(workload), "machine": _describe(hardware, options)}
     if options.catalog is not None:
         from hfq.placement.catalog import rank_machines, read_catalog
 
@@ -80,13 +80,13 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     free = available_memory() if profile.is_measured else None
     estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
     device_map = model.device_map(estimate)
-    plan = model.plan(device_map)
+    weights = model.weights_by_home(device_map, estimate.budget.main)
     limits = {home: nbytes for home, nbytes in estimate.budget.capacities.items() if home in (estimate.budget.main, "cpu")}
     prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
     prediction["helps"] = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
     code = loading_code(options.path, model.sizes.dtype, limits, options.kv_dtype)
     return {
-        "homes": _homes(estimate, plan.nbytes_by_home(), hardware),
+        "homes": _homes(estimate, weights, hardware),
         "moved": {
             "streamed_nbytes_a_step": estimate.work.streamed, "copied_nbytes_a_step": estimate.work.copied,
             "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
@@ -99,10 +99,11 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
 
 
 def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
-    capacities, found = hardware.capacities(), {}
+    capacities = hardware.capacities()
+    found: dict[str, dict[str, int | None]] = {}
     for home, parts in estimate.homes(weights).items():
         total = sum(parts.values())
-        found[home] = parts | {"total": total, "capacity": capacities.get(home)}
+        found[home] = {**parts, "total": total, "capacity": capacities.get(home)}
     return found
 
 
@@ -116,8 +117,8 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     activations = activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
     capacities = {home: nbytes for home, nbytes in hardware.capacities().items() if home.startswith("cuda")}
     spread = spread_units(sizes.units, capacities, kv, activations)
-    device_map = {name: int(home.partition(":")[2]) for name, home in spread.homes.items()}
-    weights = model.plan(device_map).nbytes_by_home()
+    device_map = model.spread_map(spread.homes)
+    weights = model.weights_by_home(device_map, hardware.main)
     homes = {}
     for home, capacity in capacities.items():
         parts = {"weights": weights.get(home, 0), "ring": 0, "experts": 0, "kv_cache": spread.kv.get(home, 0)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hfq.cli.plan_zero import as_size
 
@@ -37,7 +37,7 @@ def print_report(report: dict) -> None:
         console.print(
             f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is not counted"
         )
-    sections: dict[str, Callable[[Console, dict], None]] = {
+    sections: dict[str, Callable[[Console, Any], None]] = {
         "homes": _homes, "moved": _moved, "prediction": _prediction, "zero3": _zero3, "catalog": _catalog, "ladder": _ladder,
     }  # fmt: skip
     for name, show in sections.items():
@@ -49,7 +49,7 @@ def print_report(report: dict) -> None:
 
 def _machine(machine: dict) -> str:
     gpus = ", ".join(map(as_size, machine["gpus"])) or "no accelerator"
-    disk = "" if machine["disk"] is None else f", at most {as_size(machine['disk'])} on disk"
+    disk = "" if machine["disk"] is None else f", at most {machine['disk']:,} B on disk"
     return f"{gpus}, {as_size(machine['cpu'])} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
 
 

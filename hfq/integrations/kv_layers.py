@@ -74,7 +74,7 @@ def _sizes(config: Any, attention: nn.Module | None) -> tuple[int, int]:
     keys, values = _out(getattr(attention, "k_proj", None)), _out(getattr(attention, "v_proj", None))
     if keys:
         return keys, values or keys
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

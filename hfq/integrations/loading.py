@@ -61,6 +61,7 @@ class Loading:
 
     def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
         self._started = time.perf_counter()
+        self.load_seconds: float | None = None
         self.checkpoint = open_files(files)
         self.reader = Reader(self.checkpoint)
         source = config.source if config.source is not None else source_config(self.checkpoint)
@@ -145,7 +146,8 @@ class Loading:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
             logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
-        log_summary(self, time.perf_counter() - self._started)
+        self.load_seconds = time.perf_counter() - self._started
+        log_summary(self, self.load_seconds)
 
     def _stream_options(self) -> StreamOptions:
         cache, read_ahead = self.config.expert_cache_nbytes, StreamOptions.read_ahead_nbytes

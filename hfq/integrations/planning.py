@@ -20,7 +20,7 @@ from hfq.placement.estimate import Estimate, ModelSizes
 from hfq.placement.ladder import Shapes
 from hfq.placement.plan import Plan
 
-__all__ = ["PlannedModel", "kind_of_weight", "measure_sizes", "open_model"]
+__all__ = ["PlannedModel", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,25 @@ class PlannedModel:
         computing = int(main.partition(":")[2]) if main.startswith("cuda:") else main
         return map_of(estimate.budget, self.loading.model, computing)
 
+    def spread_map(self, homes: Mapping[str, str]) -> dict[str, int]:
+        """The map over several accelerators, by their number; tied weights are with their source."""
+        device_map = {name: int(home.partition(":")[2]) for name, home in homes.items()}
+        for target, source in self.loading.model.all_tied_weights_keys.items():
+            device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
+        return device_map
+
     def plan(self, device_map: Mapping[str, Any]) -> Plan:
         """The loader's own plan of a map; its devices need not be here."""
         named = {name: f"cuda:{home}" if isinstance(home, int) else home for name, home in device_map.items()}
         return self.loading.plan_for(named)
+
+    def weights_by_home(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
+        """The bytes of the plan in each home, and of the buffers that no file holds where the model computes."""
+        plan, model = self.plan(device_map), self.loading.model
+        planned = {entry.name for entry in plan.entries}
+        computed = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in planned)
+        homes = plan.nbytes_by_home()
+        return homes | {main: homes.get(main, 0) + computed}
 
     def shapes(self) -> Shapes:
         """The model's layers whatever they are stored as, for the ladder of formats."""
@@ -92,7 +107,7 @@ def measure_sizes(loading: Loading) -> tuple[ModelSizes, int]:
     model = loading.model
     layers, uncounted = kv_layers(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    routed = _routed_share(model.config.get_text_config(decoder=True))
+    routed = routed_share(model.config.get_text_config(decoder=True))
     units = tuple(loading.gather_units())
     sizes = activation_sizes(model)
     weights = count_products(model, dtype, routed)
@@ -127,7 +142,7 @@ def kind_of_weight(weight_format: Format, dtype: str) -> str:
     return f"{weight_format.name} {weight_format.bits_per_code}-bit {dtype}"
 
 
-def _routed_share(config: Any) -> float:
+def routed_share(config: Any) -> float:
     """The share of a layer's experts that a token is routed to; 1 where there are none."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
