@@ -64,15 +64,11 @@ def _formats(path: Path) -> list:
 
 
 def _print(profile: Profile) -> None:
-    link = (
-        "no accelerator" if profile.host_to_device is None else f"{profile.host_to_device / 1e9:.2f} GB/s to the accelerator"
-    )
-    print(
-        f"disk {profile.disk / 1e9:.2f} GB/s, page cache {profile.page_cache / 1e9:.2f} GB/s, memory {profile.memory / 1e9:.2f} GB/s, {link}"
-    )
-    for kind, rates in profile.products.items():
-        print(f"{kind}: " + ", ".join(f"{rate / 1e9:.2f}e9 weights/s at {rows} rows" for rows, rate in rates.items()))
+    link = "no accelerator" if profile.host_to_device is None else f"link {profile.host_to_device / 1e9:.2f} GB/s"
+    rates = {"disk": profile.disk, "page cache": profile.page_cache, "memory": profile.memory}
+    print(", ".join([*(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()), link]))
+    for kind, products in profile.products.items():
+        print(f"{kind}: " + ", ".join(f"{rate / 1e9:.2f}e9 weights/s at {rows} rows" for rows, rate in products.items()))
     fixed, per_layer = profile.load_seconds
-    print(
-        f"a layer costs {profile.layer_seconds * 1e3:.2f} ms a step beside its products; a load {fixed:.2f} s and {per_layer * 1e3:.1f} ms a layer"
-    )
+    print(f"a layer costs {profile.layer_seconds * 1e3:.2f} ms a step beside its products")
+    print(f"a load costs {fixed:.2f} s, and {per_layer * 1e3:.1f} ms a layer, beside its bytes")

@@ -117,8 +117,8 @@ def report(model: nn.Module, measure: bool = False) -> Report:
     """
     loading = loading_of(model)
     streamer = loading.streamer
-    speed = report_speed(loading, measure)
-    return Report(tuple(_homes(loading.plan)), None if streamer is None else _stream(streamer, measure), speed)
+    stream = None if streamer is None else _stream(streamer, measure)
+    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure))
 
 
 def _homes(plan: Plan) -> list[HomeReport]:
