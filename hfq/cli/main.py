@@ -7,7 +7,7 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import bench, calibrate, demo, formats, inspect, pack, plan
+from hfq.cli import bench, calibrate, demo, doctor, formats, inspect, pack, plan
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
@@ -36,6 +36,7 @@ app.add_typer(bench.bench, name="bench")
 app.command("pack")(pack.pack)
 app.command("plan")(plan.plan)
 app.command("calibrate")(calibrate.calibrate)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:
