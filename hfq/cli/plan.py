@@ -87,12 +87,32 @@ def plan(
     from hfq.cli.plan_zero import ZeroOptions, plan_zero
 
     if zero is not None or parameters is not None or path is None:
+        machine = {"--gpu": gpu, "--cpu": cpu, "--disk": disk, "--nvme": nvme, "--catalog": catalog, "--budget": budget}
+        _check_unused(
+            machine | {"--profile": profile, "--out": out}, "plans a machine", "leave --zero out, or use --launcher zero3"
+        )
         given = None if path is None else Path(path)
         homes = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
         plan_zero(ZeroOptions(given, _stage(zero), *homes, lora_rank, lora_target or [], parameters, trainable), as_json)
         return
+    training = {"--optimizer": optimizer, "--lora-rank": lora_rank, "--lora-target": lora_target, "--trainable": trainable}
+    offloads = {"--offload-param": offload_param != "none", "--offload-optimizer": offload_optimizer != "none"}
+    if launcher == "device_map":
+        _check_unused({"--ranks": ranks != 1, "--ranks-per-node": ranks_per_node}, "is for ZeRO-3", "add --launcher zero3")
+    _check_unused(training | offloads, "belongs to DeepSpeed ZeRO", "add --zero 3")
     machine, files = (gpu or [], cpu, disk, nvme, profile), (catalog, budget, out)
-    plan_placement(PlacementOptions(path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, *files), as_json)
+    plan_placement(
+        PlacementOptions(path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, ranks_per_node, *files), as_json
+    )
+
+
+def _check_unused(options: dict[str, object], what: str, fix: str) -> None:
+    """Refuses options that this kind of plan would have to ignore."""
+    from hfq.errors import SetupError
+
+    for name, value in options.items():
+        if value:
+            raise SetupError(f"{name} {what}, which this plan does not use.", expected=f"no {name}", found=name, fix=fix)
 
 
 def _stage(zero: int | None) -> int:

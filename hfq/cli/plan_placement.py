@@ -32,6 +32,7 @@ class PlacementOptions:
     dtype: str
     launcher: str
     ranks: int
+    ranks_per_node: int | None
     catalog: str | None
     budget: str | None
     out: Path | None
@@ -135,7 +136,8 @@ def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, w
 
     itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
     states = count_states(model.loading.checkpoint, itemsize=itemsize)
-    fit = fit_zero3(states, model.sizes, hardware, workload, options.ranks, has_nvme=options.nvme is not None)
+    ranks = options.ranks, options.ranks_per_node
+    fit = fit_zero3(states, model.sizes, hardware, workload, *ranks, has_nvme=options.nvme is not None)
     config = deepspeed_config(fit.memory.setup.offload_param, options.nvme, model.sizes.dtype, workload.batch)
     return {
         "zero3": fit.to_dict(),
