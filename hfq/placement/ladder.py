@@ -34,12 +34,12 @@ class Shapes:
 LADDER: Mapping[str, Format | None] = {
     "bf16": None,
     "fp8, a scale for each 128×128": Fp8(strategy="block", block_structure=(128, 128)),
-    "gptq int8 g128": Gptq(8, 128, False, "stored"),
     "gptq int4 g128": Gptq(4, 128, False, "stored"),
     "gptq int3 g128": Gptq(3, 128, False, "stored"),
     "gptq int2 g128": Gptq(2, 128, False, "stored"),
 }
-"""Best first. What a format loses depends on the model: measure it (perplexity, `hfq.evaluate`) before you rely on a rung."""
+"""Best first; of formats of one size the better one. What a format loses depends on the model: measure it (`hfq.evaluate`) before
+you rely on a rung."""
 
 
 def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget: int) -> dict:
