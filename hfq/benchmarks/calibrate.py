@@ -63,7 +63,7 @@ def calibrate(folder: Path, say: Callable[[str], None], formats: Iterable[Format
             kind = kind_of_weight(weight_format, name)
             products[kind] = {rows: measure_product(weight_format, rows, dtype, size) for rows in ROWS}
     say("layers and loads")
-    layer, load = _measure_layers()
+    layer, load = _measure_layers((1, 2) if quick else (4, 24))
     facts = machine_facts(folder) | {"threads": str(torch.get_num_threads())}
     return Profile("measured", disk, cached, memory, _link_rate(), products, layer, load, facts)
 
@@ -169,18 +169,19 @@ def _link_rate() -> float | None:
     return source.nbytes / best
 
 
-def _measure_layers() -> tuple[float, tuple[float, float]]:
+def _measure_layers(depths: tuple[int, int]) -> tuple[float, tuple[float, float]]:
     """(seconds of a layer's forward beside its products, (seconds of a load, and of each of its layers))."""
     forwards: dict[int, float] = {}
     loads: dict[int, float] = {}
+    few, many = depths
     with tempfile.TemporaryDirectory() as folder:
-        for layers in (4, 24, 4, 24):
+        for layers in (few, many, few, many):
             checkpoint = make_checkpoint(Path(folder), Architecture(128, layers), "gptq4")
             load, forward = _time_model(checkpoint)
             loads[layers] = min(load, loads.get(layers, load))
             forwards[layers] = min(forward, forwards.get(layers, forward))
-    per_layer = max(loads[24] - loads[4], 0.0) / 20
-    return max(forwards[24] - forwards[4], 0.0) / 20, (max(loads[4] - 4 * per_layer, 0.0), per_layer)
+    per_layer, forward = (max(times[many] - times[few], 0.0) / (many - few) for times in (loads, forwards))
+    return forward, (max(loads[few] - few * per_layer, 0.0), per_layer)
 
 
 def _time_model(folder: Path) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from hfq.errors import HfqError
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="hfq", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="hfq", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Load any quantized checkpoint into any placement: packed everywhere, exact, nothing silent.",
 )  # fmt: skip
 

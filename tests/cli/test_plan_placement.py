@@ -29,7 +29,7 @@ def report(*arguments) -> dict:
 
 
 def test_a_table_names_homes_moves_and_what_decides():
-    text = " ".join(run("--cpu", "700kB", "--context", "16", "--batch", "2").stdout.split())
+    text = " ".join(run("--cpu", "800kB", "--context", "16", "--batch", "2").stdout.split())
     for said in (
         "4 layers, gptq v1 int4 g128 sym",
         "│ cpu",
