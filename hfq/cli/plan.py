@@ -87,19 +87,25 @@ def plan(
     from hfq.cli.plan_zero import ZeroOptions, plan_zero
 
     if zero is not None or parameters is not None or path is None:
-        machine = {"--gpu": gpu, "--cpu": cpu, "--disk": disk, "--nvme": nvme, "--catalog": catalog, "--budget": budget}
-        _check_unused(
-            machine | {"--profile": profile, "--out": out}, "plans a machine", "leave --zero out, or use --launcher zero3"
-        )
+        unused: dict[str, object] = {
+            "--gpu": gpu,
+            "--cpu": cpu,
+            "--disk": disk,
+            "--nvme": nvme,
+            "--catalog": catalog,
+            "--budget": budget,
+        }
+        unused |= {"--profile": profile, "--out": out}
+        _check_unused(unused, "plans a machine", "leave --zero out, or use --launcher zero3")
         given = None if path is None else Path(path)
         homes = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
         plan_zero(ZeroOptions(given, _stage(zero), *homes, lora_rank, lora_target or [], parameters, trainable), as_json)
         return
-    training = {"--optimizer": optimizer, "--lora-rank": lora_rank, "--lora-target": lora_target, "--trainable": trainable}
-    offloads = {"--offload-param": offload_param != "none", "--offload-optimizer": offload_optimizer != "none"}
+    unused = {"--optimizer": optimizer, "--lora-rank": lora_rank, "--lora-target": lora_target, "--trainable": trainable}
+    unused |= {"--offload-param": offload_param != "none", "--offload-optimizer": offload_optimizer != "none"}
     if launcher == "device_map":
         _check_unused({"--ranks": ranks != 1, "--ranks-per-node": ranks_per_node}, "is for ZeRO-3", "add --launcher zero3")
-    _check_unused(training | offloads, "belongs to DeepSpeed ZeRO", "add --zero 3")
+    _check_unused(unused, "belongs to DeepSpeed ZeRO", "add --zero 3")
     machine, files = (gpu or [], cpu, disk, nvme, profile), (catalog, budget, out)
     plan_placement(
         PlacementOptions(path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, ranks_per_node, *files), as_json
