@@ -73,9 +73,10 @@ def _layer_nbytes(layer: KvLayer, batch: int, tokens: int, dtype: str, kv_dtype:
         )  # fmt: skip
     if kv_dtype == "fp8":
         return kept + (2 * _FP8_SCALE if kept else 0)
-    bits, residual = int(kv_dtype.removeprefix("int")), min(tokens, _RESIDUAL - 1)
-    groups = -(-kept // _GROUP)
-    return -(-kept * bits // 8) + groups * 2 * itemsize + batch * residual * (layer.keys + layer.values) * itemsize
+    bits, elements = int(kv_dtype.removeprefix("int")), layer.keys + layer.values
+    recent = min(tokens, _RESIDUAL - 1)
+    quantized = batch * (tokens - recent) * elements
+    return -(-quantized * bits // 8) + -(-quantized // _GROUP) * 2 * itemsize + batch * recent * elements * itemsize
 
 
 @dataclass(frozen=True, slots=True)

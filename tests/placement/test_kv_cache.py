@@ -30,6 +30,13 @@ def test_a_quantized_cache_is_smaller(kv_dtype):
         kv_nbytes([KvLayer(512, 512, window=128)], 1, 4096, "bfloat16", kv_dtype)
 
 
+def test_what_is_quantized_takes_codes_scales_and_shifts():
+    layer, tokens, recent = KvLayer(128, 128), 200, 127
+    quantized = 2 * (tokens - recent) * 256
+    assert kv_nbytes([layer], 2, tokens, "bfloat16", "int4") == quantized // 2 + quantized // 64 * 4 + 2 * recent * 256 * 2
+    assert kv_nbytes([layer], 2, 100, "bfloat16", "int2") == kv_nbytes([layer], 2, 100, "bfloat16")  # all are recent, at most
+
+
 @pytest.mark.parametrize("sizes", [(0, 1, "auto"), (1, 0, "auto"), (1, -5, "auto"), (1, 1, "fp16")])
 def test_what_makes_no_sense_is_refused(sizes):
     batch, context, kv_dtype = sizes
