@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hfq.integrations.loaded import loading_of
+from hfq.integrations.speed import SpeedReport, report_speed
 from hfq.placement.plan import Plan
 from hfq.streaming.buffers import huge_page_nbytes
 from hfq.streaming.limit import measure_limit
@@ -81,23 +82,26 @@ class StreamReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, and its streaming where there is any; `print` it, or take `to_dict`."""
+    """A model's homes, its streaming where there is any, and its speed as predicted and achieved; `print` it, or take `to_dict`."""
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None
+    speed: SpeedReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
         stream = None
         if self.stream is not None:
             stream = asdict(self.stream) | {"rate": self.stream.rate, "share_of_limit": self.stream.share_of_limit}
-        return {"homes": [asdict(home) for home in self.homes], "stream": stream}
+        speed = None if self.speed is None else asdict(self.speed)
+        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed}
 
     def __str__(self) -> str:
         lines = [f"{home.home}: {home.nbytes:,} B, {home.moved_nbytes:,} B moved a forward" for home in self.homes]
+        speed = [] if self.speed is None else [str(self.speed)]
         if self.stream is None:
-            return "\n".join([*lines, "nothing is streamed"])
-        return "\n".join([*lines, *_stream_lines(self.stream)])
+            return "\n".join([*lines, "nothing is streamed", *speed])
+        return "\n".join([*lines, *_stream_lines(self.stream), *speed])
 
 
 def report(model: nn.Module, measure: bool = False) -> Report:
@@ -105,14 +109,16 @@ def report(model: nn.Module, measure: bool = False) -> Report:
 
     Args:
         model: A model that hfq loaded.
-        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache.
+        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache, and how long
+            one token takes.
 
     Raises:
-        SetupError: hfq did not load the model.
+        SetupError: hfq did not load the model, or the profile of `hfq calibrate` cannot be read.
     """
     loading = loading_of(model)
     streamer = loading.streamer
-    return Report(tuple(_homes(loading.plan)), None if streamer is None else _stream(streamer, measure))
+    stream = None if streamer is None else _stream(streamer, measure)
+    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure))
 
 
 def _homes(plan: Plan) -> list[HomeReport]:
