@@ -34,14 +34,14 @@ def load(
     *,
     data_type: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
-    fused_weights: bool = False,
+    fused_weights: bool | None = None,
     distributed_strategy: str | None = None,
     group: Any = None,
     config: HfqConfig | None = None,
 ) -> nn.Module:
     """Builds an FMS model from a checkpoint in transformers' layout, quantized in any dialect that hfq reads, or in none.
 
-    Packed layers are `PackedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned. Only the rows of layers that
+    Packed layers are `PackedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned. Only layers whose rows
     FMS wants in another order (query and key, for RoPE) are copied, and stay packed. The model's tensors are frozen, and it is in
     evaluation mode.
 
@@ -50,7 +50,8 @@ def load(
         data_type: The dtype of dense tensors, as a dtype or its name; by default the checkpoint's own.
         device: Where the model rests and computes.
         fused_weights: Whether attention and MLP ask for query, key and value, and for gate and up, as one layer. The packed parts of
-            such a layer stay as they are stored, and are multiplied by one after another.
+            such a layer stay as they are stored, and are multiplied by one after another. By default only where the checkpoint
+            itself stores them as one.
         distributed_strategy: `"tp"` gives each rank of `group` its slice of every layer that FMS cuts; None the whole model.
         group: The process group for `"tp"`; by default all ranks.
         config: hfq's options; `kernel`, `activations` and `backing` (`"auto"`, `"mapped"`, `"arena"`) are used.
@@ -100,7 +101,10 @@ def check_installed() -> str:
         found = metadata.version("ibm-fms")
     except metadata.PackageNotFoundError:
         raise SetupError(
-            "IBM's Foundation Model Stack is not installed.", expected=expected, found="no ibm-fms", fix="pip install 'hfq[fms]'"
+            "IBM's Foundation Model Stack is not installed.",
+            expected=expected,
+            found="no ibm-fms",
+            fix="pip install 'hfq[fms]'",
         ) from None
     if not _OLDEST <= Version(found) < _NEXT:
         raise SetupError(

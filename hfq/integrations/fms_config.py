@@ -87,6 +87,11 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
         ) from error  # fmt: skip
     params.pop("model_path", None)
     params.setdefault("multiple_of", 1)  # Mistral's builder leaves FMS to round the inner size up
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    if theta is not None:
+        params.setdefault("rope_theta", theta)  # Qwen3's builder gives it another name, which FMS's config does not know
+    if config.pad_token_id is not None:
+        params.setdefault("pad_id", config.pad_token_id)  # a default may lie beyond the vocabulary
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind in _SCALED_ROPE.get(params["architecture"], ()):

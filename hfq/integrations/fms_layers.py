@@ -156,7 +156,9 @@ def rank_slice_of(name: str, held: tuple[int, int], whole: tuple[int, int], rank
 def _described(module: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     """Tensors in memory as a header would describe them."""
     return {
-        local: TensorInfo(f"{module}.{local}", safetensors_dtype(tensor.dtype), tuple(tensor.shape), ByteRange("", 0, tensor.nbytes))
+        local: TensorInfo(
+            f"{module}.{local}", safetensors_dtype(tensor.dtype), tuple(tensor.shape), ByteRange("", 0, tensor.nbytes)
+        )
         for local, tensor in tensors.items()
     }
 

@@ -72,7 +72,9 @@ def find_layout(
     try:
         adapted = serialization.get_adapted(architecture, "hf", state, {"model_config": model_config})
     except (RuntimeError, ValueError, AssertionError, KeyError) as error:
-        raise _unfit(names[0] if names else None, f"{type(error).__name__}: {error}", "rows that are moved as wholes") from error
+        raise _unfit(
+            names[0] if names else None, f"{type(error).__name__}: {error}", "rows that are moved as wholes"
+        ) from error
     layers: dict[str, tuple[Part, ...]] = {}
     plain: dict[str, torch.Tensor] = {}
     for key, tensor in adapted.items():
@@ -106,6 +108,6 @@ def _parts(key: str, numbers: torch.Tensor, names: list[str], match: Match, head
 
 def _unfit(name: str | None, found: str, expected: str) -> FormatError:
     return FormatError(
-        "FMS's adapter does not lay this packed layer out as hfq can; nothing was loaded.", tensor=name, expected=expected, found=found,
-        fix="load the checkpoint with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+        "FMS's adapter does not lay this packed layer out as hfq can; nothing was loaded.", tensor=name, expected=expected,
+        found=found, fix="load the checkpoint with transformers: from_pretrained(path, quantization_config=HfqConfig())",
     )  # fmt: skip

@@ -17,27 +17,35 @@ from hfq.checkpoint import Reader
 from hfq.errors import FormatError, SetupError, nearest
 from hfq.integrations.fms_config import Source, read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
-from hfq.integrations.fms_layout import find_layout
+from hfq.integrations.fms_layout import Layout, find_layout
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import is_mappable, map_tensor, read_tensor
 
-__all__ = ["dense_tensors", "load_model", "make_skeleton"]
+__all__ = ["TESTED", "dense_tensors", "load_model", "make_skeleton"]
 
 logger = logging.getLogger(__name__)
 
+TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
+"""FMS architectures whose logits are compared with transformers' by the tests."""
+
 
 def load_model(
-    path: str | os.PathLike, data_type: Any, device: torch.device, fused: bool, strategy: str | None, group: Any, config: HfqConfig | None
+    path: str | os.PathLike,
+    data_type: Any,
+    device: torch.device,
+    fused: bool | None,
+    strategy: str | None,
+    group: Any,
+    config: HfqConfig | None,
 ) -> nn.Module:
     """See `hfq.fms.load`."""
     started, config = time.perf_counter(), config or HfqConfig()
     dtype = _dtype(data_type)
     _check_options(strategy, fused, config)
     source = read_source(path)
-    model = make_skeleton(source, dtype or source.dtype, fused, strategy, group)
     reader = Reader(source.checkpoint)
-    layout = find_layout(source.architecture, model.config, source.match, dense_tensors(source, reader), source.head_dim)
+    model, layout = _lay_out(source, reader, dtype or source.dtype, fused, strategy, group)
     layers, problems = Layers(source, layout, config, reader), list[str]()
     for name in layout.layers:
         _place_layer(model, name, layers, device, problems)
@@ -55,6 +63,25 @@ def load_model(
     return model.eval()
 
 
+def _lay_out(
+    source: Source, reader: Reader, dtype: torch.dtype | None, fused: bool | None, strategy: str | None, group: Any
+) -> tuple[Any, Layout]:
+    """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has not said otherwise."""
+    if source.architecture not in TESTED:
+        logger.warning(
+            "hfq: FMS's %s has not been compared with transformers' model of the same name (those that have: %s)",
+            source.architecture, ", ".join(TESTED),
+        )  # fmt: skip
+    dense, first = dense_tensors(source, reader), None
+    for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
+        model = make_skeleton(source, dtype, is_fused, strategy, group)
+        try:
+            return model, find_layout(source.architecture, model.config, source.match, dense, source.head_dim)
+        except FormatError as error:
+            first = first or error
+    raise first  # type: ignore[misc]  # there was at least one attempt
+
+
 def make_skeleton(source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any) -> Any:
     """FMS's model on meta, with plain linear layers.
 
@@ -64,7 +91,12 @@ def make_skeleton(source: Source, dtype: torch.dtype | None, fused: bool, strate
     params = source.params | {"fused_weights": fused}
     try:
         return get_model(
-            source.architecture, device_type="meta", data_type=dtype, distributed_strategy=strategy or "none", group=group, **params
+            source.architecture,
+            device_type="meta",
+            data_type=dtype,
+            distributed_strategy=strategy or "none",
+            group=group,
+            **params,
         )
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         raise SetupError(
@@ -98,7 +130,9 @@ def _place_layer(model: nn.Module, name: str, layers: Layers, device: torch.devi
         held = (replaced.num_embeddings, replaced.embedding_dim)
     whole = layers.sizes(name)
     if held[0] is None or held[1] is None or (held != whole and world == 1):
-        problems.append(f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, {held[1]}]")
+        problems.append(
+            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, {held[1]}]"
+        )
         return
     module = layers.build(name)
     layers.fill(name, module, device, rank_slice_of(name, (held[0], held[1]), whole, rank, world))
@@ -185,7 +219,7 @@ def _dtype(data_type: Any) -> torch.dtype | None:
     return found
 
 
-def _check_options(strategy: str | None, fused: bool, config: HfqConfig) -> None:
+def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) -> None:
     if strategy not in (None, "tp"):
         raise SetupError(
             f"hfq.fms.load does not know distributed_strategy={strategy!r}.", expected="None or 'tp'", found=repr(strategy),

@@ -1,13 +1,13 @@
-"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and the config that asks for them.
+"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who asks for them.
 
 Four places of FMS 1.13 are met:
 
-1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get `hfq`. FMS gives a factory no name, so
-   that it returns an `UninitializedModule`, which FMS initializes by name once the model is built.
+1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get `hfq`. FMS gives a factory
+   no name, so that it returns an `UninitializedModule`, which FMS initializes by name once the model is built.
 2. `hf_config_to_fms_config_params` of the one `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): a config that names a
    quantization would be handed to fms-model-optimizer, which must be installed and knows compressed-tensors FP8 alone.
-3. `__adapters` of `fms.utils.serialization`: a public `extend_adapter` adds steps at the end, where FMS's step for RoPE has taken words of
-   packed zero points for features, or failed on them. hfq's step comes first, and takes the packed layers out.
+3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps at the end, where FMS's step for RoPE has taken
+   words of packed zero points for features, or failed on them. hfq's step comes first, and takes the packed layers out.
 4. What the step returns for layers that ranks cut, FMS hands to `TPModule.load_weights`, and that to the sharding of type `hfq`.
 
 Dense tensors go FMS's own way. FMS casts what it copies to `data_type`, so packed tensors are given to their modules, and not to FMS.
@@ -99,13 +99,16 @@ class _Unnamed(UninitializedModule):
     def initialize(self, name: str) -> nn.Module:
         if self.placed is None:
             raise SetupError(
-                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.", tensor=name, expected="hf_pretrained, and a "
-                "config.json that names a quantization", found="none", fix="leave linear_config out, or call hfq.fms.load(path)",
+                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.", tensor=name, found="none",
+                expected="hf_pretrained, and a config.json that names a quantization",
+                fix="leave linear_config out, or call hfq.fms.load(path)",
             )  # fmt: skip
         if name not in self.placed.layers.layout.layers:
             return nn.Linear(self.in_features, self.out_features, self.has_bias)
         module = self.placed.layers.build(name)
-        if isinstance(module, PackedLinear):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
+        if isinstance(
+            module, PackedLinear
+        ):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
             module.hold({})
             module.is_away, module.fetch = True, functools.partial(_refuse, name)
         self.placed.modules[name] = module, (self.out_features, self.in_features)
@@ -128,9 +131,7 @@ def _asking(original: Any) -> Any:
         reader = Reader(source.checkpoint)
         plain = make_skeleton(source, None, False, None, None).config
         layout = find_layout(source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim)
-        stored = {
-            stored_name(source.match.packed[part.name]): name for name, parts in layout.layers.items() for part in parts
-        }
+        stored = {stored_name(source.match.packed[part.name]): name for name, parts in layout.layers.items() for part in parts}
         placed = Placed(Layers(source, layout, _options[0], reader), stored)
         chosen = {"linear_type": TYPE, _LAYERS: placed}
         params = source.params | {"linear_config": chosen, "fused_weights": False}
@@ -139,7 +140,9 @@ def _asking(original: Any) -> Any:
     return hf_config_to_fms_config_params
 
 
-def _adapt(original: Any, state: Mapping[str, torch.Tensor], model_config: Any = None, **kwargs: Any) -> Mapping[str, torch.Tensor]:
+def _adapt(
+    original: Any, state: Mapping[str, torch.Tensor], model_config: Any = None, **kwargs: Any
+) -> Mapping[str, torch.Tensor]:
     """The step before FMS's own: takes packed layers out of a part of the checkpoint, and fills those that no ranks share."""
     placed: Placed | None = (getattr(model_config, "linear_config", None) or {}).get(_LAYERS)
     if placed is None:

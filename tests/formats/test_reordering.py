@@ -52,7 +52,9 @@ def test_zero_points_whose_words_carry_keep_their_values(weight):
     tensors["qzeros"] = torch.randint(-(1 << 31), 1 << 31, tensors["qzeros"].shape, generator=GENERATOR).to(torch.int32)
     tensors["qzeros"][:, ::3] = -1  # a word of fields that all carry
     _, reordered = found.reorder(tensors, ORDERS["any"])
-    assert torch.equal(found.zero_points(reordered["qzeros"], 0, OUT), found.zero_points(tensors["qzeros"], 0, OUT)[:, ORDERS["any"]])
+    assert torch.equal(
+        found.zero_points(reordered["qzeros"], 0, OUT), found.zero_points(tensors["qzeros"], 0, OUT)[:, ORDERS["any"]]
+    )
 
 
 def test_what_the_order_does_not_concern_is_not_copied(weight):
