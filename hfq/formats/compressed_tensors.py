@@ -28,6 +28,7 @@ from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
+from hfq.formats.reordering import PackOrder
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.sharding import PackShards
 from hfq.formats.values import check_finite, check_index
@@ -85,7 +86,7 @@ class IntQuantized(ScaledCodes):
 
 
 @dataclass(frozen=True)
-class PackQuantized(PackShards):
+class PackQuantized(PackShards, PackOrder):
     """pack-quantized with the parameters of one module; see the file's docstring.
 
     Attributes:
