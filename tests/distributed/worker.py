@@ -5,10 +5,12 @@ deepspeed --num_gpus 2 tests/distributed/worker.py --cases cases.json --out fold
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code that comes with a model: of each rank, as on nodes of their own
 import deepspeed
 import torch
 import transformers
@@ -47,7 +50,8 @@ def ds_config(home: str, folder: Path, **zero) -> dict:
 
 def load(case: dict, path: str, **options):
     auto = getattr(transformers, case.get("auto", "AutoModelForCausalLM"))
-    return auto.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.bfloat16).eval()
+    arguments = {"quantization_config": HfqConfig(**options), "dtype": torch.bfloat16, **case.get("arguments", {})}
+    return auto.from_pretrained(path, **arguments).eval()
 
 
 def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], list[int]]:
@@ -108,6 +112,7 @@ def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     logits, tokens = outputs(case, engine.module, engine, rank)
     found["logits_equal"] = [torch.equal(a, b) for a, b in zip(logits, plain[0], strict=True)]
     found["tokens_equal"] = tokens == plain[1]
+    found["class"] = f"{type(model).__module__}.{type(model).__name__}"
     found |= measures(engine.module, loading, folder)
     if case.get("saves"):
         found["gathered_equals_file"] = gathered_equals_file(engine.module, loading)
@@ -184,6 +189,7 @@ def errors_of_early_use(model) -> list[str]:
         lambda: model(torch.tensor([[1, 2]])),
         lambda: layer(torch.zeros(1, 128)),
         lambda: layer.weight @ torch.zeros(128),
+        lambda: copy.deepcopy(model),
     ):
         try:
             use()
