@@ -46,6 +46,7 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "lacks internals", "checkpoint": sources["gptq4"], "home": "none", "lacks": True},
         {"id": "broadcast", "checkpoint": sources["own code"], "elsewhere": str(folder / "nowhere" / "own-code"), "home": "cpu",
          "options": {"load": "broadcast"}, "arguments": {"trust_remote_code": True}},
+        {"id": "whole", "checkpoint": sources["fp8-block"], "whole": True},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
         {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
         {"id": "not there", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "none", "fails": True},
@@ -98,6 +99,22 @@ def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
         assert weight.startswith("PlacementError: matmul was given a weight that is not in memory")
         assert copied.startswith("SetupError: A model that several ranks share cannot be copied.")
         assert all("Fix:" in text for text in found["none"]["early"])
+
+
+def test_an_engine_that_would_cast_packed_tensors_is_refused_by_name(results):
+    """float32 scales of FP8 blocks, which stage 2 casts to bfloat16; and whole rows, which stage 3 cuts by value."""
+    for found in results:
+        stage_2, stage_3 = found["whole"]["plain"]
+        assert stage_2.startswith("SetupError: DeepSpeed would cast packed tensors that lie one by one; no engine was made.")
+        assert 'Fix: load the model with HfqConfig(backing="arena")' in stage_2
+        assert stage_3.startswith("SetupError: ZeRO-3 was given a model that every rank has loaded whole")
+        assert "zero3_init_flag: true" in stage_3
+
+
+def test_a_model_that_is_loaded_while_a_config_of_stage_2_is_alive_is_exact(results):
+    for found in results:
+        assert found["whole"]["held"] == ["row"]
+        assert found["whole"]["logits_equal"] == [True] * 3
 
 
 def test_with_another_deepspeed_each_rank_reads_all_and_results_are_the_same(results):

@@ -182,6 +182,32 @@ def run_stock(folder: Path) -> dict:
     return {"words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(), "dtype": str(back.dtype)}
 
 
+def run_whole(case: dict, plain) -> dict:
+    """What DeepSpeed makes of a model that every rank holds whole: loaded without its config, and with one of stage 2."""
+    optimized = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **optimized}
+    found = {"plain": [], "held": []}
+
+    def engine(model, stage: int):
+        norms = [parameter.requires_grad_() for name, parameter in model.named_parameters() if "norm" in name]
+        config["zero_optimization"] = {"stage": stage}
+        return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(norms), config=config)[0]
+
+    for stage in (2, 3):
+        try:
+            engine(load(case, case["checkpoint"]), stage)
+        except Exception as error:
+            found["plain"].append(f"{type(error).__name__}: {error}")
+    alive = HfDeepSpeedConfig(config | {"zero_optimization": {"stage": 2}})
+    model = engine(load(case, case["checkpoint"]), 2)
+    del alive
+    found["held"] = sorted({module.held_as for module in packed_modules(model)})
+    found["logits_equal"] = [
+        torch.equal(a, b) for a, b in zip(outputs(case, model.module, model, 0)[0], plain[0], strict=True)
+    ]
+    return found
+
+
 def errors_of_early_use(model) -> list[str]:
     """What a user is told who forgets the engine, or gathers nothing."""
     layer, found = packed_modules(model)[0], []
@@ -231,6 +257,8 @@ def main() -> None:
         if path not in plain and not case.get("fails"):
             model = load(case, path)
             plain[path] = outputs(case, model, model, rank)
+        if case.get("whole"):
+            return run_whole(case, plain[path])
         return run(case, plain.get(path), case.get("elsewhere", path) if rank else path, folder, rank)
 
     serve(run_case)
