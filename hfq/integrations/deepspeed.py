@@ -228,8 +228,8 @@ def least_swapped(zero: ZeroConfig) -> int:
 def patch_deepspeed(_: Any) -> None:
     """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py), once DeepSpeed is imported.
 
-    Upstream casts every float parameter of a model that is not sharded to its own dtype (`_cast_module_mixed_precision`), packed scales
-    among them, and then sends rank 0's parameters to all ranks, or cuts them into shards by value.
+    Upstream casts every float parameter of a model that is not sharded to its own dtype (`_cast_module_mixed_precision`), packed
+    scales among them, and then sends rank 0's parameters to all ranks, or cuts them into shards by value.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -256,8 +256,8 @@ def _check_held(model: nn.Module, is_stage_3: bool) -> None:
             continue
         if is_stage_3:
             raise SetupError(
-                "ZeRO-3 was given a model that every rank has loaded whole, whose packed tensors it would cut by value; no engine was made.",
-                tensor=module.name, expected="a model that was loaded while the DeepSpeed config was alive", found="one loaded without it",
+                "ZeRO-3 was given a model that every rank has loaded whole, and would cast its packed tensors; no engine was made.",
+                tensor=module.name, expected="a model loaded while the DeepSpeed config was alive", found="one loaded without it",
                 fix="before from_pretrained make the HfDeepSpeedConfig (and keep it), the TrainingArguments, or the Accelerator(), "
                 "which needs zero3_init_flag: true in its config file",
             )  # fmt: skip
