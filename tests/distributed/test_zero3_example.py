@@ -1,4 +1,4 @@
-"""`examples/finetune_lora.py` under ZeRO-3 on two ranks: a classifier is trained, evaluated and predicts; a causal model is evaluated."""
+"""`examples/finetune_lora.py` on two ranks of ZeRO-3: a classifier is trained, evaluated and predicts; a causal model is evaluated."""
 
 import json
 import re
