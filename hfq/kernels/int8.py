@@ -93,9 +93,10 @@ def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
     if count >= _VNNI_ROWS and _has_exact_dots():
         return lambda codes, weight: torch._int_mm(codes, weight.t())
     if is_built():
-        return lambda codes, weight: integer_product(codes.to(torch.int16), weight)
+        return lambda codes, weight: integer_product(codes.to(torch.int16).contiguous(), weight)
     if count <= _PACK_ROWS and rows.dtype == torch.bfloat16 and in_features % _PACK_MULTIPLE == 0:
-        return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16), weight, _ones(weight.shape[0]))
+        ones = _ones(weight.shape[0])
+        return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16).contiguous(), weight, ones)
     return None
 
 

@@ -50,7 +50,7 @@ def linear(
     stored = tensors[weight_format.scale_name].to(torch.float32)  # type: ignore[attr-defined]
     stored = stored.reciprocal() if weight_format.reciprocal else stored  # type: ignore[attr-defined]
     if is_by_row:
-        scale = scale.expand(rows.shape[0], 1).contiguous()
+        scale = scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
         stored = stored.reshape(1, -1).expand(1, weight.shape[0]).contiguous()
     else:
         scale, stored = scale.reshape(()), stored.reshape(())
