@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from hfq.integrations.loaded import loading_of
+from hfq.modules.linear import PackedLinear
 from hfq.placement.plan import Plan
 from hfq.streaming.buffers import huge_page_nbytes
 from hfq.streaming.limit import measure_limit
 from hfq.streaming.streamer import Streamer
 
-__all__ = ["HomeReport", "Report", "StreamReport", "report"]
+__all__ = ["HomeReport", "OutlierReport", "Report", "StreamReport", "report"]
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,39 @@ class StreamReport:
 
 
 @dataclass(frozen=True)
+class OutlierReport:
+    """LLM.int8() so far: the input channels that were left as they are, and all input channels, summed over layers and calls."""
+
+    outliers: int
+    channels: int
+
+    @property
+    def share(self) -> float:
+        """The outliers' share of the channels."""
+        return self.outliers / self.channels if self.channels else 0.0
+
+
+@dataclass(frozen=True)
 class Report:
-    """A model's homes, and its streaming where there is any; `print` it, or take `to_dict`."""
+    """A model's homes, its streaming where there is any, and LLM.int8()'s outliers where asked for; `print` it, or take `to_dict`."""
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None
+    outliers: OutlierReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
         stream = None
         if self.stream is not None:
             stream = asdict(self.stream) | {"rate": self.stream.rate, "share_of_limit": self.stream.share_of_limit}
-        return {"homes": [asdict(home) for home in self.homes], "stream": stream}
+        outliers = None if self.outliers is None else asdict(self.outliers) | {"share": self.outliers.share}
+        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "outliers": outliers}
 
     def __str__(self) -> str:
         lines = [f"{home.home}: {home.nbytes:,} B, {home.moved_nbytes:,} B moved a forward" for home in self.homes]
+        if self.outliers is not None:
+            found = self.outliers
+            lines.append(f"{found.outliers:,} of {found.channels:,} input channels were outlier channels ({found.share:.2%})")
         if self.stream is None:
             return "\n".join([*lines, "nothing is streamed"])
         return "\n".join([*lines, *_stream_lines(self.stream)])
@@ -112,7 +131,17 @@ def report(model: nn.Module, measure: bool = False) -> Report:
     """
     loading = loading_of(model)
     streamer = loading.streamer
-    return Report(tuple(_homes(loading.plan)), None if streamer is None else _stream(streamer, measure))
+    stream = None if streamer is None else _stream(streamer, measure)
+    return Report(tuple(_homes(loading.plan)), stream, _outliers(model))
+
+
+def _outliers(model: nn.Module) -> OutlierReport | None:
+    tallies = [
+        module.outliers for module in model.modules() if isinstance(module, PackedLinear) and module.outliers is not None
+    ]
+    if not tallies:
+        return None
+    return OutlierReport(sum(tally.outliers for tally in tallies), sum(tally.channels for tally in tallies))
 
 
 def _homes(plan: Plan) -> list[HomeReport]:

@@ -1,5 +1,10 @@
 """The Triton kernels in Triton's interpreter, on a CPU: against exact products of the weight that the format dequantizes."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernels.layers import CASES
@@ -65,6 +70,7 @@ def test_many_rows_strides_dimensions_and_a_bias(name, monkeypatch):
     assert triton_linear.linear(many[:0], tensors, weight_format).shape == (0, out_features)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of NaN
 def test_every_code_of_fp8_is_decoded_with_its_nan():
     for dtype, name in ((torch.float8_e4m3fn, "fp8 channel"), (torch.float8_e5m2, "fp8 e5m2")):
         weight_format = CASES[name].format
@@ -123,3 +129,13 @@ def test_equal_calls_give_equal_bits():
     first = triton_linear.linear(activations, tensors, weight_format)
     assert torch.equal(first, triton_linear.linear(activations, tensors, weight_format))
     assert triton_linear._Product(activations, 96).splits > 1
+
+
+def test_they_compile_for_gpus_that_are_not_there(tmp_path):
+    """What the interpreter lets pass and a compiler does not: types, shapes, constants. Of a process without the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_triton.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.splitlines() == [
+        "gptq_linear 75 True", "gptq_linear 90 True", "fp8_linear 90 True", "fp8_linear 80 True", "quantize_e4m3 75 True",
+    ], done.stderr[-2000:]  # fmt: skip
