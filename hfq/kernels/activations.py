@@ -9,7 +9,14 @@ import torch
 
 from hfq.formats.base import ActivationScheme
 
-__all__ = ["READABLE_DTYPES", "OutlierTally", "activation_codes", "outlier_channels", "quantize_activations"]
+__all__ = [
+    "READABLE_DTYPES",
+    "OutlierTally",
+    "activation_codes",
+    "outlier_channels",
+    "quantize_activations",
+    "shared_scale",
+]
 
 READABLE_DTYPES = ("e4m3", "int8")
 """What activations can be rounded to."""
@@ -50,7 +57,7 @@ def quantize_activations(
 
 
 def activation_codes(
-    activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]
+    activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor], scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of activations, and their scales: float32, of a shape that broadcasts over [..., in_features].
 
@@ -58,12 +65,13 @@ def activation_codes(
         activations: [..., in_features], not empty; outliers are not looked for.
         scheme: Of strategy tensor or token.
         tensors: The module's tensors by local name.
+        scale: The scale, where it is known.
 
     Returns:
         float8_e4m3fn or int8 [..., in_features]; their products with the scales are what `quantize_activations` gives.
     """
     values = activations.to(torch.float32)
-    scale = _scale(values, scheme, tensors)
+    scale = _scale(values, scheme, tensors) if scale is None else scale
     return _codes(values, scale, scheme).to(torch.int8 if scheme.dtype == "int8" else torch.float8_e4m3fn), scale
 
 
@@ -71,7 +79,20 @@ def outlier_channels(activations: torch.Tensor, scheme: ActivationScheme) -> tor
     """The input channels in which an activation of this call reaches the scheme's threshold: bool [in_features]; None without one."""
     if not scheme.outlier_threshold:
         return None
-    return activations.reshape(-1, activations.shape[-1]).abs().amax(0) >= scheme.outlier_threshold
+    low, high = torch.aminmax(activations.reshape(-1, activations.shape[-1]), dim=0)  # no copy of all, as abs() makes
+    return torch.maximum(-low, high) >= scheme.outlier_threshold
+
+
+def shared_scale(
+    activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """The scale that all activations share, float32 []; None where each token has its own."""
+    if scheme.scale_name is not None:
+        return tensors[scheme.scale_name].to(torch.float32).reshape(())
+    if scheme.strategy != "tensor":
+        return None
+    low, high = torch.aminmax(activations)
+    return _dynamic(torch.maximum(-low, high).to(torch.float32), scheme)
 
 
 @dataclass
@@ -95,11 +116,8 @@ class OutlierTally:
 
 
 def _scale(values: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if scheme.scale_name is not None:
-        return tensors[scheme.scale_name].to(torch.float32).reshape(())
-    if scheme.strategy == "tensor":
-        return _dynamic(values.abs().amax(), scheme)
-    return _dynamic(values.abs().amax(-1, keepdim=True), scheme)
+    shared = shared_scale(values, scheme, tensors)
+    return _dynamic(values.abs().amax(-1, keepdim=True), scheme) if shared is None else shared
 
 
 def _dynamic(amax: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:

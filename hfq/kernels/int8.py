@@ -20,15 +20,18 @@ from hfq.formats.bitsandbytes import BnbInt8
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
-from hfq.kernels.activations import activation_codes, outlier_channels, quantize_activations
+from hfq.kernels.activations import activation_codes, outlier_channels, quantize_activations, shared_scale
 from hfq.kernels.native.int8 import integer_product, is_built
 
-__all__ = ["linear", "reason_against"]
+__all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
 _MOST_INPUTS = 1 << 17
 """From here on int32 could overflow."""
 
-_MOST_OUTLIERS = 1 / 8
+BATCH_NBYTES = 4 << 20
+"""The most bytes of activations or sums, in float32, that are made at once."""
+
+_MOST_OUTLIERS = 1 / 32
 """The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels are used."""
 
 _VNNI_ROWS = 32
@@ -60,25 +63,32 @@ def reason_against(weight_format: Format, scheme: ActivationScheme, in_features:
 def linear(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> torch.Tensor:
-    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32."""
-    rows = activations.reshape(-1, activations.shape[-1])
+    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32.
+
+    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight.
+    """
+    rows, weight = activations.reshape(-1, activations.shape[-1]), tensors[weight_format.codes]
     outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
     columns = outliers.nonzero()[:, 0] if outliers is not None else torch.empty(0, dtype=torch.int64)
-    weight = tensors[weight_format.codes]
     multiply = _multiplier(rows, weight)
     if multiply is None or columns.numel() > _MOST_OUTLIERS * rows.shape[1]:
         return panels.linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
-    codes, scale = activation_codes(rows if outliers is None else rows.masked_fill(outliers, 0), scheme, tensors)
+    shared = shared_scale(rows, scheme, tensors)
     steps = tensors[weight_format.scale].reshape(-1).to(torch.float32) * weight_format.multiplier
-    product = multiply(codes, weight)
-    if weight_format.zero_dtype:
-        zeros = tensors[weight_format.zero].reshape(-1).to(torch.int32)
-        product.sub_(codes.sum(1, keepdim=True, dtype=torch.int32) * zeros)
-    product = product.to(torch.float32).mul_(scale).mul_(steps)
-    if columns.numel():
-        product.addmm_(rows[:, columns].to(torch.float32), _floats(tensors, weight_format, columns).t())
+    floats = _floats(tensors, weight_format, columns)
     result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
-    result.view(product.shape).copy_(product)
+    flat, batch = result.view(rows.shape[0], weight.shape[0]), max(BATCH_NBYTES // (4 * max(weight.shape)), 1)
+    for first in range(0, rows.shape[0], batch):
+        part = rows[first : first + batch]
+        codes, scale = activation_codes(part if outliers is None else part.masked_fill(outliers, 0), scheme, tensors, shared)
+        product = multiply(codes, weight)
+        if weight_format.zero_dtype:
+            zeros = tensors[weight_format.zero].reshape(-1).to(torch.int32)
+            product.sub_(codes.sum(1, keepdim=True, dtype=torch.int32) * zeros)
+        product = product.to(torch.float32).mul_(scale).mul_(steps)
+        if columns.numel():
+            product.addmm_(part[:, columns].to(torch.float32), floats.t())
+        flat[first : first + batch] = product
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
