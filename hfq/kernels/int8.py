@@ -69,13 +69,14 @@ def linear(
     """
     rows, weight = activations.reshape(-1, activations.shape[-1]), tensors[weight_format.codes]
     outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
-    columns = outliers.nonzero()[:, 0] if outliers is not None else torch.empty(0, dtype=torch.int64)
+    columns = outliers.nonzero()[:, 0] if outliers is not None else None
     multiply = _multiplier(rows, weight)
-    if multiply is None or columns.numel() > _MOST_OUTLIERS * rows.shape[1]:
+    if multiply is None or (columns is not None and columns.numel() > _MOST_OUTLIERS * rows.shape[1]):
         return panels.linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
     shared = shared_scale(rows, scheme, tensors)
-    steps = tensors[weight_format.scale].reshape(-1).to(torch.float32) * weight_format.multiplier
-    floats = _floats(tensors, weight_format, columns)
+    steps = tensors[weight_format.scale].reshape(-1).to(torch.float32)
+    steps = steps if weight_format.multiplier == 1 else steps * weight_format.multiplier
+    floats = None if columns is None else _floats(tensors, weight_format, columns)
     result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
     flat, batch = result.view(rows.shape[0], weight.shape[0]), max(BATCH_NBYTES // (4 * max(weight.shape)), 1)
     for first in range(0, rows.shape[0], batch):
@@ -86,7 +87,7 @@ def linear(
             zeros = tensors[weight_format.zero].reshape(-1).to(torch.int32)
             product.sub_(codes.sum(1, keepdim=True, dtype=torch.int32) * zeros)
         product = product.to(torch.float32).mul_(scale).mul_(steps)
-        if columns.numel():
+        if floats is not None:
             product.addmm_(part[:, columns].to(torch.float32), floats.t())
         flat[first : first + batch] = product
     bias = tensors.get("bias")
