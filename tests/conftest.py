@@ -5,6 +5,7 @@ import os
 import pytest
 
 os.environ["HFQ_NATIVE"] = "0"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whomever; 0 where there is a GPU
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,8 @@ class ActivationScheme:
         group_size: Channels that share a scale, for `strategy="group"`.
         dtype: `e4m3` or `int8`, which hfq rounds to; any other text says what it cannot.
         upper_bound: A dynamic scale is computed from amplitudes of at most this (fbgemm's `activation_scale_ub`).
+        outlier_threshold: LLM.int8(): channels in which an amplitude reaches this are not rounded; 0 rounds all. None for other
+            schemes.
     """
 
     strategy: Literal["tensor", "token", "group"]
@@ -37,6 +39,7 @@ class ActivationScheme:
     group_size: int | None = None
     upper_bound: float | None = None
     dtype: str = "e4m3"
+    outlier_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp4 import E2M1
 from hfq.formats.scaled import ScaledCodes, other_tensors
@@ -45,7 +45,7 @@ _FP4 = tuple(value / 6 for value in E2M1)
 
 @dataclass(frozen=True)
 class BnbInt8(ScaledCodes):
-    """LLM.int8(); see the file's docstring."""
+    """LLM.int8(); see the file's docstring. `scheme` is what its own library does with activations."""
 
     name = "bitsandbytes-int8"
     codes, scale = "weight", "SCB"
@@ -54,6 +54,7 @@ class BnbInt8(ScaledCodes):
         Dialect("bitsandbytes int8", "bitsandbytes, transformers", "weight I8, SCB, weight_format", ("bitsandbytes-int8",),
                 ("bitsandbytes-int8",)),
     )  # fmt: skip
+    scheme: ActivationScheme | None = None
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> BnbInt8 | None:
@@ -63,7 +64,7 @@ class BnbInt8(ScaledCodes):
             return None
         scale = tensors.get("SCB")
         shape = scale.shape if scale is not None and scale.shape == (weight.shape[0], 1) else (weight.shape[0],)
-        return cls(scale_shape=shape, others=other_tensors(tensors, ("weight_format",)))
+        return cls(scale_shape=shape, others=other_tensors(tensors, ("weight_format",)), scheme=_read_scheme(config))
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> BnbInt8:
         check_finite(module, "SCB", tensors["SCB"])
@@ -75,6 +76,21 @@ class BnbInt8(ScaledCodes):
                 fix="load it with the bitsandbytes that wrote it and save it again with a current one",
             )  # fmt: skip
         return self
+
+
+def _read_scheme(config: Mapping) -> ActivationScheme:
+    """LLM.int8() with the threshold that the config names, 6 by default as in bitsandbytes.
+
+    Raises:
+        FormatError: The threshold is no amplitude.
+    """
+    threshold = config.get("llm_int8_threshold", 6.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < float("inf"):
+        raise FormatError(
+            f"quantization_config says llm_int8_threshold={threshold!r}; nothing was loaded.", file="config.json",
+            expected="a number, 0 or more", found=repr(threshold), fix="correct llm_int8_threshold in config.json",
+        )  # fmt: skip
+    return ActivationScheme("token", dtype="int8", outlier_threshold=float(threshold))
 
 
 @dataclass(frozen=True)

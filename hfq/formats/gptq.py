@@ -43,11 +43,11 @@ from hfq.formats.sharding import GptqShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["Gptq"]
+__all__ = ["WORD_ONES", "Gptq"]
 
 logger = logging.getLogger(__name__)
 
-_WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Gptq(GptqShards, GptqOrder):
         first = start * self.num_bits // 32
         words = qzeros[:, first : self._words(stop)].t()
         if self.zero_reading == "word_plus_one":
-            words = words + _WORD_ONES[self.num_bits]
+            words = words + WORD_ONES[self.num_bits]
         zeros = self._unpack(words, stop - first * 32 // self.num_bits).t()
         if self.zero_reading == "field_plus_one":
             zeros = zeros + 1
@@ -259,7 +259,7 @@ class Gptq(GptqShards, GptqOrder):
 
     def _store_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
         if self.zero_reading == "word_plus_one":
-            return (self._pack(zeros.t()) - _WORD_ONES[self.num_bits]).t().contiguous()
+            return (self._pack(zeros.t()) - WORD_ONES[self.num_bits]).t().contiguous()
         if self.zero_reading != "stored":
             zeros = (zeros - 1) & ((1 << self.num_bits) - 1)
         return self._pack(zeros.t()).t().contiguous()

@@ -38,6 +38,8 @@ from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.away import AwayParameter
 from hfq.modules.experts import PackedExperts
+from hfq.modules.home import Home
+from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
@@ -131,7 +133,12 @@ class Loading:
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         self._check_ties()
-        moving = self._moving()
+        moving, staying = self._moving(), self._staying()
+        moving = {
+            name: module
+            for name, module in moving.items()
+            if name not in staying or self.match.packed[name].slot.kind == "expert"
+        }
         blocks = find_blocks(self.model, self.match, moving, self._hidden - self._packed_names, self.homes)
         on_demand = [module for name, module in moving.items() if self.match.packed[name].slot.kind == "expert"]
         if blocks or on_demand:
@@ -139,6 +146,9 @@ class Loading:
             for module in self.model.modules():
                 if isinstance(module, PackedExperts) and on_demand:
                     module.prefetch = self.streamer.experts.prefetch
+        for module in staying.values():
+            Home(torch.device(self.main), self.config.execute_on).serve(module)
+        if self.streamer is not None or staying:
             show_device(self.model, torch.device(self.main))
         self._conversions = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
@@ -174,6 +184,13 @@ class Loading:
         """The packed modules that do not rest where they compute."""
         homes = {name: self.homes[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
         return {name: self.packed[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
+
+    def _staying(self) -> dict[str, PackedLinear]:
+        """The packed layers that may compute where they rest, in memory beside an accelerator."""
+        if self.main == "cpu" or self.config.execute_on == "accelerator":
+            return {}
+        layers = {name: module for name, module in self._moving().items() if isinstance(module, PackedLinear)}
+        return {name: layer for name, layer in layers.items() if self.homes[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
 
     def _check_ties(self) -> None:
         """Two loads at once can leave transformers' tying switched off (see compat.py); a head would then be random."""

@@ -9,12 +9,13 @@ from torch import nn
 
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.speed import SpeedReport, report_speed
+from hfq.modules.linear import PackedLinear
 from hfq.placement.plan import Plan
 from hfq.streaming.buffers import huge_page_nbytes
 from hfq.streaming.limit import measure_limit
 from hfq.streaming.streamer import Streamer
 
-__all__ = ["HomeReport", "Report", "StreamReport", "report"]
+__all__ = ["HomeReport", "OutlierReport", "Report", "StreamReport", "report"]
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,29 @@ class StreamReport:
 
 
 @dataclass(frozen=True)
+class OutlierReport:
+    """LLM.int8() so far: the input channels that were left as they are, and all input channels, summed over layers and calls."""
+
+    outliers: int
+    channels: int
+
+    @property
+    def share(self) -> float:
+        """The outliers' share of the channels."""
+        return self.outliers / self.channels if self.channels else 0.0
+
+
+@dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming where there is any, and its speed as predicted and achieved; `print` it, or take `to_dict`."""
+    """A model's homes, its streaming where there is any, its speed as predicted and achieved, and LLM.int8()'s outliers where asked for.
+
+    `print` it, or take `to_dict`.
+    """
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None
     speed: SpeedReport | None = None
+    outliers: OutlierReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
@@ -94,10 +112,14 @@ class Report:
         if self.stream is not None:
             stream = asdict(self.stream) | {"rate": self.stream.rate, "share_of_limit": self.stream.share_of_limit}
         speed = None if self.speed is None else asdict(self.speed)
-        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed}
+        outliers = None if self.outliers is None else asdict(self.outliers) | {"share": self.outliers.share}
+        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed, "outliers": outliers}
 
     def __str__(self) -> str:
         lines = [f"{home.home}: {home.nbytes:,} B, {home.moved_nbytes:,} B moved a forward" for home in self.homes]
+        if self.outliers is not None:
+            found = self.outliers
+            lines.append(f"{found.outliers:,} of {found.channels:,} input channels were outlier channels ({found.share:.2%})")
         speed = [] if self.speed is None else [str(self.speed)]
         if self.stream is None:
             return "\n".join([*lines, "nothing is streamed", *speed])
@@ -118,7 +140,16 @@ def report(model: nn.Module, measure: bool = False) -> Report:
     loading = loading_of(model)
     streamer = loading.streamer
     stream = None if streamer is None else _stream(streamer, measure)
-    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure))
+    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure), _outliers(model))
+
+
+def _outliers(model: nn.Module) -> OutlierReport | None:
+    tallies = [
+        module.outliers for module in model.modules() if isinstance(module, PackedLinear) and module.outliers is not None
+    ]
+    if not tallies:
+        return None
+    return OutlierReport(sum(tally.outliers for tally in tallies), sum(tally.channels for tally in tallies))
 
 
 def _homes(plan: Plan) -> list[HomeReport]:

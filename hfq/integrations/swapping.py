@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hfq.errors import SetupError
+from hfq.formats import ActivationScheme, Format
 from hfq.integrations.matching import Match, PackedMatch
 from hfq.integrations.slots import PROJECTIONS, gate_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
@@ -70,11 +72,14 @@ def swap_packed(
 def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:
     """Says which layers another kernel multiplies than the one that was named."""
     left = {
-        name: module for name, module in packed.items() if isinstance(module, PackedLinear) and module.kernel.name != asked
+        name: module
+        for name, module in packed.items()
+        if isinstance(module, PackedLinear) and asked not in (module.kernel.name, module.accelerated.name)
     }
     if asked != "auto" and left:
         first, module = next(iter(left.items()))
-        reason = explain_kernels(asked, module.weight_format, module.in_features, module.out_features)[asked]
+        layer = module.weight_format, module.in_features, module.out_features
+        reason = explain_kernels(asked, *layer, scheme=module.scheme)[asked]
         logger.warning("hfq: kernel=%r cannot multiply %d packed layers, which %s does (%s: %s)", asked, len(left),
                        ", ".join(sorted({other.kernel.name for other in left.values()})), first, reason)  # fmt: skip
 
@@ -93,12 +98,22 @@ def build_packed(name: str, found: PackedMatch, config: HfqConfig) -> PackedModu
     slot = found.slot
     if slot.kind == "embedding":
         return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
-    scheme = found.format.activation_scheme if config.activations == "checkpoint" else None
+    scheme = _scheme(found.format, config)
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(
             'HfqConfig(activations="checkpoint") cannot be used with this checkpoint; nothing was loaded.', found=scheme.dtype,
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
             fix='pass HfqConfig(activations="none"): the weights are used exactly, the activations as they are',
         )  # fmt: skip
-    kernel = choose_kernel(config.kernel, found.format, slot.in_features, slot.out_features)
-    return PackedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme)
+    layer = found.format, slot.in_features, slot.out_features
+    kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
+    accelerated = choose_kernel(config.kernel, *layer, "cuda", scheme) if torch.cuda.is_available() else None
+    return PackedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated)
+
+
+def _scheme(weight_format: Format, config: HfqConfig) -> ActivationScheme | None:
+    """How a layer's activations are rounded: not at all, or as the checkpoint asks, with the user's threshold of outliers."""
+    scheme = weight_format.activation_scheme if config.activations == "checkpoint" else None
+    if scheme is None or scheme.outlier_threshold is None or config.outlier_threshold is None:
+        return scheme
+    return dataclasses.replace(scheme, outlier_threshold=float(config.outlier_threshold))

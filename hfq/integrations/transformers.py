@@ -28,13 +28,14 @@ METHOD = "hfq"
 _UNLIMITED = 1 << 62
 _CHOICES = {
     "activations": ("auto", "checkpoint", "none"),
+    "execute_on": ("auto", "home", "accelerator"),
     "backing": ("auto", "mapped", "arena", "shared"),
     "stream": ("auto", "direct", "buffered"),
     "verify": ("off", "first", "always"),
     "load": ("ranges", "broadcast"),
     "nvme": ("in_place", "swap"),
 }
-_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes")
+_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes", "outlier_threshold")
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -44,7 +45,7 @@ class HfqConfig(QuantizationConfigMixin):
         kernel: `"auto"` for the best kernel there is for each layer, `"reference"` for plain torch and results that are the same
             on every machine with the same torch, or the name of another kernel (`hfq.kernels.table`).
         activations: `"checkpoint"` quantizes activations as the checkpoint's config declares; `"none"` leaves them as they
-            are; `"auto"` quantizes them only where the kernel multiplies quantized activations natively, which none does yet.
+            are, and so does `"auto"`.
         modules_to_not_convert: Modules that must not be packed. A module that the checkpoint stores packed is refused.
         backing: How packed rows rest in CPU memory: `"mapped"` uses them where they lie in the mapped checkpoint (no copy,
             shared by processes), `"arena"` reads them into private memory, `"shared"` into memory that all processes of the
@@ -58,6 +59,10 @@ class HfqConfig(QuantizationConfigMixin):
             takes a tenth of the memory that is available when the model is loaded.
         load: Under ZeRO-3: with `"ranges"` every rank reads the bytes of its own shards; with `"broadcast"` rank 0 reads all and
             deals it out, for clusters of which one node alone has the files.
+        execute_on: Where packed layers compute that rest in CPU memory beside an accelerator: `"accelerator"` brings their bytes
+            to it, `"home"` brings their activations to the CPU, `"auto"` chooses call by call (`hfq.modules.home`).
+        outlier_threshold: For bitsandbytes' 8-bit checkpoints under `activations="checkpoint"`: from which amplitude on LLM.int8()
+            leaves an input channel as it is; None takes the checkpoint's own, 0 rounds every channel.
         nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
@@ -77,6 +82,8 @@ class HfqConfig(QuantizationConfigMixin):
         expert_cache_nbytes: int | None = None,
         load: str = "ranges",
         nvme: str = "in_place",
+        execute_on: str = "accelerator",
+        outlier_threshold: float | None = None,
         source: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
@@ -94,13 +101,15 @@ class HfqConfig(QuantizationConfigMixin):
             "verify": verify,
             "load": load,
             "nvme": nvme,
+            "execute_on": execute_on,
         }
         _check_choices(chosen)
-        _check_values(modules_to_not_convert, expert_cache_nbytes, source)
+        _check_values(modules_to_not_convert, expert_cache_nbytes, outlier_threshold, source)
         self.quant_method = METHOD  # transformers takes any string that is registered
         self.kernel, self.activations, self.backing = kernel, activations, backing
         self.stream, self.verify, self.expert_cache_nbytes = stream, verify, expert_cache_nbytes
         self.load, self.nvme = load, nvme
+        self.execute_on, self.outlier_threshold = execute_on, outlier_threshold
         self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None
 
@@ -130,7 +139,7 @@ def _check_choices(values: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _check_values(modules: Any, expert_cache_nbytes: Any, source: Any) -> None:
+def _check_values(modules: Any, expert_cache_nbytes: Any, outlier_threshold: Any, source: Any) -> None:
     is_list = isinstance(modules, (list, tuple, set)) and all(isinstance(name, str) and name for name in modules)
     if modules is not None and not is_list:
         raise SetupError(
@@ -142,6 +151,12 @@ def _check_values(modules: Any, expert_cache_nbytes: Any, source: Any) -> None:
         raise SetupError(
             "HfqConfig(expert_cache_nbytes=…) wants a number of bytes.", expected="an int, 0 or more; or None",
             found=repr(expert_cache_nbytes)[:80], fix="pass bytes, as 2 * 2**30",
+        )  # fmt: skip
+    is_number = isinstance(outlier_threshold, (int, float)) and not isinstance(outlier_threshold, bool)
+    if outlier_threshold is not None and not (is_number and 0 <= outlier_threshold < float("inf")):
+        raise SetupError(
+            "HfqConfig(outlier_threshold=…) wants an amplitude.", expected="a number, 0 or more; or None",
+            found=repr(outlier_threshold)[:80], fix="pass a number, as 6.0",
         )  # fmt: skip
     if source is not None and not isinstance(source, Mapping):
         raise SetupError(

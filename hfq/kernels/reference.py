@@ -13,10 +13,13 @@ import torch
 from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
 
-__all__ = ["PANEL_NBYTES", "linear", "linear_grad"]
+__all__ = ["ACCELERATOR_PANEL_NBYTES", "PANEL_NBYTES", "linear", "linear_grad"]
 
 PANEL_NBYTES = 1 << 20
-"""The bytes of a float32 panel, unless `row_multiple` rows need more."""
+"""The bytes of a float32 panel on a CPU, unless `row_multiple` rows need more."""
+
+ACCELERATOR_PANEL_NBYTES = 16 << 20
+"""The same on any other device, where each panel is several launches. Unmeasured."""
 
 
 def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
@@ -68,7 +71,8 @@ def _panels(
     out_features, in_features = weight_format.shape(tensors)
     device = next(iter(tensors.values())).device
     multiple = weight_format.row_multiple
-    step = max(PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
+    nbytes = PANEL_NBYTES if device.type == "cpu" else ACCELERATOR_PANEL_NBYTES
+    step = max(nbytes // (4 * max(in_features, 1)) // multiple, 1) * multiple
     for start in range(0, out_features, step):
         rows = min(step, out_features - start)
         panel = thread_buffer("panel", torch.float32, device, rows * in_features).view(rows, in_features)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import SetupError, nearest
-from hfq.formats import Format
-from hfq.kernels import cpu, panels, reference
+from hfq.formats import ActivationScheme, Format
+from hfq.kernels import cpu, int8, panels, reference, scaled_mm, triton_linear
+from hfq.kernels.cuda_libraries import capability
 from hfq.kernels.native.layers import reason_against
 from hfq.kernels.native.library import reason_missing, start
 
@@ -28,23 +29,37 @@ class Kernel:
 
     Attributes:
         name: What `HfqConfig(kernel=…)` calls it.
-        linear: See `hfq.kernels.reference.linear`.
+        linear: See `hfq.kernels.reference.linear`; with `refuses_scheme`, it is given the scheme as well, and rounds itself.
         linear_grad: See `hfq.kernels.reference.linear_grad`.
-        devices: The types of devices that it computes on; on another it hands over to the reference kernel.
+        devices: The types of devices that it computes on.
+        capability: The least compute capability of a CUDA device.
         dtypes: The activations that it takes.
         priority: `"auto"` takes the kernel of the highest priority that can run.
         lacks: Why this machine cannot run it; None where it can. May wait for a build.
         refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
+        refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features, out_features) → why it
+            cannot; None where it can. None for a kernel that multiplies floats, rounded before or not.
     """
 
     name: str
     linear: Callable[..., torch.Tensor]
     linear_grad: Callable[..., torch.Tensor]
     devices: tuple[str, ...] = ("any",)
+    capability: tuple[int, int] = (0, 0)
     dtypes: tuple[torch.dtype, ...] = _FLOATS
     priority: int = 0
     lacks: Callable[[], str | None] = _nothing
     refuses: Callable[[Format, int, int], str | None] = _nothing
+    refuses_scheme: Callable[[Format, ActivationScheme, int, int], str | None] | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds activations itself, and multiplies the codes."""
+        return self.refuses_scheme is not None
+
+    def computes_on(self, device: str) -> bool:
+        """Whether it computes on a type of device."""
+        return "any" in self.devices or device in self.devices
 
 
 KERNELS = {
@@ -54,6 +69,44 @@ KERNELS = {
         Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
         Kernel(
             "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against
+        ),
+        Kernel(
+            "int8",
+            int8.linear,
+            panels.linear_grad,
+            devices=("cpu",),
+            priority=30,
+            refuses_scheme=int8.reason_against,
+        ),
+        Kernel(
+            "triton",
+            triton_linear.linear,
+            reference.linear_grad,
+            devices=("cuda",),
+            capability=(7, 5),
+            priority=20,
+            lacks=triton_linear.reason_missing,
+            refuses=triton_linear.reason_against,
+        ),
+        Kernel(
+            "triton-fp8",
+            triton_linear.quantized_linear,
+            reference.linear_grad,
+            devices=("cuda",),
+            capability=(7, 5),
+            priority=30,
+            lacks=triton_linear.reason_missing,
+            refuses_scheme=triton_linear.reason_against_scheme,
+        ),
+        Kernel(
+            "scaled_mm",
+            scaled_mm.linear,
+            reference.linear_grad,
+            devices=("cuda",),
+            capability=(8, 9),
+            priority=40,
+            lacks=triton_linear.reason_missing,
+            refuses_scheme=scaled_mm.reason_against,
         ),
     )
 }
@@ -75,7 +128,10 @@ def check_kernel(preference: str) -> None:
         start()
 
 
-def choose_kernel(preference: str, weight_format: Format | None = None, in_features: int = 0, out_features: int = 0) -> Kernel:
+def choose_kernel(
+    preference: str, weight_format: Format | None = None, in_features: int = 0, out_features: int = 0, device: str = "cpu",
+    scheme: ActivationScheme | None = None,
+) -> Kernel:  # fmt: skip
     """The kernel that a preference means for a layer.
 
     Args:
@@ -83,6 +139,8 @@ def choose_kernel(preference: str, weight_format: Format | None = None, in_featu
         weight_format: The layer's format; None for any layer.
         in_features: The size of an input.
         out_features: The size of an output.
+        device: The type of the device that computes.
+        scheme: How activations are rounded; None to leave them as they are.
 
     Raises:
         SetupError: There is no kernel of that name, or this machine cannot run it.
@@ -97,28 +155,50 @@ def choose_kernel(preference: str, weight_format: Format | None = None, in_featu
             )  # fmt: skip
         if weight_format is None:
             return KERNELS[preference]
-    reasons = explain_kernels(preference, weight_format, in_features, out_features)
+    reasons = explain_kernels(preference, weight_format, in_features, out_features, device, scheme)
     return next(KERNELS[name] for name, reason in reasons.items() if reason is None)
 
 
 def explain_kernels(
-    preference: str, weight_format: Format | None, in_features: int = 0, out_features: int = 0
-) -> dict[str, str | None]:
+    preference: str, weight_format: Format | None, in_features: int = 0, out_features: int = 0, device: str = "cpu",
+    scheme: ActivationScheme | None = None,
+) -> dict[str, str | None]:  # fmt: skip
     """Why each kernel is not the one for a layer, in the order in which they are asked; None for the one that is.
+
+    Kernels for other devices, and for rounded activations where they are not rounded, are left out unless they are named.
 
     Args:
         preference: A kernel's name, or `"auto"`.
         weight_format: The layer's format; None for any layer.
         in_features: The size of an input.
         out_features: The size of an output.
+        device: The type of the device that computes.
+        scheme: How activations are rounded; None to leave them as they are.
     """
     order = sorted(KERNELS.values(), key=lambda kernel: (kernel.name != preference, -kernel.priority))
     reasons: dict[str, str | None] = {}
     chosen = ""
     for kernel in order:
-        reason = f"{chosen} comes first" if chosen else kernel.lacks()
+        is_meant = kernel.computes_on(device) and (scheme is not None or not kernel.rounds)
+        if not is_meant and kernel.name != preference:
+            continue
+        reason = f"{chosen} comes first" if chosen else _reason_against(kernel, device, scheme)
         if reason is None and weight_format is not None:
             reason = kernel.refuses(weight_format, in_features, out_features)
+        if reason is None and weight_format is not None and kernel.refuses_scheme is not None and scheme is not None:
+            reason = kernel.refuses_scheme(weight_format, scheme, in_features, out_features)
         chosen = chosen or (kernel.name if reason is None else "")
         reasons[kernel.name] = reason
     return reasons
+
+
+def _reason_against(kernel: Kernel, device: str, scheme: ActivationScheme | None) -> str | None:
+    """Why a kernel cannot run on a device of this machine, whatever the layer; None where it can."""
+    if not kernel.computes_on(device):
+        return f"it computes on {' and '.join(kernel.devices)}"
+    if kernel.rounds and scheme is None:
+        return "it multiplies rounded activations alone"
+    found = capability() if device == "cuda" else None
+    if found is not None and found < kernel.capability:
+        return f"it needs compute capability {'%d.%d' % kernel.capability}, the device has {'%d.%d' % found}"
+    return kernel.lacks()

@@ -54,7 +54,9 @@ class PackedExperts(nn.ModuleList):
         result = torch.zeros_like(hidden_states)
         routed = [expert for expert in top_k_index.unique().tolist() if 0 <= expert < len(self)]
         if self.prefetch is not None:
-            self.prefetch(layer for expert in routed for layer in self[expert].values() if layer.is_away)
+            self.prefetch(
+                layer for expert in routed for layer in self[expert].values() if layer.is_away and layer.at_home is None
+            )
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
             output = self._compute(self[expert], hidden_states[token]) * top_k_weights[token, place, None]

@@ -8,7 +8,7 @@ import torch
 
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.kernels.activations import quantize_activations
+from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.table import Kernel
 from hfq.modules.packed import PackedModule
 from hfq.spec import TensorInfo
@@ -25,10 +25,12 @@ class PackedLinear(PackedModule):
         out_features: The size of an output.
         weight_format: The format of its tensors.
         infos: Where each tensor is stored, by local on-disk name.
-        kernel: The kernel to multiply with.
+        kernel: The kernel to multiply with on a CPU.
         scheme: How activations are quantized first; None to leave them as they are.
+        accelerated: The kernel to multiply with on another device; None for the same.
 
     Attributes:
+        outliers: How many channels were outliers so far, where the scheme is LLM.int8()'s; else None.
         local_in_features: The size of an input here: less than `in_features` where ranks hold slices of the layer.
     """
 
@@ -41,9 +43,12 @@ class PackedLinear(PackedModule):
         infos: Mapping[str, TensorInfo],
         kernel: Kernel,
         scheme: ActivationScheme | None = None,
+        accelerated: Kernel | None = None,
     ) -> None:
         super().__init__(name, in_features, out_features, weight_format, infos)
-        self.kernel, self.scheme, self.local_in_features = kernel, scheme, in_features
+        self.kernel, self.accelerated = kernel, accelerated or kernel
+        self.scheme, self.local_in_features = scheme, in_features
+        self.outliers = OutlierTally() if scheme is not None and scheme.outlier_threshold else None
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
         if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
@@ -63,13 +68,27 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
-        ctx.module = module
-        tensors = module.packed_tensors()
-        if module.scheme is not None:
-            activations = quantize_activations(activations, module.scheme, tensors)
-        return module.kernel.linear(activations, tensors, module.weight_format)
+        ctx.module, device, scheme = module, activations.device, module.scheme
+        kernel, tensors, activations = _where_it_computes(module, activations)
+        if module.outliers is not None and scheme is not None:
+            module.outliers.count(activations, scheme)
+        if kernel.rounds:
+            return kernel.linear(activations, tensors, module.weight_format, scheme).to(device)
+        if scheme is not None:
+            activations = quantize_activations(activations, scheme, tensors)
+        return kernel.linear(activations, tensors, module.weight_format).to(device)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        module = ctx.module
-        return module.kernel.linear_grad(grads[0], module.packed_tensors(), module.weight_format), None
+        kernel, tensors, grad = _where_it_computes(ctx.module, grads[0])
+        return kernel.linear_grad(grad, tensors, ctx.module.weight_format).to(grads[0].device), None
+
+
+def _where_it_computes(module: PackedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
+    """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the layer rests."""
+    home = module.at_home
+    if home is not None and home.is_chosen(module, values):
+        tensors = module.resting_tensors()
+        home.visits += 1
+        return module.kernel, tensors, values.to(next(iter(tensors.values())).device)
+    return module.kernel if values.device.type == "cpu" else module.accelerated, module.packed_tensors(), values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,10 +17,13 @@ from hfq.modules.away import AwayParameter, check_stays
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
 
+if TYPE_CHECKING:
+    from hfq.modules.home import Home
+
 __all__ = ["PackedModule"]
 
 _ARENA = "packed_row"
-_RESERVED = (_ARENA, "kernel", "scheme", "local_in_features", "num_embeddings", "embedding_dim")
+_RESERVED = (_ARENA, "kernel", "accelerated", "scheme", "outliers", "local_in_features", "num_embeddings", "embedding_dim")
 """Attributes that subclasses set, which no stored tensor may take the name of."""
 
 
@@ -53,6 +57,7 @@ class PackedModule(nn.Module):
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
         self.brought_to: torch.device | None = None  # where a streamer brings it; None where it computes where it rests
+        self.at_home: Home | None = None  # decides whether it computes where it rests, beside an accelerator
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}

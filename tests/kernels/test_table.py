@@ -20,7 +20,9 @@ def test_the_reference_kernel_is_chosen_by_its_name():
 
 
 def test_every_kernel_is_found_by_its_own_name(native):
-    assert {name: choose_kernel(name) for name in KERNELS} == KERNELS
+    here = {name: kernel for name, kernel in KERNELS.items() if kernel.lacks() is None}
+    assert {name: choose_kernel(name) for name in here} == here
+    assert {"reference", "panels", "native", "int8"} <= here.keys()
     assert all(name == kernel.name for name, kernel in KERNELS.items())
 
 

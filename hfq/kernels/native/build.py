@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp on first use, into a cache of the user's that is keyed by source, compiler and flags.
+"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source, compiler and flags.
 
 Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the cache is renamed into
 place whole, with its checksum beside it, so that a file that was cut short is built again and never loaded.
@@ -30,22 +30,25 @@ class BuildError(Exception):
     """The compiled part cannot be had; the text says why."""
 
 
-def build() -> Path:
+def build(source: Path | None = None) -> Path:
     """The compiled library, built unless it is in the cache.
+
+    Args:
+        source: What is compiled; None for kernels.cpp.
 
     Raises:
         BuildError: There is no compiler, it failed, or the cache cannot be used.
     """
-    compiler = find_compiler()
+    source, compiler = source or SOURCE, find_compiler()
     if compiler is None:
         raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
     try:
         folder = cache_folder()
-        target = folder / f"kernels-{_key(compiler)}.so"
+        target = folder / f"{source.stem}-{_key(compiler, source)}.so"
         if not _is_whole(target):
             with _locked(target.with_suffix(".lock")):
                 if not _is_whole(target):
-                    _compile(compiler, target)
+                    _compile(compiler, source, target)
     except OSError as error:
         raise BuildError(f"the cache cannot be used: {error}") from error
     return target
@@ -78,13 +81,13 @@ def cache_folder() -> Path:
     return folder
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, source: Path) -> str:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} --version failed: {error}") from error
     parts = (
-        SOURCE.read_bytes(),
+        source.read_bytes(),
         compiler.encode(),
         version,
         " ".join(FLAGS).encode(),
@@ -106,14 +109,14 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, source: Path, target: Path) -> None:
     for left in target.parent.glob(f"{target.stem}.*.tmp"):  # by a process that ended while it compiled; the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
         try:
             done = subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
+                [compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"{compiler} took longer than {SECONDS:g} s") from error

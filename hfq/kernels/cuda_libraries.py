@@ -1,0 +1,83 @@
+"""Kernels of other libraries for a CUDA device: whether each can run here, asked once, and why not.
+
+What is asked are facts of the machine (the device's compute capability, torch's version of CUDA, installed packages); nothing is
+downloaded, imported or run for an answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["LIBRARIES", "Library", "capability", "probe"]
+
+_GPTQMODEL = "hfq does not call it: it multiplies a repacked copy of the weight, which would be a second one"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A kernel of another library, and what it needs.
+
+    Attributes:
+        least: The least compute capability.
+        most: The largest compute capability; None for any.
+        cuda: The least version of CUDA that torch is built with.
+        package: The package that brings it; None for torch itself.
+        unused: Why hfq leaves it alone although it could run; None where hfq calls it.
+    """
+
+    least: tuple[int, int]
+    most: tuple[int, int] | None = None
+    cuda: tuple[int, int] = (0, 0)
+    package: str | None = None
+    unused: str | None = None
+
+
+LIBRARIES = {
+    "scaled_mm tensorwise": Library((8, 9)),
+    "scaled_mm rowwise": Library((9, 0)),
+    "scaled_mm blockwise": Library(
+        (9, 0), (9, 0), (12, 9), unused="hfq does not call it: no machine was at hand to test the layout of its scales on"
+    ),
+    "marlin": Library((7, 5), package="gptqmodel", unused=_GPTQMODEL),
+    "machete": Library((9, 0), (9, 0), package="gptqmodel", unused=_GPTQMODEL),
+    "kernels hub": Library((7, 5), package="kernels", unused="hfq does not call it: it runs code from the network"),
+}
+"""Sources: torch's documentation of `scaled_mm` and pytorch#153555, #158037; gptqmodel 7.7's declarations."""
+
+
+@functools.cache
+def capability() -> tuple[int, int] | None:
+    """The compute capability of the first CUDA device; None where there is no device."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+@functools.cache
+def probe(name: str) -> tuple[bool, str]:
+    """(whether hfq can use a kernel of `LIBRARIES` here, why or why not)."""
+    library, found = LIBRARIES[name], capability()
+    if found is None:
+        return False, "this machine has no CUDA device"
+    if found < library.least or (library.most is not None and found > library.most):
+        wanted = f"{_dotted(library.least)} or later" if library.most is None else _dotted(library.least)
+        return False, f"it needs compute capability {wanted}, the device has {_dotted(found)}"
+    built = _cuda_version()
+    if built < library.cuda:
+        return False, f"it needs CUDA {_dotted(library.cuda)} or later, torch is built with {_dotted(built)}"
+    if library.package is not None and importlib.util.find_spec(library.package) is None:
+        return False, f"{library.package} is not installed"
+    if library.unused is not None:
+        return False, library.unused
+    return True, f"compute capability {_dotted(found)}"
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """The version of CUDA that torch is built with; (0, 0) where it is built without."""
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

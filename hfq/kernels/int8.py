@@ -1,0 +1,135 @@
+"""Products of activations rounded to int8 with int8 weights on a CPU, on the checkpoint's bytes as they lie.
+
+    y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
+
+The compiled part (native/int8.cpp) sums in integers, exactly; with int8 dot products (VNNI) torch's `_int_mm` does so for many rows.
+Without a compiler torch's `_weight_int8pack_mm` multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which
+holds every one of them, sums in float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear
+of oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from hfq.formats import ActivationScheme, Format
+from hfq.formats.bitsandbytes import BnbInt8
+from hfq.formats.compressed_tensors import IntQuantized
+from hfq.formats.scaled import ScaledCodes
+from hfq.kernels import panels
+from hfq.kernels.activations import activation_codes, outlier_channels, quantize_activations, shared_scale
+from hfq.kernels.native.int8 import integer_product, is_built
+
+__all__ = ["BATCH_NBYTES", "linear", "reason_against"]
+
+_MOST_INPUTS = 1 << 17
+"""From here on int32 could overflow."""
+
+BATCH_NBYTES = 4 << 20
+"""The most bytes of activations or sums, in float32, that are made at once."""
+
+_MOST_OUTLIERS = 1 / 32
+"""The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels are used."""
+
+_VNNI_ROWS = 32
+"""With VNNI, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows, Zen 4). The
+number between is unmeasured."""
+
+_PACK_ROWS, _PACK_MULTIPLE = 16, 32
+"""`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
+multiple of, since it reads whole vectors, past the end of a row (torch 2.13)."""
+
+
+def reason_against(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
+    """Why a layer under a scheme cannot be multiplied, or None where it can; the first call may wait for a build."""
+    if type(weight_format) not in (IntQuantized, BnbInt8) or not isinstance(weight_format, ScaledCodes):
+        return f"it does not read {weight_format.name}"
+    if scheme.dtype != "int8" or scheme.strategy == "group":
+        return f"it does not round to {scheme.dtype} by {scheme.strategy}"
+    if weight_format.has_columns or weight_format.strategy not in ("tensor", "channel"):
+        return "it reads codes under a scale for each row, or one for all"
+    if not 0 < in_features < _MOST_INPUTS:
+        return f"{in_features} inputs are not fewer than {_MOST_INPUTS}"
+    if is_built():
+        return None
+    if weight_format.zero_dtype or in_features % _PACK_MULTIPLE:
+        return f"without its compiled part it reads symmetric codes of a multiple of {_PACK_MULTIPLE} inputs"
+    return None
+
+
+def linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
+) -> torch.Tensor:
+    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32.
+
+    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight.
+    """
+    rows, weight = activations.reshape(-1, activations.shape[-1]), tensors[weight_format.codes]
+    outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
+    columns = outliers.nonzero()[:, 0] if outliers is not None else None
+    multiply = _multiplier(rows, weight)
+    if multiply is None or (columns is not None and columns.numel() > _MOST_OUTLIERS * rows.shape[1]):
+        return panels.linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
+    shared = shared_scale(rows, scheme, tensors)
+    steps = tensors[weight_format.scale].reshape(-1).to(torch.float32)
+    steps = steps if weight_format.multiplier == 1 else steps * weight_format.multiplier
+    floats = None if columns is None else _floats(tensors, weight_format, columns)
+    result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
+    flat, batch = result.view(rows.shape[0], weight.shape[0]), max(BATCH_NBYTES // (4 * max(weight.shape)), 1)
+    for first in range(0, rows.shape[0], batch):
+        part = rows[first : first + batch]
+        codes, scale = activation_codes(part if outliers is None else part.masked_fill(outliers, 0), scheme, tensors, shared)
+        product = multiply(codes, weight)
+        if weight_format.zero_dtype:
+            zeros = tensors[weight_format.zero].reshape(-1).to(torch.int32)
+            product.sub_(codes.sum(1, keepdim=True, dtype=torch.int32) * zeros)
+        product = product.to(torch.float32).mul_(scale).mul_(steps)
+        if floats is not None:
+            product.addmm_(part[:, columns].to(torch.float32), floats.t())
+        flat[first : first + batch] = product
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result
+
+
+def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
+    """(codes int8 [rows, in], weight) → their product; None where panels are faster, or hold more."""
+    count, in_features = rows.shape
+    if not count or not weight.is_contiguous():
+        return None
+    if count >= _VNNI_ROWS and _has_exact_dots():
+        return lambda codes, weight: torch._int_mm(codes, weight.t())
+    if is_built():
+        return lambda codes, weight: integer_product(codes.to(torch.int16).contiguous(), weight)
+    if count <= _PACK_ROWS and rows.dtype == torch.bfloat16 and in_features % _PACK_MULTIPLE == 0:
+        ones = _ones(weight.shape[0])
+        return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16).contiguous(), weight, ones)
+    return None
+
+
+def _floats(tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, columns: torch.Tensor) -> torch.Tensor:
+    """These input channels of the weight: float32 [out_features, channels]."""
+    codes = tensors[weight_format.codes][:, columns].to(torch.float32)
+    if weight_format.zero_dtype:
+        codes.sub_(tensors[weight_format.zero].reshape(-1, 1).to(torch.float32))
+    return codes.mul_(tensors[weight_format.scale].reshape(-1, 1).to(torch.float32)).mul_(weight_format.multiplier)
+
+
+@functools.cache
+def _has_exact_dots() -> bool:
+    """Whether the processor has int8 dot products, and torch's sums with them are exact."""
+    if not getattr(torch.cpu, "_is_vnni_supported", bool)():
+        return False
+    extremes = torch.tensor([[127], [-128]], dtype=torch.int8).expand(2, 256).contiguous()
+    expected = extremes.to(torch.int32) @ extremes.to(torch.int32).t()
+    return bool(torch.equal(torch._int_mm(extremes, extremes.t()), expected))
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(count: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(count, dtype=torch.bfloat16)

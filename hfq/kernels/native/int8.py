@@ -1,0 +1,63 @@
+"""Loads int8.cpp: built and cached as kernels.cpp is, once for a process, where an int8 layer first asks for it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from hfq.kernels.native.build import BuildError, build
+from hfq.kernels.native.library import is_wanted
+
+__all__ = ["SOURCE", "integer_product", "is_built"]
+
+SOURCE = Path(__file__).with_name("int8.cpp")
+
+logger = logging.getLogger(__name__)
+
+
+def is_built() -> bool:
+    """Whether there is a compiled part; waits for it to be built."""
+    return is_wanted() and _library() is not None
+
+
+def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = False) -> torch.Tensor:
+    """`codes @ weight.T`, exactly; `is_built` must hold.
+
+    Args:
+        codes: int16 [rows, in_features], contiguous, within the range of int8; fewer than 2**17 inputs.
+        weight: int8 [out_features, in_features], contiguous, at any address.
+        is_plain: Whether to leave the processor's vectors alone.
+
+    Returns:
+        int32 [rows, out_features].
+    """
+    (rows, in_features), out_features = codes.shape, weight.shape[0]
+    result = torch.empty(rows, out_features, dtype=torch.int32)
+    _library().hfq_int8_product(  # type: ignore[union-attr]
+        weight.data_ptr(),
+        codes.data_ptr(),
+        result.data_ptr(),
+        rows,
+        in_features,
+        out_features,
+        torch.get_num_threads(),
+        is_plain,
+    )
+    return result
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        loaded = ctypes.CDLL(str(build(SOURCE)))
+    except (BuildError, OSError) as error:
+        logger.warning("hfq multiplies int8 activations in plain torch, which is slower: %s.", error)
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    loaded.hfq_int8_product.restype = None
+    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int]
+    return loaded

@@ -1,0 +1,226 @@
+"""Triton kernels for a CUDA device: GPTQ of 2, 3, 4 and 8 bits and FP8, multiplied straight from the checkpoint's bytes.
+
+Few activation rows are multiplied as the codes are decoded, tile by tile; more rows by the reference kernel, which dequantizes
+panels for the device's own product. A tile of the weight is rounded once to the activations' dtype and summed in float32, as there.
+Where there are few tiles, the input is split and the parts are added in one order, so that results are the same from call to call.
+
+Tested in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`); neither run nor measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hfq.formats import ActivationScheme, Format
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import WORD_ONES, Gptq
+from hfq.kernels import reference
+from hfq.kernels.activations import quantize_activations
+
+__all__ = [
+    "FUSED_ROWS",
+    "linear",
+    "quantize_rows",
+    "quantized_linear",
+    "reason_against",
+    "reason_against_scheme",
+    "reason_missing",
+]
+
+FUSED_ROWS = 64
+"""The most activation rows that are multiplied while decoding; more go through panels. Unmeasured: published crossovers of such
+kernels lie between 64 and 128 rows (vllm#2497)."""
+
+_PROGRAMS = 256
+"""How many programs are wanted at once, about two for each multiprocessor of a large GPU. Unmeasured."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_SPLITS = 16
+_BLOCK_N, _BLOCK_K, _QUANTIZED_AT_ONCE = 64, 64, 1024
+
+
+def reason_missing() -> str | None:
+    """Why this machine cannot run the kernels, or None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.is_available() else "this machine has no CUDA device"
+
+
+def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
+    """Why the kernels cannot multiply by a layer, or None where they can."""
+    if type(weight_format) is Gptq:  # a subclass may mean its codes otherwise
+        return "it does not read gptq's bit planes" if weight_format.is_planar else None
+    if type(weight_format) is Fp8:
+        return "the layer is cut within a block" if weight_format.block_offset != (0, 0) else None
+    return f"it does not read {weight_format.name}"
+
+
+def reason_against_scheme(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
+    """Why `quantized_linear` cannot multiply by a layer under a scheme, or None where it can."""
+    if type(weight_format) is not Fp8:
+        return f"it does not read {weight_format.name}"
+    if scheme.dtype != "e4m3":
+        return f"it does not round to {scheme.dtype}"
+    return reason_against(weight_format, in_features, out_features)
+
+
+def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+    """As `reference.linear`, which takes over for more than `FUSED_ROWS` rows."""
+    rows = activations.reshape(-1, activations.shape[-1])
+    if not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1] or rows.dtype not in _DTYPES:
+        return reference.linear(activations, tensors, weight_format)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out_features = weight_format.shape(tensors)[0]
+    launch = _launch_gptq if isinstance(weight_format, Gptq) else _launch_fp8
+    product = _Product(rows, out_features)
+    launch(product, tensors, weight_format)  # type: ignore[arg-type]
+    return _finish(product, activations, tensors)
+
+
+def quantized_linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, scheme: ActivationScheme
+) -> torch.Tensor:
+    """`linear` of activations rounded as `quantize_activations` rounds them; in one kernel where each token or group has a scale."""
+    rows = activations.reshape(-1, activations.shape[-1])
+    is_fused = scheme.scale_name is None and scheme.strategy != "tensor"
+    if not is_fused or not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1]:
+        return linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
+    codes, scales = quantize_rows(rows, scheme)
+    product = _Product(rows, weight_format.shape(tensors)[0])
+    _launch_fp8(product, tensors, weight_format, (codes, scales, _group_size(rows, scheme)))  # type: ignore[arg-type]
+    return _finish(product, activations, tensors)
+
+
+def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds activations to e4m3 under a scale for each token or group, in one kernel.
+
+    Args:
+        rows: [tokens, in_features], float32, bfloat16 or float16.
+        scheme: Dynamic, of strategy token or group.
+
+    Returns:
+        float8_e4m3fn [tokens, in_features] and float32 [tokens, groups], whose products are what `quantize_activations` gives.
+    """
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    (count, in_features), group_size = rows.shape, _group_size(rows, scheme)
+    groups = -(-in_features // group_size)
+    codes = torch.empty(count, in_features, dtype=torch.int8, device=rows.device)
+    scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
+    block = min(_QUANTIZED_AT_ONCE, 1 << (group_size - 1).bit_length())
+    with torch.cuda.device_of(rows):
+        _device().quantize_e4m3[(count, groups)](
+            rows, codes, scales, in_features, group_size, rows.stride(0), scheme.upper_bound or 0.0,
+            HAS_BOUND=scheme.upper_bound is not None, BLOCK=block,
+            STEPS=-(-group_size // block),
+        )  # fmt: skip
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def _group_size(rows: torch.Tensor, scheme: ActivationScheme) -> int:
+    return scheme.group_size if scheme.strategy == "group" and scheme.group_size else rows.shape[1]
+
+
+class _Product:
+    """Where the parts of a product go, and how a kernel is launched for it."""
+
+    def __init__(self, rows: torch.Tensor, out_features: int) -> None:
+        self.rows, self.out_features = rows, out_features
+        count, in_features = rows.shape
+        self.block_m = 16 if count <= 16 else 32 if count <= 32 else 64
+        tiles = -(-count // self.block_m) * -(-out_features // _BLOCK_N)
+        blocks = -(-in_features // _BLOCK_K)
+        splits = max(min(_PROGRAMS // max(tiles, 1), _MOST_SPLITS, blocks), 1)
+        self.steps = -(-blocks // splits)
+        self.splits = -(-blocks // self.steps)
+        self.partial = torch.empty(self.splits, count, out_features, dtype=torch.float32, device=rows.device)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return -(-self.rows.shape[0] // self.block_m), -(-self.out_features // _BLOCK_N), self.splits
+
+    def options(self) -> dict[str, Any]:
+        """The types and the sizes of the tiles."""
+        own = _triton_dtypes()[self.rows.dtype]
+        dot = _triton_dtypes()[torch.float32] if _is_interpreted() else own
+        return {"DTYPE": own, "DOT": dot, "BLOCK_M": self.block_m, "BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K,
+                "STEPS": self.steps}  # fmt: skip
+
+
+def _launch_gptq(product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Gptq) -> None:
+    rows, scales, zeros = product.rows, tensors["scales"].contiguous(), tensors["qzeros"].contiguous()
+    in_features = rows.shape[1]
+    index = tensors["g_idx"].contiguous() if weight_format.act_order else zeros
+    span = in_features if weight_format.group_size == -1 else weight_format.group_size
+    with torch.cuda.device_of(rows):
+        _device().gptq_linear[product.grid](
+            rows, tensors["qweight"].contiguous(), zeros, scales, index, product.partial, rows.shape[0], product.out_features,
+            in_features, span, rows.stride(0), zeros.shape[1], BITS=weight_format.num_bits,
+            READING=weight_format.zero_reading, ONES=WORD_ONES.get(weight_format.num_bits, 0), HAS_INDEX=weight_format.act_order,
+            **product.options(),
+        )  # fmt: skip
+
+
+def _launch_fp8(
+    product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Fp8,
+    quantized: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+) -> None:  # fmt: skip
+    in_features = product.rows.shape[1]
+    scale = tensors[weight_format.scale_name]
+    is_power = scale.element_size() == 1
+    scale = (scale.view(torch.uint8) if is_power else scale).contiguous()
+    block_out, block_in, stride = _sharing(weight_format, scale, product.out_features, in_features)
+    rows, row_scales, row_group = quantized or (product.rows, product.partial, in_features)
+    with torch.cuda.device_of(product.rows):
+        _device().fp8_linear[product.grid](
+            rows.view(torch.int8) if quantized else rows, row_scales, tensors["weight"].contiguous().view(torch.int8), scale,
+            product.partial, rows.shape[0], product.out_features, in_features, rows.stride(0), row_group,
+            -(-in_features // row_group), block_out, block_in, stride, IS_QUANTIZED=quantized is not None,
+            IS_E4M3=weight_format.codes_dtype == "F8_E4M3", IS_POWER=is_power, DIVIDES=weight_format.reciprocal,
+            **product.options(),
+        )  # fmt: skip
+
+
+def _sharing(weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int) -> tuple[int, int, int]:
+    """(outputs, inputs) that share a scale, and how many scales one run of outputs has."""
+    if weight_format.strategy == "tensor":
+        return out_features, in_features, 0
+    if weight_format.strategy == "channel":
+        return 1, in_features, 1
+    if weight_format.strategy == "group":
+        return 1, weight_format.group_size or in_features, scale.shape[-1]
+    block = weight_format.block_structure or (128, 128)
+    return *block, scale.shape[2 if scale.dim() == 4 else -1]
+
+
+def _finish(product: _Product, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Adds the parts and the bias; a tensor of its own, since code after a layer may write into its output."""
+    shape = (*activations.shape[:-1], product.out_features)
+    result = torch.empty(shape, dtype=activations.dtype, device=activations.device)
+    result.view(-1, product.out_features).copy_(product.partial[0] if product.splits == 1 else product.partial.sum(0))
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result
+
+
+def _device() -> Any:
+    from hfq.kernels import triton_device
+
+    return triton_device
+
+
+@functools.cache
+def _triton_dtypes() -> dict[torch.dtype, Any]:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as was settled when they were made."""
+    return type(_device().gptq_linear).__name__ == "InterpretedFunction"

@@ -1,0 +1,130 @@
+"""Where offloaded layers compute, and how activations are rounded, through `from_pretrained`."""
+
+import pytest
+import tiny_models
+import torch
+from contract.cases import CASES
+from transformers import AutoModelForCausalLM
+
+import hfq
+from hfq import HfqConfig, SetupError
+from hfq.errors import FormatError
+from hfq.integrations import loading
+from hfq.modules.linear import PackedLinear
+
+TOKENS = torch.arange(1, 21)[None]
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map="cpu"
+    )
+
+
+def linears(model):
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one memory."""
+    monkeypatch.setattr(loading, "execution_device", lambda homes: "cpu:0")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The same model, resident."""
+    return load(GPTQ)
+
+
+@pytest.mark.parametrize("rule", ["home", "auto"])
+def test_offloaded_layers_compute_at_home(expected, accelerator, rule):
+    model = load(GPTQ, execute_on=rule)
+    assert all(linear.at_home is not None for linear in linears(model))
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)  # a prefill
+        fetches = [linear.at_home.fetches for linear in linears(model)]
+        assert set(fetches) == {1 if rule == "auto" else 0}
+        assert torch.equal(model(TOKENS[:, :1]).logits, expected(TOKENS[:, :1]).logits)
+        assert [linear.at_home.fetches for linear in linears(model)] == fetches
+    assert {linear.at_home.visits for linear in linears(model)} == {1 if rule == "auto" else 2}
+
+
+def test_offloaded_layers_are_brought_to_the_accelerator_unless_asked(accelerator):
+    model = load(GPTQ)
+    assert all(linear.at_home is None for linear in linears(model))
+
+
+@pytest.mark.parametrize(("option", "value"), [("execute_on", "gpu"), ("outlier_threshold", -1.0), ("outlier_threshold", "6")])
+def test_a_wrong_option_is_named(option, value):
+    with pytest.raises(SetupError, match=option):
+        HfqConfig(**{option: value})
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
+    """write(case, more) → a model whose layers are all of a dialect of the contract suite, with additions to its config."""
+
+    def write(name: str, more=None):
+        case = next(case for case in CASES if case.id == name)
+        config = {**case.config, **(more or {})}
+        return tiny_models.write_model(
+            tmp_path_factory.mktemp(name), tiny_models.packed_tensors(case.format), config,
+            tiny_models.schemas(tiny_models.packed_tensors(case.format), case.schema), case.kind,
+        )  # fmt: skip
+
+    return write
+
+
+W8A8 = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@pytest.fixture(scope="module")
+def smoothquant(write):
+    """A model as llmcompressor writes it for W8A8."""
+    config = next(case for case in CASES if case.id == "int-quantized-channel").config
+    groups = {name: {**group, "input_activations": W8A8} for name, group in config["config_groups"].items()}
+    return write("int-quantized-channel", {"config_groups": groups})
+
+
+def test_int8_activations_are_multiplied_as_such_where_that_is_asked_for(smoothquant):
+    asked, exact = load(smoothquant, activations="checkpoint"), load(smoothquant)
+    assert {linear.kernel.name for linear in linears(asked)} == {"int8"}
+    assert "int8" not in {linear.kernel.name for linear in linears(exact)}
+    rounded = load(smoothquant, activations="checkpoint", kernel="reference")
+    assert {linear.kernel.name for linear in linears(rounded)} == {"reference"}
+    with torch.no_grad():
+        found, expected, plain = (model(TOKENS).logits for model in (asked, rounded, exact))
+    # float32 on both sides; a rounding of an activation may flip on the order of a sum
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert (found - plain).norm() > 1e-3 * plain.norm()
+
+
+def test_llm_int8_is_done_where_that_is_asked_for_and_tells_its_outliers(write):
+    path = write("bitsandbytes-int8", {"llm_int8_threshold": 2.5})
+    model, exact = load(path, activations="checkpoint"), load(path)
+    assert {linear.scheme.outlier_threshold for linear in linears(model)} == {2.5}
+    assert all(linear.scheme is None and linear.outliers is None for linear in linears(exact))
+    with torch.no_grad():
+        found, plain = model(TOKENS).logits, exact(TOKENS).logits
+    assert not torch.equal(found, plain)
+    report = hfq.report(model)
+    channels = sum(linear.in_features for linear in linears(model))
+    assert report.outliers.channels == channels
+    assert 0 < report.outliers.share < 1
+    assert report.to_dict()["outliers"]["channels"] == channels
+    assert "outlier channels" in str(report)
+    assert hfq.report(exact).outliers is None
+    every = load(path, activations="checkpoint", outlier_threshold=0.0)
+    none = load(path, activations="checkpoint", outlier_threshold=1e-30)  # every channel is an outlier: nothing is rounded
+    with torch.no_grad():
+        assert not torch.equal(every(TOKENS).logits, found)
+        assert torch.equal(none(TOKENS).logits, plain)
+    assert hfq.report(none).outliers.share == 1
+
+
+@pytest.mark.parametrize("threshold", [-1, "6", True, float("inf")])
+def test_an_unusable_threshold_of_a_checkpoint_is_refused(write, threshold):
+    with pytest.raises(FormatError, match="llm_int8_threshold"):
+        load(write("bitsandbytes-int8", {"llm_int8_threshold": threshold}))

@@ -1,0 +1,171 @@
+"""What is chosen on a CUDA device, by made-up capabilities; and torch's FP8 product, by torch's own implementation of it on a CPU."""
+
+import pytest
+import torch
+
+from hfq.errors import SetupError
+from hfq.formats import ActivationScheme
+from hfq.formats.compressed_tensors import IntQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
+from hfq.kernels import cuda_libraries, reference, scaled_mm, table, triton_linear
+from hfq.kernels.activations import quantize_activations
+from hfq.kernels.table import choose_kernel, explain_kernels
+
+TOKEN, TENSOR = ActivationScheme("token"), ActivationScheme("tensor")
+GROUP = ActivationScheme("group", group_size=128)
+BLOCKS = Fp8(strategy="block", block_structure=(128, 128))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """device(capability, cuda, packages): a machine with such a device, as far as anybody asks."""
+
+    def make(capability=(9, 0), cuda="13.0", packages=("triton",)):
+        cuda_libraries.probe.cache_clear()
+        monkeypatch.setattr(cuda_libraries, "capability", lambda: capability)
+        monkeypatch.setattr(table, "capability", lambda: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
+
+    yield make
+    cuda_libraries.probe.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "scheme", "name"),
+    [
+        (Gptq(), None, "triton"), (Gptq(3), None, "triton"), (BLOCKS, None, "triton"), (Mxfp4(), None, "reference"),
+        (Gptq(5, is_planar=True), None, "reference"), (BLOCKS, GROUP, "triton-fp8"), (Fp8(), TOKEN, "scaled_mm"),
+        (Fp8(strategy="tensor"), TENSOR, "scaled_mm"), (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton-fp8"),
+        (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token", dtype="int8"), "reference"),
+    ],
+)  # fmt: skip
+def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
+    device((9, 0))
+    assert choose_kernel("auto", weight_format, 256, 256, "cuda", scheme).name == name
+    assert choose_kernel("reference", weight_format, 256, 256, "cuda", scheme).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "weight_format", "scheme", "name", "refused", "reason"),
+    [
+        ((8, 0), Fp8(), TOKEN, "triton-fp8", "scaled_mm", "it needs compute capability 8.9, the device has 8.0"),
+        ((8, 9), Fp8(), TOKEN, "triton-fp8", "scaled_mm", "it needs compute capability 9.0 or later, the device has 8.9"),
+        ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "scaled_mm comes first"),
+        ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 7.5, the device has 7.0"),
+    ],
+)  # fmt: skip
+def test_an_older_device_has_the_next_best(device, capability, weight_format, scheme, name, refused, reason):
+    device(capability)
+    reasons = explain_kernels("auto", weight_format, 256, 256, "cuda", scheme)
+    assert choose_kernel("auto", weight_format, 256, 256, "cuda", scheme).name == name
+    assert reasons[refused] == reason
+
+
+def test_sizes_that_the_library_does_not_take_are_left_to_triton(device):
+    device()
+    reasons = explain_kernels("auto", Fp8(), 256, 250, "cuda", TOKEN)
+    assert reasons["scaled_mm"] == "250 x 256 is no multiple of 16"
+    assert reasons["triton-fp8"] is None
+
+
+def test_without_triton_the_reference_multiplies(device):
+    device(packages=())
+    reasons = explain_kernels("auto", Gptq(), 256, 256, "cuda")
+    assert reasons == {"triton": "triton is not installed", "reference": None}
+    with pytest.raises(SetupError) as caught:
+        choose_kernel("triton", Gptq(), 256, 256, "cuda")
+    assert caught.value.found == "triton is not installed"
+
+
+def test_a_kernel_of_one_device_is_not_chosen_for_another(device):
+    device()
+    assert choose_kernel("auto", Gptq(), 256, 256).name == "panels"
+    assert choose_kernel("triton", Gptq(), 256, 256).name == "panels"
+    assert explain_kernels("triton", Gptq(), 256, 256)["triton"] == "it computes on cuda"
+    assert choose_kernel("panels", Gptq(), 256, 256, "cuda").name == "triton"
+
+
+def test_a_slice_cut_within_a_block_is_refused():
+    assert (
+        triton_linear.reason_against(Fp8(strategy="block", block_offset=(0, 8)), 64, 64) == "the layer is cut within a block"
+    )
+    assert triton_linear.reason_against_scheme(Gptq(), TOKEN, 64, 64) == "it does not read gptq"
+    assert (
+        triton_linear.reason_against_scheme(Fp8(), ActivationScheme("token", dtype="int8"), 64, 64)
+        == "it does not round to int8"
+    )
+
+
+PROBES = [
+    ("scaled_mm tensorwise", (8, 9), "12.4", (), True, "compute capability 8.9"),
+    ("scaled_mm tensorwise", (8, 6), "12.4", (), False, "it needs compute capability 8.9 or later, the device has 8.6"),
+    ("scaled_mm rowwise", (9, 0), "12.4", (), True, "compute capability 9.0"),
+    ("scaled_mm blockwise", (9, 0), "12.8", (), False, "it needs CUDA 12.9 or later, torch is built with 12.8"),
+    ("scaled_mm blockwise", (10, 0), "13.0", (), False, "it needs compute capability 9.0, the device has 10.0"),
+    (
+        "scaled_mm blockwise",
+        (9, 0),
+        "13.0",
+        (),
+        False,
+        "hfq does not call it: no machine was at hand to test the layout of its scales on",
+    ),
+    ("marlin", (8, 0), "13.0", (), False, "gptqmodel is not installed"),
+    ("marlin", (8, 0), "13.0", ("gptqmodel",), False, cuda_libraries._GPTQMODEL),
+    ("marlin", (7, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 7.5 or later, the device has 7.0"),
+    ("machete", (8, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 9.0, the device has 8.0"),
+    ("kernels hub", (9, 0), "13.0", ("kernels",), False, "hfq does not call it: it runs code from the network"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "cuda", "packages", "is_available", "reason"), PROBES)
+def test_libraries_are_probed(device, name, capability, cuda, packages, is_available, reason):
+    device(capability, cuda, packages)
+    assert cuda_libraries.probe(name) == (is_available, reason)
+
+
+def test_without_a_device_nothing_is_available(device):
+    device(None, None)
+    assert {cuda_libraries.probe(name) for name in cuda_libraries.LIBRARIES} == {(False, "this machine has no CUDA device")}
+
+
+def test_a_library_is_asked_once(device):
+    device()
+    first = cuda_libraries.probe("scaled_mm rowwise")
+    torch.version.cuda = "1.0"
+    assert cuda_libraries.probe("scaled_mm rowwise") is first
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "scheme", "dtype"),
+    [
+        (Fp8(), TOKEN, torch.bfloat16), (Fp8(), TENSOR, torch.bfloat16), (Fp8(strategy="tensor"), TOKEN, torch.bfloat16),
+        (Fp8(strategy="tensor"), TENSOR, torch.bfloat16), (Fp8(strategy="tensor"), TENSOR, torch.float32),
+        (Fp8(reciprocal=True), TOKEN, torch.bfloat16), (Fp8(), ActivationScheme("token", upper_bound=1.0), torch.bfloat16),
+        (Fp8(), ActivationScheme("tensor", scale_name="input_scale"), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_torchs_product_is_that_of_rounded_activations(weight_format, scheme, dtype):
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) * 0.1
+    tensors = weight_format.quantize(weight) | {"input_scale": torch.tensor(0.01), "bias": torch.linspace(-1, 1, 48).half()}
+    for shape in ((1,), (3,), (2, 5)):
+        activations = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found = scaled_mm.linear(activations, tensors, weight_format, scheme)
+        rounded = quantize_activations(activations.float(), scheme, tensors).double()
+        expected = rounded @ weight_format.dequantize(tensors, torch.float64).t() + tensors["bias"].double()
+        assert found.dtype == dtype
+        assert found._base is None
+        bound = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]  # bfloat16: the product and the sum with the bias
+        assert (found.double() - expected).norm() <= bound * expected.norm()
+
+
+def test_panels_of_an_accelerator_are_larger(monkeypatch):
+    weight_format = Fp8()
+    tensors = {name: tensor.to("meta") for name, tensor in weight_format.quantize(torch.ones(512, 4096)).items()}
+    monkeypatch.setattr(Fp8, "dequantize_into", lambda *_: None)
+    sizes = [panel.shape[0] for _, panel in reference._panels(tensors, weight_format, torch.float32)]
+    assert sizes == [512] == [min(512, reference.ACCELERATOR_PANEL_NBYTES // (4 * 4096))]

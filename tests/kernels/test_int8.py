@@ -1,0 +1,224 @@
+"""Products of int8 activations and int8 weights: the integers exact, the results as those of rounded activations."""
+
+import dataclasses
+
+import pytest
+import torch
+from kernels.test_reference_memory import Allocations
+
+from hfq.formats import ActivationScheme
+from hfq.formats.bitsandbytes import BnbInt8
+from hfq.formats.compressed_tensors import IntQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.kernels import int8, panels
+from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_activations
+from hfq.kernels.native import int8 as compiled_int8
+from hfq.kernels.native.int8 import integer_product
+from hfq.kernels.table import choose_kernel, explain_kernels
+
+TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
+LLM = ActivationScheme("token", dtype="int8", outlier_threshold=6.0)
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Of the result's norm: scales and sums in float32, and the rounding of the result."""
+
+
+@pytest.fixture
+def integers(compiled, monkeypatch):
+    """The compiled part, in use for one test."""
+    monkeypatch.setattr(int8, "is_built", lambda: True)
+    if compiled_int8._library() is None:
+        pytest.skip("int8.cpp is not built")
+
+
+def layer(out_features: int, in_features: int, weight_format=None):
+    weight_format = weight_format or IntQuantized(scale_shape=(out_features, 1))
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(1)) * 0.1 + 0.02
+    return weight_format, weight_format.quantize(weight)
+
+
+def random_rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def exact(activations, tensors, weight_format, scheme):
+    """In double, with activations rounded in float32."""
+    rounded = quantize_activations(activations.float(), scheme, tensors)
+    return rounded.double() @ weight_format.dequantize(tensors, torch.float64).t()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 17, 70])
+def test_integers_are_summed_exactly_from_any_address(integers, rows, is_plain, monkeypatch):
+    generator = torch.Generator().manual_seed(rows)
+    for out_features, in_features in ((1, 1), (5, 37), (8, 64), (33, 352)):
+        memory = torch.randint(0, 256, (out_features * in_features + 3,), dtype=torch.uint8, generator=generator)
+        weight = memory[3:].view(torch.int8).view(out_features, in_features)
+        codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16, generator=generator)
+        expected = codes.to(torch.int64) @ weight.to(torch.int64).t()
+        assert torch.equal(integer_product(codes, weight, is_plain), expected)
+
+
+def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(integers, monkeypatch):
+    in_features = (1 << 17) - 1
+    weight = torch.full((18, in_features), -128, dtype=torch.int8)
+    weight[1::2] = 127
+    for code in (-128, 127):
+        codes = torch.full((2, in_features), code, dtype=torch.int16)
+        expected = torch.tensor([[code * -128 * in_features, code * 127 * in_features] * 9] * 2)
+        assert torch.equal(integer_product(codes, weight), expected)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+        assert torch.equal(integer_product(codes, weight), expected)
+
+
+@pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])
+@pytest.mark.parametrize(
+    "weight_format",
+    [
+        IntQuantized(scale_shape=(37, 1)), IntQuantized(scale_shape=(1,)), IntQuantized(scale_shape=(37, 1), zero_dtype="I8"),
+        BnbInt8(scale_shape=(37,)),
+    ],
+    ids=["channel", "tensor", "zero points", "bitsandbytes"],
+)  # fmt: skip
+def test_results_are_those_of_rounded_activations(integers, weight_format, scheme):
+    weight_format, tensors = layer(37, 99, weight_format)
+    biased = tensors | {"bias": torch.linspace(-1, 1, 37).half()}
+    for dtype, bound in ROUNDING.items():
+        for shape in ((1,), (2,), (3,), (8,), (17,), (128,), (2, 5), ()):
+            activations = random_rows(*shape, 99, dtype=dtype)
+            activations[..., 7] *= 20  # an outlier, for LLM.int8()
+            expected = exact(activations, tensors, weight_format, scheme)
+            found = int8.linear(activations, tensors, weight_format, scheme)
+            assert found.dtype == dtype
+            assert found.shape == expected.shape
+            assert found._base is None
+            assert (found.double() - expected).norm() <= bound * expected.norm()
+            with_bias = int8.linear(activations, biased, weight_format, scheme)
+            assert torch.equal(with_bias, found + biased["bias"].to(dtype))
+    assert int8.linear(random_rows(0, 99), tensors, weight_format, scheme).shape == (0, 37)
+
+
+def test_strided_rows_are_read_as_they_are(integers):
+    weight_format, tensors = layer(37, 96)
+    for activations in (random_rows(96, 5).t(), random_rows(5, 192)[:, :96], random_rows(5, 192)[:, ::2]):
+        found = int8.linear(activations, tensors, weight_format, TOKEN)
+        assert torch.equal(found, int8.linear(activations.contiguous(), tensors, weight_format, TOKEN))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+def test_without_a_compiler_torch_multiplies_codes_in_bfloat16(rows, monkeypatch):
+    monkeypatch.setattr(panels, "linear", None)
+    weight_format, tensors = layer(37, 96)
+    activations = random_rows(rows, 96, dtype=torch.bfloat16)
+    found = int8.linear(activations, tensors, weight_format, TOKEN)
+    expected = exact(activations, tensors, weight_format, TOKEN)
+    assert (found.double() - expected).norm() <= 2**-7 * expected.norm()  # the sum and the result are rounded
+
+
+def test_without_a_compiler_everything_else_goes_through_panels():
+    weight_format, tensors = layer(37, 99)
+    for activations in (random_rows(3, 99), random_rows(3, 99, dtype=torch.bfloat16), random_rows(40, 99)):
+        rounded = quantize_activations(activations, TOKEN, tensors)
+        expected = panels.linear(rounded, tensors, weight_format)
+        assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+
+
+def test_with_dot_products_torch_sums_many_rows(integers, monkeypatch):
+    weight_format, tensors = layer(37, 96)
+    activations = random_rows(40, 96)
+    expected = int8.linear(activations, tensors, weight_format, TOKEN)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    int8._has_exact_dots.cache_clear()
+    calls = []
+    multiply = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda *arguments: calls.append(1) or multiply(*arguments))
+    assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+    assert len(calls) == 2  # the probe, and the layer
+    int8.linear(activations[:31], tensors, weight_format, TOKEN)
+    assert len(calls) == 2
+    int8._has_exact_dots.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda one, other: multiply(one, other) + 1)
+    assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)  # wrong sums are not used
+    int8._has_exact_dots.cache_clear()
+
+
+@pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])
+def test_many_rows_are_multiplied_in_batches_that_change_nothing(integers, scheme, monkeypatch):
+    weight_format, tensors = layer(37, 96)
+    activations = random_rows(50, 96)
+    activations[49, 5] = 9.0
+    expected = int8.linear(activations, tensors, weight_format, scheme)
+    monkeypatch.setattr(int8, "BATCH_NBYTES", 4 * 96 * 7)
+    assert torch.equal(int8.linear(activations, tensors, weight_format, scheme), expected)
+
+
+def test_what_is_made_on_the_way_does_not_grow_with_the_rows(integers):
+    weight_format, tensors = layer(64, 2048)
+    activations = random_rows(4096, 2048, dtype=torch.bfloat16)
+    with Allocations() as allocations:
+        int8.linear(activations, tensors, weight_format, TOKEN)
+    assert allocations.largest <= int8.BATCH_NBYTES < activations.numel() * 2
+
+
+def llm_int8(activations: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Dettmers et al. 2022, section 3, step by step: equation 8 with vector-wise quantization of the channels that are no outliers."""
+    channels = range(activations.shape[1])
+    outliers = [channel for channel in channels if float(activations[:, channel].abs().max()) >= threshold]
+    others = [channel for channel in channels if channel not in outliers]
+    amax = activations[:, others].abs().amax(1, keepdim=True)
+    codes = (activations[:, others] * (127 / amax)).round()
+    products = codes.double() @ weight[:, others].double().t()
+    floats = activations[:, outliers].double() @ (weight[:, outliers].double() * scale[:, None] / 127).t()
+    return products * amax * scale / (127 * 127) + floats
+
+
+@pytest.mark.parametrize("threshold", [6.0, 3.0, 2.0])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_outliers_are_treated_as_published(compiled, is_compiled, threshold, monkeypatch):
+    monkeypatch.setattr(int8, "is_built", lambda: is_compiled)
+    weight_format, tensors = layer(24, 128, BnbInt8(scale_shape=(24,)))
+    activations = random_rows(5, 128)
+    activations[1, 3], activations[4, 10], activations[:, 20] = 30.0, -6.0, 8.0
+    scheme = dataclasses.replace(LLM, outlier_threshold=threshold)
+    expected = llm_int8(activations, tensors["weight"], tensors["SCB"].double(), threshold)
+    plain = panels.linear(quantize_activations(activations, scheme, tensors), tensors, weight_format)
+    if is_compiled and threshold == 6:  # few outliers stay beside the integers, many do not
+        monkeypatch.setattr(panels, "linear", None)
+    found = int8.linear(activations, tensors, weight_format, scheme)
+    assert (found.double() - expected).norm() <= 2e-6 * expected.norm()
+    assert (plain.double() - expected).norm() <= 2e-6 * expected.norm()
+    tally = OutlierTally()
+    for _ in range(2):
+        tally.count(activations, scheme)
+    assert tally.channels == 256
+    assert tally.outliers == 2 * int((activations.abs() >= threshold).any(0).sum())
+
+
+def test_a_threshold_of_zero_rounds_every_channel_by_127():
+    scheme = dataclasses.replace(LLM, outlier_threshold=0.0)
+    values = random_rows(3, 16) * 50
+    steps = values.abs().amax(1, keepdim=True) / 127
+    assert outlier_channels(values, scheme) is None
+    assert torch.equal(quantize_activations(values, scheme, {}), (values / steps).round() * steps)
+
+
+def test_the_kernel_is_chosen_for_rounded_activations_alone(integers):
+    weight_format = IntQuantized(scale_shape=(64, 1))
+    assert choose_kernel("auto", weight_format, 64, 64, scheme=TOKEN).name == "int8"
+    assert choose_kernel("auto", weight_format, 64, 64).name != "int8"
+    assert choose_kernel("reference", weight_format, 64, 64, scheme=TOKEN).name == "reference"
+    assert choose_kernel("int8", weight_format, 64, 64).name == "panels"
+    assert explain_kernels("int8", weight_format, 64, 64)["int8"] == "it multiplies rounded activations alone"
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "scheme", "in_features", "part"),
+    [
+        (Fp8(), TOKEN, 64, "does not read fp8"), (IntQuantized(scale_shape=(64, 2)), TOKEN, 64, "a scale for each row"),
+        (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token"), 64, "does not round to e4m3"),
+        (IntQuantized(scale_shape=(64, 1)), TOKEN, 1 << 17, "not fewer"), (IntQuantized(scale_shape=(64, 1)), TOKEN, 99, "multiple"),
+        (IntQuantized(scale_shape=(64, 1), zero_dtype="I8"), TOKEN, 64, "without its compiled part"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, scheme, in_features, part):
+    assert part in int8.reason_against(weight_format, scheme, in_features, 64)
+    assert choose_kernel("auto", weight_format, in_features, 64, scheme=scheme).name == "panels"
