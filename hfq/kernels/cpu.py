@@ -15,12 +15,11 @@ import torch
 
 from hfq.errors import CheckpointError
 from hfq.formats import Format
-from hfq.formats.awq import Awq
 from hfq.formats.buffers import thread_buffer
-from hfq.formats.gptq import Gptq
 from hfq.kernels import panels
 from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library
+from hfq.kernels.native.structure import AWQ, GPTQ
 
 __all__ = ["FUSED_ROWS", "linear", "linear_grad"]
 
@@ -72,7 +71,7 @@ def _filler(
     native: ctypes.CDLL, layer: NativeLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> panels.Fill:
     """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of inputs."""
-    is_transposed = isinstance(weight_format, Gptq | Awq)
+    is_transposed = layer.kind in (GPTQ, AWQ)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
@@ -88,9 +87,10 @@ def _check(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor])
     """Refuses an index that would be followed out of the layer's memory: its file changed since it was checked."""
     if status == 0:
         return
-    index = tensors["g_idx"]
+    name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
+    index = tensors[name]
     raise CheckpointError(
-        "The groups of a layer changed after the model was loaded.", tensor="g_idx", expected=f"0 to {layer.groups - 1}",
+        "The groups of a layer changed after the model was loaded.", tensor=name, expected=f"0 to {layer.groups - 1}",
         found=f"{int(index.min())} to {int(index.max())}",
         fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
     )  # fmt: skip
