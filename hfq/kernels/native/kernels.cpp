@@ -30,7 +30,7 @@ enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 
 // Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step with
 // g = index[k] or, without an index, k / block_in.
 //   NIBBLES: two codes a byte, the lower half first unless `high_first`; `values` are the 16 floats that they stand for. Where those
-//   are integers, times a power of two, `integers` are 16 bytes: value / unit + offset, or with zero points the code, and 15 the offset.
+//   are integers, times a power of two, `integers` are 16 bytes, value / unit + offset; with zero points the unit is 1, the offset 15.
 //   INT8: times `shared`. QUADS (AWQ's gemv_fast): four rows share a word of 16 bits, and W = code * scale + zero.
 // Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves: nested_values[code] *
 // nested_scales[place / nested_size] + shared.
@@ -226,8 +226,7 @@ HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
     if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > DIGIT_ROWS) return false;
     if (layer.row_zeros > OUTPUT_WORDS || layer.scale_step != 1) return false;
     bool is_single = layer.block_in >= layer.in_features;
-    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 ||
-        (layer.block_in == 16 && layer.row_zeros == NONE);
+    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 || layer.block_in == 16;
 }
 
 HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -235,8 +234,8 @@ HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multipl
 // Of one activation row as integers: bytes of digits, spans with a unit of their own, and totals.
 HFQ_INLINE int64_t group_chunks(const Layer &layer) { return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK; }
 HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
-HFQ_INLINE int64_t digits_nbytes(const Layer &layer) {
-    return DIGITS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN));
+HFQ_INLINE int64_t digits_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
+    return DIGITS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
 }
 HFQ_INLINE int64_t spans(const Layer &layer) {
     return has_columns(layer) ? layer.groups * group_spans(layer) : up(layer.in_features, SPAN) / SPAN;
@@ -519,9 +518,10 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
-// fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
+// W int8 as floats; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
 // in each 128 bits; W floats by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
@@ -533,6 +533,7 @@ static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm256_unpackhi_epi8((_
 static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
@@ -544,6 +545,7 @@ static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm512_unpackhi_epi8((_
 static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #else
+static inline vf from_int8(const char *p) { return __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf); }
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
     vf out;
@@ -630,8 +632,13 @@ static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
 // each with a sign. Products with codes of up to eight bits, their sums and a zero point times the sum of the activations are integers
 // then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once.
 
-// Integers of up to SPAN floats, zero from `count` on; returns their unit.
-static float to_integers(const float *x, int64_t count, int32_t *out) {
+// Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `digits` are, with signs.
+struct Integers {
+    int32_t values[SPAN], highs[SPAN];
+    uint32_t digits[SPAN];
+    float unit;
+};
+static void to_integers(const float *x, int64_t count, Integers &out) {
     float padded[SPAN];
     __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count);
     uint32_t bits = largest_bits(padded, SPAN);
@@ -639,17 +646,24 @@ static float to_integers(const float *x, int64_t count, int32_t *out) {
     if (power > 126) power = 126;
     vf factor = all(as_float((uint32_t)(127 + power) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
-        vf value = load<vf>(padded + k) * factor;
-        vf half = (vf)((vu)all(0.5f) | ((vu)value & 0x80000000u));
-        store(out + k, __builtin_convertvector(value + half, vi));
+        vf scaled = load<vf>(padded + k) * factor, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
+        vi value = __builtin_convertvector(scaled + half, vi);
+        store(out.values + k, value), store(out.highs + k, (value + 0x8080) >> 16);
+        store(out.digits + k, ((vu)value + 0x808080u) ^ 0x808080u);
     }
-    return as_float((uint32_t)(127 - power) << 23);
+    out.unit = as_float((uint32_t)(127 - power) << 23);
 }
 
-// The digits of an integer, the highest first.
-static HFQ_INLINE void split(int32_t value, int8_t *digits) {
-    digits[2] = (int8_t)value, value = (value - digits[2]) >> 8;
-    digits[1] = (int8_t)value, digits[0] = (int8_t)((value - digits[1]) >> 8);
+// The three digits of an integer, the highest first.
+static HFQ_INLINE void put_digits(uint32_t digits, char *to, int64_t apart) {
+    to[0] = (char)(digits >> 16), to[apart] = (char)(digits >> 8), to[2 * apart] = (char)digits;
+}
+
+// The sums of the highest digits, and of what the lower ones make.
+static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, int32_t &high, int32_t &low) {
+    int32_t sum = high = 0;
+    for (int64_t i = first; i < first + count; i++) high += of.highs[i], sum += of.values[i];
+    low = sum - 65536 * high;
 }
 
 // Where the code of a column is among the 32 that are unpacked together: in which of eight vectors, four codes to a lane.
@@ -671,38 +685,32 @@ static void count_columns(const Layer &layer, const float *x, char *digits, floa
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
         for (int64_t s = 0; s < group_spans(layer); s++, units++, sums += 2) {
             int64_t k = start + s * SPAN, count = most(0, least(SPAN, stop - k)), left = group_chunks(layer) - s * (SPAN / CHUNK);
-            int32_t values[SPAN];
-            *units = to_integers(x + least(k, size), count, values);
-            sums[0] = sums[1] = 0;
-            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i++) {
-                int8_t digit[DIGITS];
-                split(values[i], digit);
-                char *to = digits + i / CHUNK * DIGITS * CHUNK + place[i % CHUNK];
-                to[0] = digit[0], to[CHUNK] = digit[1], to[2 * CHUNK] = digit[2];
-                sums[0] += digit[0], sums[1] += 256 * digit[1] + digit[2];
-            }
+            Integers found;
+            to_integers(x + least(k, size), count, found);
+            *units = found.unit;
+            add_up(found, 0, SPAN, sums[0], sums[1]);
+            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK)
+                for (int64_t j = 0; j < CHUNK; j++) put_digits(found.digits[i + j], digits + i * DIGITS + place[j], CHUNK);
             digits += least(SPAN, left * CHUNK) * DIGITS;
         }
     }
 }
 
-// [digit][the first or second code of a byte][bytes]; totals of the highest digits, and of the two others, for each eight codes, times
-// what takes the codes' offset off a sum.
+// By 8 * W codes: [digit][the first or second code of a byte][bytes]; totals of the highest digits, and of the two others, for each
+// eight codes, times what takes the codes' offset off a sum.
 static void count_rows(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
-    int64_t padded = up(layer.in_features, SPAN), half = padded / 2;
-    for (int64_t k = 0; k < padded; k += SPAN, units++) {
-        int32_t values[SPAN];
-        *units = to_integers(x + k, least(SPAN, layer.in_features - k), values) * layer.unit;
-        for (int64_t i = 0; i < SPAN; i += 8) {
-            int32_t high = 0, low = 0;
-            for (int64_t j = i; j < i + 8; j++) {
-                int8_t digit[DIGITS];
-                split(values[j], digit);
-                char *to = digits + (k + j) / 2 + ((j ^ layer.high_first) & 1) * half;
-                to[0] = digit[0], to[padded] = digit[1], to[2 * padded] = digit[2];
-                high += digit[0], low += 256 * digit[1] + digit[2];
+    for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {
+        Integers found;
+        to_integers(x + k, least(SPAN, layer.in_features - k), found);
+        *units = found.unit * layer.unit;
+        for (int64_t i = 0; i < SPAN; i += 8 * W, digits += DIGITS * 8 * W, sums += 2 * W) {
+            for (int64_t lane = 0; lane < W; lane++) {
+                int32_t high, low;
+                add_up(found, i + 8 * lane, 8, high, low);
+                sums[lane] = -layer.offset * high, sums[W + lane] = -layer.offset * low;
             }
-            sums[(k + i) / 8] = -layer.offset * high, sums[(padded + k + i) / 8] = -layer.offset * low;
+            for (int64_t j = 0; j < 8 * W; j++)
+                put_digits(found.digits[i + j], digits + j / 2 + ((j ^ layer.high_first) & 1) * 4 * W, 8 * W);
         }
     }
 }
@@ -737,10 +745,13 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 }
 
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
-    vu words, shifts;
-    HFQ_UNROLL
-    for (int i = 0; i < W; i++) words[i] = load32(p + i / 8 * 4), shifts[i] = (uint32_t)(i % 8 * 4 ^ first);
-    return look_up(words >> shifts & 15u, values);
+    vu words = (vu){} + load32(p), shifts;
+#if HFQ_PASS == 2
+    uint32_t second = load32(p + 4);
+    for (int i = 8; i < W; i++) words[i] = second;
+#endif
+    for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
+    return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
 // Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next place.
@@ -791,8 +802,7 @@ template <int KIND> static HFQ_INLINE void decode_two(const char *row, int64_t k
         return;
     }
     if constexpr (KIND == INT8) {
-        low = __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf);
-        high = __builtin_convertvector(__builtin_convertvector(load<vc>(p + W), vi), vf);
+        low = from_int8(p), high = from_int8(p + W);
         return;
     }
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
@@ -896,12 +906,13 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);
-    int64_t size = layer.in_features;
+    int64_t size = layer.in_features, first = scale_place(layer, n, 0);
+    const char *scales = layer.scales + 4 * first;  // of float32, one after the other
     vf total = all(0.0f);
     vub worst = {};
     for (int64_t at = 0, stop, segment = 0; at < size; at = stop, segment++) {
         stop = least(size, at + layer.block_in);
-        vf sum[4] = {}, zero = all(row_zero(layer, n, segment));
+        vf sum[4] = {}, zero = all(KIND == E4M3 || KIND == E5M2 ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
         for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
         if (i < stop) {
@@ -912,7 +923,7 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
             dot_codes<KIND>(rest, 0, codes, zero, part, sum, worst);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        float scale = scale_at(layer, scale_place(layer, n, segment));
+        float scale = layer.scale_dtype == F32 ? as_float(load32(scales + 4 * segment)) : scale_at(layer, first + segment * layer.scale_step);
         bool divides = KIND <= E5M2 && layer.divides;
         total = divides ? total + piece / scale : fma(piece, all(scale), total);
     }
@@ -942,35 +953,36 @@ static void row_scales(const Layer &layer, int64_t n, int64_t groups, float *out
     for (; i < groups; i++) out[i] = scale_at(layer, place + i);
 }
 
-// What 4-bit codes of channels [k, k + 8 * W) stand for, as bytes without sign; a table for each 128 bits. With zero points they are
-// code + 15 - zero point.
-static HFQ_INLINE vb integer_table(const Layer &layer, int64_t n, int64_t k) {
-    vb table;
-    for (int lane = 0; lane < W / 4; lane++) {
-        uint64_t halves[2], shift = 0;
-        __builtin_memcpy(halves, layer.integers, 16);
-        if (layer.row_zeros != NONE) {
-            int64_t group = least(k + 32 * lane, layer.in_features - 1) / layer.block_in;
-            shift = (uint64_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, group)) * 0x0101010101010101u;
-        }
-        halves[0] += shift, halves[1] += shift;
-        __builtin_memcpy((char *)&table + 16 * lane, halves, 16);
-    }
-    return table;
+// What is added to the codes of an output row's groups, in each of four bytes: 15 less the zero point.
+static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *out) {
+    int64_t i = 0;
+    vu shifts = (vu){} + (uint32_t)(n % 8 * 4);
+    if (layer.row_zeros == GROUP_WORDS)
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
+    for (; i + W <= groups && layer.row_zeros == OUTPUT_WORDS; i += W)
+        store(out + i, (15u - (load<vu>(layer.zeros + 4 * (n / 8 * layer.groups + i)) >> shifts & 15u)) * 0x01010101u);
+    for (; i + W <= groups && W == 8; i += W)
+        store(out + i, (15u - ((vu){} + load32(layer.zeros + 4 * (n * layer.zero_words + i / 8)) >> shifts & 15u)) * 0x01010101u);
+    for (; i < groups; i++)
+        out[i] = (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
 }
 
 // The products of one output row and ROWS activation rows, all as integers.
-template <int ROWS> static void dot_integers(const Call &call, int64_t row, int64_t n, float *scales) {
+template <int ROWS> static void dot_integers(const Call &call, int64_t row, int64_t n, float *scratch) {
     const Layer &layer = *call.layer;
-    int64_t size = layer.in_features, padded = up(size, SPAN), half = padded / 2, group_size = least(layer.block_in, padded);
+    int64_t size = layer.in_features, padded = up(size, SPAN), group_size = least(layer.block_in, padded);
     int64_t each = digits_nbytes(layer), groups = (size + group_size - 1) / group_size;
     const char *codes = codes_of<NIBBLES>(layer, n);
+    const bool has_table = layer.row_zeros == NONE && layer.unit != 1;
+    float *scales = scratch, *shifts = scratch + groups + W;
     row_scales(layer, n, groups, scales);
     __builtin_memset(scales + groups, 0, 4 * W);
+    if (layer.row_zeros != NONE) row_shifts(layer, n, groups, (uint32_t *)shifts);
     vi places;
     for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
     vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
-    vb table = {};
+    vb table;
+    for (int lane = 0; lane < W / 4; lane++) __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
     vf total[ROWS];
     for (int m = 0; m < ROWS; m++) total[m] = all(0.0f);
     for (int64_t k = 0; k < size; k += 8 * W) {
@@ -980,19 +992,23 @@ template <int ROWS> static void dot_integers(const Call &call, int64_t row, int6
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (size - k + 1) / 2);
             at = rest;
         }
-        if (k == 0 || (layer.row_zeros != NONE && (group_size < 8 * W || k % group_size == 0))) table = integer_table(layer, n, k);
-        vb first = pick_bytes(table, (vb)(load<vu>(at) & 0x0F0F0F0Fu)), second = pick_bytes(table, (vb)(load<vu>(at) >> 4 & 0x0F0F0F0Fu));
+        vb first = (vb)(load<vu>(at) & 0x0F0F0F0Fu), second = (vb)(load<vu>(at) >> 4 & 0x0F0F0F0Fu);
+        if (has_table) first = pick_bytes(table, first), second = pick_bytes(table, second);
+        if (layer.row_zeros != NONE) {
+            vb shift = (vb)pick_floats(load<vf>(shifts + k / group_size), places);
+            first += shift, second += shift;
+        }
         vf scale = pick_floats(load<vf>(scales + k / group_size), places);
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++) {
-            const char *digits = call.digits + (row + m) * each + k / 2;
-            const int32_t *totals = call.totals + (row + m) * (padded / 4) + k / 8;
+            const char *digits = call.digits + (row + m) * each + DIGITS * k;
+            const int32_t *totals = call.totals + (row + m) * (padded / 4) + k / 4;
             vs sum[DIGITS];
             HFQ_UNROLL
             for (int d = 0; d < DIGITS; d++)
-                sum[d] = dot_bytes(first, load<vsb>(digits + d * padded)) + dot_bytes(second, load<vsb>(digits + d * padded + half));
+                sum[d] = dot_bytes(first, load<vsb>(digits + 8 * W * d)) + dot_bytes(second, load<vsb>(digits + 8 * W * d + 4 * W));
             vi high = dot_shorts(sum[0], ones) + load<vi>(totals);
-            vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + padded / 8);
+            vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + W);
             vf unit = all(call.units[(row + m) * (padded / SPAN) + k / SPAN]);
             vf value = fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
             total[m] = fma(value * unit, scale, total[m]);
@@ -1056,12 +1072,13 @@ template <int KIND> static void rows_of(const Call &call, int64_t n, int64_t cou
 }
 
 static void integers_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    for (int64_t r = n; r < n + count; r++) switch (call.rows) {
-        case 1: dot_integers<1>(call, 0, r, scratch); break;
-        case 2: dot_integers<2>(call, 0, r, scratch); break;
-        case 3: dot_integers<3>(call, 0, r, scratch); break;
-        default: dot_integers<4>(call, 0, r, scratch);
-    }
+    for (int64_t row = 0; row < call.rows; row += 4)
+        for (int64_t r = n; r < n + count; r++) switch (call.rows - row) {
+            case 1: dot_integers<1>(call, row, r, scratch); break;
+            case 2: dot_integers<2>(call, row, r, scratch); break;
+            case 3: dot_integers<3>(call, row, r, scratch); break;
+            default: dot_integers<4>(call, row, r, scratch);
+        }
 }
 
 static void rows_part(const void *context, int64_t part, float *scratch) {
@@ -1265,18 +1282,57 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
     vi sum[DIGITS];
     HFQ_UNROLL
     for (int d = 0; d < DIGITS; d++) {
-        vs weight = d == 1 ? ones * (int16_t)256 : ones, first = {}, second = {};
+        vs total = {};
         HFQ_UNROLL
-        for (int v = 0; v < 8; v++) {  // of eight bits, the halves each by itself: int16 holds no more
-            vsb x = spread(digits + d * CHUNK + 4 * v);
-            first += dot_bytes(BITS == 8 ? (vb)((vu)codes[v] & 0x0F0F0F0Fu) : codes[v], x);
-            if (BITS == 8) second += dot_bytes((vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu), x);
-        }
-        sum[d] = dot_shorts(first, weight);
-        if (BITS == 8) sum[d] += dot_shorts(second, weight * (int16_t)16);
+        for (int v = 0; v < 8; v++) total += dot_bytes(codes[v], spread(digits + d * CHUNK + 4 * v));
+        sum[d] = dot_shorts(total, d == 1 ? ones * (int16_t)256 : ones);
     }
     store(high, load<vi>(high) + sum[0]);
     store(low, load<vi>(low) + (sum[1] + sum[2]));
+}
+
+// Of eight bits: the halves of a code each by itself, since int16 holds no more.
+template <> HFQ_INLINE void add_chunk<8>(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+    const vs ones = (vs){} + (int16_t)1;
+    vs first[DIGITS] = {}, second[DIGITS] = {};
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        vb lower = (vb)((vu)codes[v] & 0x0F0F0F0Fu), upper = (vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu);
+        HFQ_UNROLL
+        for (int d = 0; d < DIGITS; d++) {
+            vsb x = spread(digits + d * CHUNK + 4 * v);
+            first[d] += dot_bytes(lower, x), second[d] += dot_bytes(upper, x);
+        }
+    }
+    vi sum[DIGITS];
+    HFQ_UNROLL
+    for (int d = 0; d < DIGITS; d++) {
+        vs weight = d == 1 ? ones * (int16_t)256 : ones;
+        sum[d] = dot_shorts(first[d], weight) + dot_shorts(second[d], weight * (int16_t)16);
+    }
+    store(high, load<vi>(high) + sum[0]);
+    store(low, load<vi>(low) + (sum[1] + sum[2]));
+}
+
+// As add_chunk, for the codes of two column vectors, straight from their words.
+template <int BITS> static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
+    const int parts = 8 / BITS;
+    const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
+    vs a[DIGITS] = {}, b[DIGITS] = {};
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        const char *at = words + v / parts * pitch;
+        const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
+        vb first = (vb)(load<vu>(at) >> BITS * (v % parts) & mask), second = (vb)(load<vu>(at + 4 * W) >> BITS * (v % parts) & mask);
+        HFQ_UNROLL
+        for (int d = 0; d < DIGITS; d++) {
+            vsb x = spread(digits + d * CHUNK + 4 * v);
+            a[d] += dot_bytes(first, x), b[d] += dot_bytes(second, x);
+        }
+    }
+    store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
+    store(low, load<vi>(low) + (dot_shorts(a[1], heavier) + dot_shorts(a[2], ones)));
+    store(low + W, load<vi>(low + W) + (dot_shorts(b[1], heavier) + dot_shorts(b[2], ones)));
 }
 
 // As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
@@ -1307,8 +1363,15 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
                      const char *digits, int32_t *high, int32_t *low, int64_t wide) {
     const Layer &layer = *call.layer;
     const int64_t step = BITS == 0 ? 8 * W : W, each = digits_nbytes(layer);
-    for (; k < stop; k += CHUNK, digits += DIGITS * CHUNK)
-        for (int64_t i = 0; i < count; i += step) {
+    for (; k < stop; k += CHUNK, digits += DIGITS * CHUNK) {
+        int64_t i = 0;
+        if constexpr (BITS == 2 || BITS == 4)
+            if (rows == 1 && stop - k >= CHUNK) {
+                const int64_t pitch = 4 * layer.out_features;
+                const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
+                for (; i + 2 * W <= count; i += 2 * W) add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+            }
+        for (; i < count; i += step) {
             Words words;
             vb codes[8];
             words.take(layer, k, least(CHUNK, stop - k), n + i, count - i, step, CHUNK);
@@ -1324,6 +1387,7 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
                     add_chunk<BITS>(codes, digits + (row + m) * each, high + m * wide + i, low + m * wide + i);
             }
         }
+    }
 }
 
 // A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points taken off, span by span.
@@ -1435,6 +1499,12 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
             Words words;
             words.take(layer, k, codes, panel.start + first + i, count - i, W, 0);
             decode_block(words.at, words.pitch, codes, decoded);
+            if (panel.dtype == F32 && count - i >= W && places[0] == places[codes - 1] && !layer.index_nbytes) {
+                vf scale = load<vf>(scales + places[0] + i), zero = load<vf>(zeros + places[0] + i);
+                float *to = (float *)panel.out + k * panel.count + first + i;
+                for (int64_t c = 0; c < codes; c++, to += panel.count) store(to, (load<vf>(decoded + c * W) - zero) * scale);
+                continue;
+            }
             for (int64_t c = 0; c < codes; c++) {
                 float *code = decoded + c * W;
                 store(code, (load<vf>(code) - load<vf>(zeros + places[c] + i)) * load<vf>(scales + places[c] + i));
