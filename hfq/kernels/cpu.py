@@ -9,7 +9,7 @@ the values, the sizes and the processor alone: not of the memory that the bytes 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,9 +21,9 @@ from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library
 from hfq.kernels.native.structure import AWQ, GPTQ
 
-__all__ = ["FUSED_ROWS", "linear", "linear_grad"]
+__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
 
-FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
+FUSED_ROWS = {torch.float32: 32, torch.bfloat16: 8}
 """The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
 
 
@@ -48,6 +48,42 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
+    return result
+
+
+def grouped_linear(
+    activations: torch.Tensor, counts: Sequence[int], layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]]
+) -> torch.Tensor | None:
+    """`linear` of one layer after the other, each for its own rows, in one call and bit for bit: the experts of a layer.
+
+    Args:
+        activations: [rows, in_features], sorted by layer.
+        counts: The rows of each layer, all of them together; none is zero.
+        layers: (tensors, format) of each, all of one size.
+
+    Returns:
+        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this.
+    """
+    native = library()
+    if native is None or not layers or max(counts) > FUSED_ROWS[panels.product_dtype(activations.dtype)]:
+        return None
+    described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
+    found = [layer for layer in described if layer is not None]
+    if len(found) < len(layers) or len({(layer.in_features, layer.out_features) for layer in found}) != 1:
+        return None
+    rows, out_features, number = activations.contiguous(), found[0].out_features, len(found)
+    result = rows.new_empty(rows.shape[0], out_features)
+    here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
+    scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_grouped_scratch(here, sizes, number))
+    status = native.hfq_grouped(
+        here, sizes, number, rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
+        out_features, scratch.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if status != 0:
+        return None  # `linear` of the layer that is at fault says what is wrong with it
+    for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
+        if tensors.get("bias") is not None:
+            part += tensors["bias"].to(part.dtype)
     return result
 
 

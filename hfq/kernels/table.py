@@ -35,6 +35,7 @@ class Kernel:
         priority: `"auto"` takes the kernel of the highest priority that can run.
         lacks: Why this machine cannot run it; None where it can. May wait for a build.
         refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
+        grouped_linear: Rows times one layer after the other in one call, see `hfq.kernels.cpu.grouped_linear`; None if it has none.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kernel:
     priority: int = 0
     lacks: Callable[[], str | None] = _nothing
     refuses: Callable[[Format, int, int], str | None] = _nothing
+    grouped_linear: Callable[..., torch.Tensor | None] | None = None
 
 
 KERNELS = {
@@ -53,8 +55,9 @@ KERNELS = {
         Kernel("reference", reference.linear, reference.linear_grad),
         Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
         Kernel(
-            "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against
-        ),
+            "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against,
+            grouped_linear=cpu.grouped_linear,
+        ),  # fmt: skip
     )
 }
 

@@ -416,6 +416,34 @@ const Work panel_works[][2] = {
 #endif
 };
 
+// The activations as the kernels read them, in `scratch`.
+Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
+             int64_t y_stride, float *scratch, int threads) {
+    int64_t stride = padded_columns(layer);
+    bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
+    bool integers = finite && level() > 0 && has_integers(layer, rows);
+    float *units = scratch + padded_rows(layer, rows) * stride;
+    int32_t *sums = (int32_t *)(units + rows * spans(layer));
+    char *digits = (char *)(sums + rows * totals(layer));
+    if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
+    int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : TILE_ROWS;
+    return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums};
+}
+
+int64_t call_parts(const Call &call) { return (call.layer->out_features + call.width - 1) / call.width; }
+
+struct Group {
+    const Call *calls;
+    const int64_t *ends;  // of each call's parts
+};
+
+void group_part(const void *context, int64_t part, float *scratch) {
+    const Group &group = *(const Group *)context;
+    int64_t i = 0;
+    while (group.ends[i] <= part) i++;
+    linear_works[level()][has_columns(*group.calls[i].layer)](&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
+}
+
 }  // namespace
 
 extern "C" {
@@ -443,17 +471,40 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
                int64_t y_stride, float *scratch, int threads) {
     if (rows < 1 || rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
-    int64_t stride = padded_columns(*layer);
-    bool finite = widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch), columns = has_columns(*layer);
-    bool integers = finite && level() > 0 && has_integers(*layer, rows);
-    float *units = scratch + padded_rows(*layer, rows) * stride;
-    int32_t *sums = (int32_t *)(units + rows * spans(*layer));
-    char *digits = (char *)(sums + rows * totals(*layer));
-    if (integers) counts[level()](*layer, scratch, rows, stride, digits, units, sums);
     threads = worthwhile(threads, rows * layer->in_features * layer->out_features);
-    int64_t width = columns ? tile_columns(*layer, rows, threads, integers) : TILE_ROWS;
-    Call call = {layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums};
-    run_parts(linear_works[level()][columns], &call, (layer->out_features + width - 1) / width, threads);
+    Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, threads);
+    run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads);
+    return 0;
+}
+
+// Floats that `scratch` of hfq_grouped must hold.
+int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
+    int64_t floats = 0;
+    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
+    return floats;
+}
+
+// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once.
+int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
+                int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
+    int64_t parts = 0, products = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
+        if (!has_groups(layers[i])) return -2;
+        products += rows[i] * layers[i].in_features * layers[i].out_features;
+    }
+    threads = worthwhile(threads, products);
+    Call *calls = (Call *)scratch;
+    int64_t *ends = (int64_t *)(calls + count);
+    scratch = (float *)(ends + count);
+    for (int64_t i = 0; i < count; i++) {
+        calls[i] = prepare(layers[i], x, x_dtype, rows[i], x_stride, y, y_dtype, y_stride, scratch, threads);
+        ends[i] = parts += call_parts(calls[i]);
+        scratch += hfq_scratch(layers + i, rows[i]);
+        x += rows[i] * x_stride * (x_dtype == F32 ? 4 : 2), y += rows[i] * y_stride * (y_dtype == F32 ? 4 : 2);
+    }
+    Group group = {calls, ends};
+    run_parts(group_part, &group, parts, threads);
     return 0;
 }
 

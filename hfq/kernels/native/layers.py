@@ -51,7 +51,7 @@ def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
     """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read."""
     out_features, in_features = weight_format.shape(tensors)
-    is_strided = not all(tensor.is_contiguous() for tensor in tensors.values())
+    is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
     describe = _describer(weight_format)
     if describe is None or is_strided or reason_against(weight_format, in_features, out_features) is not None:
         return None
