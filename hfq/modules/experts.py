@@ -94,10 +94,13 @@ class PackedExperts(nn.ModuleList):
 
         rows = hidden_states[token]
         names = ("gate_up_proj",) if "gate_up_proj" in self[routed[0]] else ("gate_proj", "up_proj")  # type: ignore[operator]
-        parts = [multiply(name, rows) for name in names]
-        if any(part is None for part in parts):
-            return None
-        output = multiply("down_proj", self._apply_gate(self._join(parts)))  # type: ignore[arg-type]
+        parts = []
+        for name in names:
+            part = multiply(name, rows)
+            if part is None:
+                return None
+            parts.append(part)
+        output = multiply("down_proj", self._apply_gate(self._join(parts)))
         if output is None:
             return None
         weighted = output * top_k_weights.flatten()[order[start:stop], None]
