@@ -55,9 +55,15 @@ KERNELS = {
         Kernel("reference", reference.linear, reference.linear_grad),
         Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
         Kernel(
-            "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against,
+            "native",
+            cpu.linear,
+            cpu.linear_grad,
+            devices=("cpu",),
+            priority=20,
+            lacks=reason_missing,
+            refuses=reason_against,
             grouped_linear=cpu.grouped_linear,
-        ),  # fmt: skip
+        ),
     )
 }
 

@@ -53,7 +53,9 @@ def packed(in_features: int, out_features: int, groups: int, scatter: bool = Fal
 
 
 def bnb(in_features: int, out_features: int, blocksize: int, **options) -> Case:
-    layout = Bnb4Bit(blocks=in_features * out_features // blocksize, state_nbytes=1, **options).sized(in_features, out_features)
+    layout = Bnb4Bit(blocks=in_features * out_features // blocksize, state_nbytes=1, **options).sized(
+        in_features, out_features
+    )
     return Case(layout, in_features, out_features)
 
 

@@ -50,7 +50,12 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
             assert error(found, activations, weight) <= RELATIVE[dtype], (rows, dtype)
 
 
-CANCELLING = ["w8 channel", "w4 channel, 40 outputs, bf16 scales", "awq channel, 40 outputs", "pack-quantized channel asym, 301 inputs"]
+CANCELLING = [
+    "w8 channel",
+    "w4 channel, 40 outputs, bf16 scales",
+    "awq channel, 40 outputs",
+    "pack-quantized channel asym, 301 inputs",
+]
 
 
 @pytest.mark.parametrize("level", [0, 9])
@@ -68,7 +73,7 @@ def test_zero_points_that_cancel_cost_no_digits(native, name, level):
         activations = random(rows, case.in_features, seed=rows) * 0.1 + 1
         activations[:, ::32], activations[:, 1::32] = 0, 0
         exact, terms = activations.double() @ dequantized.t(), activations.double().abs() @ dequantized.abs().t()
-    # half a unit of 2**-22 of the largest of 128 activations, which is not twice the others; float32 alone may lose n * 2**-24
+        # half a unit of 2**-22 of the largest of 128 activations, which is not twice the others; float32 alone may lose n * 2**-24
         assert ((cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 5e-7 * terms).all(), rows
 
 

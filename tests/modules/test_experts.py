@@ -263,7 +263,8 @@ def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grou
     asked.clear()
     hidden.requires_grad_()
     found = experts(hidden, chosen, weights)
-    assert torch.equal(found, expected) and not asked
+    assert torch.equal(found, expected)
+    assert not asked
     found.sum().backward()
     assert hidden.grad.abs().sum() > 0
     times = FUSED_ROWS[torch.float32]

@@ -63,7 +63,7 @@ def find_compiler() -> list[str] | None:
         words = shlex.split(wanted)  # `ccache g++`, `g++ -m64`
     except ValueError as error:
         raise BuildError(f"CXX={wanted!r} is no command: {error}") from error
-    for program, *arguments in ([words] if words else [["c++"], ["g++"], ["clang++"]]):
+    for program, *arguments in [words] if words else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(program)
         if found is not None:
             return [found, *arguments]

@@ -90,7 +90,9 @@ def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: 
     )  # fmt: skip
 
 
-def _scaled(weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def _scaled(
+    weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """int8, or FP8 under another dialect's names."""
     scale, zero = tensors[weight_format.scale], tensors.get(weight_format.zero) if weight_format.zero_dtype else None
     groups = scale.shape[1] if scale.dim() == 2 else 1

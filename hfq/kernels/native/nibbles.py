@@ -42,7 +42,8 @@ _VALUES = {values: (ctypes.c_float * 16)(*values) for values in (_CODES, _OFFSET
 """What 4-bit codes stand for, in memory that outlives every call."""
 
 _INTEGERS = {
-    values: (_integers(values, unit, offset), unit, offset) for values, unit, offset in ((_OFFSET, 1, 8), (E2M1, 0.5, 12), (MXINT4, 0.25, 7))
+    values: (_integers(values, unit, offset), unit, offset)
+    for values, unit, offset in ((_OFFSET, 1, 8), (E2M1, 0.5, 12), (MXINT4, 0.25, 7))
 }
 """The same as integers without sign, with what one is worth and what was added to it."""
 
