@@ -69,7 +69,7 @@ class PackedExperts(nn.ModuleList):
         """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at hand."""
         if not routed or (torch.is_grad_enabled() and hidden_states.requires_grad):
             return False
-        layers = [layer for expert in routed for layer in self[expert].values()]
+        layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
             type(layer) is PackedLinear and layer.kernel is kernel and layer.scheme is None and layer.fetch is None
@@ -89,8 +89,8 @@ class PackedExperts(nn.ModuleList):
 
         def multiply(local: str, activations: torch.Tensor) -> torch.Tensor | None:
             layers = [self[expert][local] for expert in routed]  # type: ignore[index]
-            described = [(layer.packed_tensors(), layer.weight_format) for layer in layers]  # type: ignore[operator]
-            return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)  # type: ignore[union-attr, operator]
+            described = [(layer.packed_tensors(), layer.weight_format) for layer in layers]
+            return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)
 
         rows = hidden_states[token]
         names = ("gate_up_proj",) if "gate_up_proj" in self[routed[0]] else ("gate_proj", "up_proj")  # type: ignore[operator]

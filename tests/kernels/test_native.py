@@ -61,7 +61,7 @@ CANCELLING = [
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("name", CANCELLING)
 def test_zero_points_that_cancel_cost_no_digits(native, name, level):
-    """Activations of one sign, and weights far smaller than the largest of their group: the sums of codes are far larger than the result."""
+    """Activations of one sign, and weights far smaller than the largest of their group: sums of codes are far larger."""
     case = CASES.get(name) or gptq(8, -1)
     weight = torch.randn(case.out_features, case.in_features, generator=torch.Generator().manual_seed(3)) * 0.01
     weight[:, ::32], weight[:, 1::32] = 1.28, -1.28

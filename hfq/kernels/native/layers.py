@@ -60,15 +60,18 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
 
 def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
     """What describes a format's layers; None for a subclass, which may mean its codes otherwise."""
-    kind = type(weight_format)
-    if kind is Awq:
-        return _awq if weight_format.version == "gemm" else nibbles.awq_rows  # type: ignore[attr-defined]
+    if isinstance(weight_format, Awq) and type(weight_format) is Awq:
+        return _awq if weight_format.version == "gemm" else nibbles.awq_rows
     if isinstance(weight_format, ScaledCodes):
+        kind = type(weight_format)
         is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
         return _scaled if is_plain and weight_format.zero_dtype in (None, "I8") else None
     if nibbles.is_fp4(weight_format):
         return nibbles.fp4
-    return {Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb}.get(kind)
+    describers: dict[type, Callable[..., NativeLayer]] = {
+        Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
+    }  # fmt: skip
+    return describers.get(type(weight_format))
 
 
 def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:

@@ -28,7 +28,7 @@ from hfq.kernels.native.structure import (
     NativeLayer,
 )
 
-__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "pack_quantized"]
+__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "is_fp4", "pack_quantized"]
 
 _CODES = tuple(float(code) for code in range(16))
 _OFFSET = tuple(float(code - 8) for code in range(16))
