@@ -96,7 +96,7 @@ class OutlierReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming where there is any, its speed as predicted and achieved, and LLM.int8()'s outliers where asked for.
+    """A model's homes, its streaming where there is any, its speed as predicted and achieved, LLM.int8()'s outliers where asked for.
 
     `print` it, or take `to_dict`.
     """
