@@ -25,6 +25,7 @@ setup(
         "transformers>=5.17,<6",
         "accelerate>=1.10",
         "safetensors>=0.6",
+        "pyyaml>=6",
         "typer>=0.16",
         "rich>=13",
     ],

@@ -65,7 +65,7 @@ def calibrate(folder: Path, say: Callable[[str], None], formats: Iterable[Format
     say("layers and loads")
     layer, load = _measure_layers((1, 2) if quick else (4, 24))
     facts = machine_facts(folder) | {"threads": str(torch.get_num_threads())}
-    return Profile("measured", disk, cached, memory, _link_rate(), products, layer, load, facts)
+    return Profile("measured", disk, cached, memory, _link_rate(), products, layer, load, facts, _device_rate())
 
 
 def measure_product(weight_format: Format, rows: int, dtype: torch.dtype, size: int = _SIZE) -> float:
@@ -151,6 +151,20 @@ def _cold(file: Path) -> float:
 
 def _buffered(file: Path) -> float:
     return read_files([file], direct=False) or float("inf")
+
+
+def _device_rate() -> float | None:
+    """Bytes per second at which the first accelerator reads its memory, by a sum; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    values = torch.zeros(1 << 28, device="cuda")
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        values.sum().item()
+        best = min(best, time.perf_counter() - started)
+    return values.nbytes / best
 
 
 def _link_rate() -> float | None:

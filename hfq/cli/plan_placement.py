@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,12 +156,17 @@ def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) 
 
 
 def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
-    """The machine's profile; a GPU that is planned for has the link's rate and, unless it was measured, the host's memory's."""
+    """The machine's profile, with the rate that the catalog has of the accelerator that was named."""
     from hfq.benchmarks.machine import machine_facts
+    from hfq.placement.catalog import SHIPPED, read_catalog
     from hfq.placement.profile import read_profile
 
     facts = machine_facts(Path(model.loading.checkpoint.root))
-    return read_profile(options.profile, {"processor": facts["processor"]})
+    profile = read_profile(options.profile, {"processor": facts["processor"]})
+    rate = read_catalog(SHIPPED).memory_rate(options.gpu[0]) if options.gpu else None
+    if rate is None:
+        return profile
+    return replace(profile, device_memory=rate, source=f"{profile.source}; the accelerator's memory as the catalog has it")
 
 
 def _hardware(options: PlacementOptions) -> Hardware:
@@ -169,7 +174,7 @@ def _hardware(options: PlacementOptions) -> Hardware:
     from hfq.placement.catalog import SHIPPED, read_catalog
     from hfq.placement.hardware import Hardware, parse_gpus, parse_size
 
-    known = {} if all(text[:1].isdigit() for text in options.gpu) else read_catalog(SHIPPED).memories()
+    known = {} if all(text[:1].isdigit() for text in options.gpu) else read_catalog(SHIPPED).gpus
     gpus = parse_gpus(options.gpu, known)
     if not options.gpu and options.cpu is None:
         gpus = _gpus_here()

@@ -74,10 +74,12 @@ def _moved(console: Console, moved: dict) -> None:
 
 def _prediction(console: Console, prediction: dict) -> None:
     terms = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in prediction["terms"].items() if seconds)
-    console.print(
-        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({prediction['step_seconds'] * 1e3:.4g} ms a step: {terms}), "
-        f"load {prediction['load_seconds']:.3g} s from a cold disk", soft_wrap=True,
-    )  # fmt: skip
+    step, load = prediction["step_seconds"], f"load {prediction['load_seconds']:.3g} s from a cold disk"
+    if not step:
+        console.print(f"predicted: {load}; no rate of a step is known ({prediction['source']})", soft_wrap=True)
+        return
+    console.print(f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: {terms}), {load}",
+                  soft_wrap=True)  # fmt: skip
     console.print(f"decided by {prediction['dominant_term']}; rates: {prediction['source']}", soft_wrap=True)
     for what, rate in prediction["helps"]:
         console.print(f"  {what}: {rate:.4g} tokens/s")

@@ -24,7 +24,7 @@ class SpeedReport:
     Attributes:
         load_predicted: Of a load that brings in what this one had to bring in.
         load_achieved: From the skeleton to the placed model.
-        step_predicted: Of one token, with a short context.
+        step_predicted: Of one token, with a short context; None where no rate of it is known.
         step_achieved: The median of three; None where it was not measured.
         dominant: What decides the predicted step.
         source: Where the rates come from: `measured` by `hfq calibrate`, or the limits of standards.
@@ -32,16 +32,17 @@ class SpeedReport:
 
     load_predicted: float
     load_achieved: float
-    step_predicted: float
+    step_predicted: float | None
     step_achieved: float | None
     dominant: str
     source: str
 
     def __str__(self) -> str:
         achieved = "not measured" if self.step_achieved is None else f"achieved {1 / self.step_achieved:.3g} tokens/s"
+        predicted = "not predicted" if self.step_predicted is None else f"predicted {1 / self.step_predicted:.3g} tokens/s"
         return (
             f"load: predicted {self.load_predicted:.3g} s, achieved {self.load_achieved:.3g} s\n"
-            f"one token: predicted {1 / self.step_predicted:.3g} tokens/s, {achieved}; decided by {self.dominant}\n"
+            f"one token: {predicted}, {achieved}; decided by {self.dominant}\n"
             f"rates: {self.source}"
         )
 
@@ -62,7 +63,7 @@ def report_speed(loading: Loading, measure: bool = False, profile: Profile | Non
     rates = read_profile() if profile is None else profile
     prediction = predict(_work(loading), rates)
     return SpeedReport(
-        prediction.load_seconds, loading.load_seconds, prediction.step_seconds, _time_step(loading) if measure else None,
+        prediction.load_seconds, loading.load_seconds, prediction.step_seconds or None, _time_step(loading) if measure else None,
         TERMS[prediction.dominant], rates.source,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +43,24 @@ class Machine:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All machines of a file, and the accelerators by name."""
+    """All machines of a file.
+
+    Attributes:
+        date: When it was written.
+        machines: The machines.
+        gpus: The memory of each accelerator by its name, in bytes.
+        gpu_rates: Bytes per second of that memory.
+    """
 
     date: str
     machines: tuple[Machine, ...]
     gpus: Mapping[str, int]
+    gpu_rates: Mapping[str, float]
 
-    def memories(self) -> dict[str, int]:
-        """The memory of each accelerator by its name, in bytes."""
-        return dict(self.gpus)
+    def memory_rate(self, text: str) -> float | None:
+        """Bytes per second of the memory of `RTX-4090×2`; None for what is no name of this catalog."""
+        kind = re.split(r"\s*[×*]", text.strip())[0].casefold()
+        return next((rate for name, rate in self.gpu_rates.items() if name.casefold() == kind), None)
 
 
 def read_catalog(file: str | Path) -> Catalog:
@@ -75,7 +85,8 @@ def read_catalog(file: str | Path) -> Catalog:
         _check_fields(path, f"accelerator {name}", gpu, _GPU_FIELDS)
     memories = {name: parse_size(gpu["memory"], f"memory of {name}") for name, gpu in stored["gpus"].items()}
     machines = tuple(_machine(path, entry, stored["gpus"], memories) for entry in stored["machines"])
-    return Catalog(str(stored["date"]), machines, memories)
+    rates = {name: _rate(path, name, "memory_rate", gpu["memory_rate"]) for name, gpu in stored["gpus"].items()}
+    return Catalog(str(stored["date"]), machines, memories, rates)
 
 
 def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
@@ -91,7 +102,7 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
         except PlacementError as error:
             refused.append(entry | {"refused": error.found or error.what})
             continue
-        rate = found.prediction.tokens_per_second
+        rate = found.prediction.tokens_per_second or float("inf")
         ranked.append(entry | {
             "tokens_per_second": rate, "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
             "dominant": TERMS[found.prediction.dominant], "homes": dict(found.budget.resting),
@@ -108,14 +119,15 @@ def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapp
     rates = {field: _rate(path, name, field, entry[field]) for field in ("memory_rate", "disk_rate")}
     link = None if entry["link_rate"] is None else _rate(path, name, "link_rate", entry["link_rate"])
     used = parse_gpus([str(text) for text in entry["gpus"]], memories)
-    memory = rates["memory_rate"]
+    memory, device = rates["memory_rate"], None
     if used:
         first = str(entry["gpus"][0])
         kind = next((known for known in gpus if first.casefold().startswith(known.casefold())), None)
         if kind is None:
             raise _refused(path, first, f"an accelerator of this file{nearest(first, gpus)}")
-        memory = _rate(path, kind, "memory_rate", gpus[kind]["memory_rate"])
-    profile = Profile("published limits of the catalog", rates["disk_rate"], rates["memory_rate"] / 2, memory, link)
+        device = _rate(path, kind, "memory_rate", gpus[kind]["memory_rate"])
+    source = "published limits of the catalog"
+    profile = Profile(source, rates["disk_rate"], memory / 2, memory, host_to_device=link, device_memory=device)
     return Machine(
         name, Hardware(used, parse_size(entry["cpu"], f"cpu of {name}")), profile, float(cost), str(entry["source"])
     )

@@ -24,12 +24,13 @@ class Profile:
         source: `measured`, or the standards that the rates are taken from.
         disk: Reads past the page cache.
         page_cache: Reads of files that are in the page cache.
-        memory: Reads of the memory of the device that computes.
+        memory: Reads of the host's memory.
         host_to_device: Copies from the host's memory to an accelerator.
         products: {kind of weight: {rows of activations: weights per second}}, the kinds as `kind_of_weight` names them.
         layer_seconds: What one layer's forward costs beside its products: Python, norms, attention of a short context.
         load_seconds: What a load costs beside its bytes, and for each layer.
         machine: What was measured: facts as text by what they are.
+        device_memory: Reads of an accelerator's memory.
     """
 
     source: str
@@ -41,6 +42,7 @@ class Profile:
     layer_seconds: float = 0.0
     load_seconds: tuple[float, float] = (0.0, 0.0)
     machine: Mapping[str, str] = field(default_factory=dict)
+    device_memory: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -119,10 +121,11 @@ def _from_json(stored: dict) -> Profile:
     }
     fixed, per_layer = stored.pop("load_seconds")
     profile = Profile(products=products, load_seconds=(float(fixed), float(per_layer)), **stored)
-    for rate in (profile.disk, profile.page_cache, profile.memory):
-        _rate(rate)
-    if profile.host_to_device is not None:
-        _rate(profile.host_to_device)
+    for known in (profile.disk, profile.page_cache, profile.memory):
+        _rate(known)
+    for rate in (profile.host_to_device, profile.device_memory):
+        if rate is not None:
+            _rate(rate)
     return profile
 
 

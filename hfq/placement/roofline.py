@@ -7,6 +7,7 @@ weight once, at the rate of a product with its kind of weight, or of memory, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -63,9 +64,9 @@ class Prediction:
     source: str
 
     @property
-    def tokens_per_second(self) -> float:
-        """Over all sequences of the batch."""
-        return self.rows / self.step_seconds if self.step_seconds else float("inf")
+    def tokens_per_second(self) -> float | None:
+        """Over all sequences of the batch; None where nothing of a step is known."""
+        return self.rows / self.step_seconds if self.step_seconds else None
 
     def to_dict(self) -> dict:
         """The prediction as JSON-ready data."""
@@ -86,11 +87,12 @@ def predict(work: Work, profile: Profile) -> Prediction:
         work: What they do.
         profile: The rates of the machine.
     """
+    memory = profile.memory if work.is_on_cpu else profile.device_memory
     terms = {
         "disk": work.streamed / (profile.page_cache if work.is_cached else profile.disk),
         "link": work.copied / profile.host_to_device if profile.host_to_device else 0.0,
-        "weights": sum(_product_seconds(kind, *sizes, work, profile) for kind, sizes in work.weights.items()),
-        "cache": work.cache / profile.memory,
+        "weights": sum(_product_seconds(kind, *sizes, work, profile, memory) for kind, sizes in work.weights.items()),
+        "cache": work.cache / memory if memory else 0.0,
         "layers": work.layers * profile.layer_seconds,
     }
     computing = {name: terms[name] for name in ("weights", "cache", "layers")}
@@ -101,13 +103,18 @@ def predict(work: Work, profile: Profile) -> Prediction:
     )
     fixed, per_layer = profile.load_seconds
     load = work.resting / profile.disk + fixed + per_layer * work.layers
-    return Prediction(terms, step, work.rows, load, dominant, profile.source)
+    source = (
+        profile.source if memory else f"{profile.source}; the rate of the accelerator's memory is not known, and not counted"
+    )
+    return Prediction(terms, step, work.rows, load, dominant, source)
 
 
-def _product_seconds(kind: str, weights: int, nbytes: int, work: Work, profile: Profile) -> float:
+def _product_seconds(kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None) -> float:
     """One pass over these weights: at the measured rate of their product, else at that at which memory gives their bytes."""
     rate = profile.product_rate(kind, work.rows) if work.is_on_cpu else None
-    return nbytes / profile.memory if rate is None else weights / rate
+    if rate is None:
+        return nbytes / memory if memory else 0.0
+    return weights / rate
 
 
 def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
@@ -120,12 +127,13 @@ def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
         "twice the sequences in a batch": (replace(work, rows=work.rows * 2, cache=work.cache * 2), profile),
         "products and memory twice as fast": (work, _faster(profile)),
     }
-    now = predict(work, profile).tokens_per_second
+    now = predict(work, profile).tokens_per_second or math.inf
     found = [(what, predict(*each)) for what, each in changes.items()]
-    helping = [(what, prediction) for what, prediction in found if prediction.tokens_per_second > now * 1.01]
-    return sorted(helping, key=lambda each: -each[1].tokens_per_second)
+    helping = [(what, prediction) for what, prediction in found if (prediction.tokens_per_second or 0.0) > now * 1.01]
+    return sorted(helping, key=lambda each: -(each[1].tokens_per_second or 0.0))
 
 
 def _faster(profile: Profile) -> Profile:
     products = {kind: {rows: rate * 2 for rows, rate in rates.items()} for kind, rates in profile.products.items()}
-    return replace(profile, memory=profile.memory * 2, products=products)
+    device = profile.device_memory * 2 if profile.device_memory else None
+    return replace(profile, memory=profile.memory * 2, products=products, device_memory=device)

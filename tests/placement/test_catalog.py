@@ -28,7 +28,9 @@ def write(tmp_path, **changes):
 def test_the_shipped_catalog_is_dated_and_marked_as_examples():
     catalog = read_catalog(SHIPPED)
     assert catalog.date
-    assert catalog.memories()["RTX-4090"] == 24 * GB
+    assert catalog.gpus["RTX-4090"] == 24 * GB
+    assert catalog.memory_rate("rtx-4090×2") == 1008 * GB
+    assert catalog.memory_rate("24GiB×2") is None
     assert {machine.note for machine in catalog.machines} == {"example"}
     assert len({machine.name for machine in catalog.machines}) == len(catalog.machines) >= 5
 

@@ -36,9 +36,13 @@ def test_the_disk_decides_where_it_takes_longer():
 
 def test_an_accelerator_computes_at_the_rate_of_its_memory():
     on_device = replace(WORK, is_on_cpu=False, streamed=0, copied=500_000_000)
-    found = predict(on_device, replace(PROFILE, layer_seconds=0.0))
-    assert found.terms["weights"] == pytest.approx(0.05)
+    found = predict(on_device, replace(PROFILE, layer_seconds=0.0, device_memory=20e9))
+    assert found.terms["weights"] == pytest.approx(0.025)
+    assert found.terms["cache"] == pytest.approx(0.05)
     assert found.terms["link"] == pytest.approx(0.1)
+    unknown = predict(replace(on_device, copied=0), replace(PROFILE, layer_seconds=0.0))
+    assert unknown.tokens_per_second is None
+    assert "not known" in unknown.source
 
 
 def test_weights_that_were_not_measured_go_at_the_rate_of_memory():
