@@ -31,7 +31,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19"],
         "peft": ["peft>=0.21"],
-        "fms": ["ibm-fms>=1.2"],
+        "fms": ["ibm-fms>=1.13,<1.14"],
         "bench": ["matplotlib>=3.8"],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],

@@ -193,9 +193,8 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
 @pytest.fixture(scope="module")
 def ranks(folder, shared) -> list[dict]:
     """What both ranks of one launch found: all cases run in it."""
-    torch.save(
-        {id: (str(path), expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}, folder / "cases.pt"
-    )
+    cases = {id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}
+    torch.save(cases, folder / "cases.pt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
     command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
     started = [
