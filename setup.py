@@ -32,7 +32,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19"],
         "peft": ["peft>=0.21"],
-        "fms": ["ibm-fms>=1.2"],
+        "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
         "bench": ["matplotlib>=3.8"],
         "test": TEST,

@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels` and `generate`: what hfq costs here, against the machine's limits and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate` and `fms`: what hfq costs here, against the machine and other tools."""
 
 from __future__ import annotations
 
@@ -61,6 +61,23 @@ def stream(
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_stream(folder or default_folder(), size, rounds, _say), "stream", as_json, out)
+
+
+@bench.command("fms")
+def fms(
+    folder: Folder = None,
+    size: Size = 1.2e9,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """IBM's Foundation Model Stack by itself and with hfq: what loads, how exactly, its time and memory."""
+    from hfq.benchmarks.fms import bench_fms
+    from hfq.benchmarks.models import default_folder
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    _show(bench_fms(folder or default_folder(), size, rounds, _say), "fms", as_json, out)
 
 
 @bench.command("kernels")

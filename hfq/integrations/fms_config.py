@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,13 @@ from hfq.integrations.preflight import check_sizes, open_local
 
 __all__ = ["Source", "read_source"]
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_ROPE = ("default", None)
 _SCALED_ROPE = {"llama": ("llama3",)}
 """FMS architectures that take parameters for scaling RoPE, and the kinds that compute what transformers computes."""
+_PARTIAL_ROPE = {"bamba": 0.5}
+"""FMS architectures that turn a part of each head, and which."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +91,29 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
             fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
         ) from error  # fmt: skip
     params.pop("model_path", None)
-    params.setdefault("multiple_of", 1)  # Mistral's builder leaves FMS to round the inner size up
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    if theta is not None:
-        params.setdefault("rope_theta", theta)  # Qwen3's builder gives it another name, which FMS's config does not know
-    if config.pad_token_id is not None:
-        params.setdefault("pad_id", config.pad_token_id)  # a default may lie beyond the vocabulary
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind in _SCALED_ROPE.get(params["architecture"], ()):
-        params["rope_scaling"] = dict(rope)
-    elif kind not in _DEFAULT_ROPE:
+    told: dict[str, Any] = {  # what some builders leave to FMS's defaults; a config that has no such field ignores it
+        "multiple_of": 1, "pad_id": config.pad_token_id, "rope_theta": rope.get("rope_theta"),
+        "activation_fn": getattr(config, "activation_function", None) or getattr(config, "hidden_act", None),
+    }  # fmt: skip
+    params = {key: value for key, value in told.items() if value is not None} | params
+    return params | _scaling(config, rope, params["architecture"])
+
+
+def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """How FMS is told to scale RoPE; and what it would leave out is refused, or said where it matters for long inputs alone."""
+    kind, share = rope.get("rope_type"), rope.get("partial_rotary_factor")
+    is_scaled = kind in _SCALED_ROPE.get(architecture, ())
+    if (kind not in _DEFAULT_ROPE and not is_scaled) or (share or 1.0) != _PARTIAL_ROPE.get(architecture, 1.0):
         raise SetupError(
-            "FMS would leave out how this model scales RoPE; nothing was loaded.", expected="rope_type default",
-            found=f"rope_type {kind}", fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+            "FMS would leave out how this model scales RoPE; nothing was loaded.", found=f"rope_parameters {rope}",
+            expected="rope_type default, for whole heads",
+            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
         )  # fmt: skip
-    return params
+    window = getattr(config, "sliding_window", None)
+    if architecture == "mistral" and window is not None and window < config.max_position_embeddings:
+        logger.warning("hfq: FMS's mistral knows no sliding window: beyond %d tokens it is another model", window)
+    return {"rope_scaling": dict(rope)} if is_scaled else {}
 
 
 def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:

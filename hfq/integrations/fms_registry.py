@@ -54,7 +54,7 @@ def install(config: HfqConfig | None) -> None:
     linear.register_linear_type_to_module_map(TYPE, _Unnamed)
     linear.register_linear_type_to_sharding_map(TYPE, _shard)
     registry = _FMS_MODEL_CONFIG_REGISTRY
-    registry.hf_config_to_fms_config_params = _asking(registry.hf_config_to_fms_config_params)  # type: ignore[method-assign]
+    registry.hf_config_to_fms_config_params = _asking(registry.hf_config_to_fms_config_params)
     adapters = vars(serialization)["__adapters"]
     for architecture in ARCHITECTURES:
         adapters[architecture]["hf"] = functools.partial(_adapt, adapters[architecture]["hf"])

@@ -1,4 +1,4 @@
-"""Small Llamas, Granites and Mistrals with random weights, packed in the dialects that FMS's users have."""
+"""The small models of the FMS benchmark, and further architectures, written by transformers' own classes."""
 
 import json
 import re
@@ -7,77 +7,12 @@ from pathlib import Path
 import tiny_models
 import torch
 import transformers
-from contract.cases import GPTQMODEL, compressed_tensors
 
+from hfq.benchmarks.fms_models import COMMON, FORMATS, HEADS, HIDDEN, INNER, LAYERS, PARITY
+from hfq.benchmarks.fms_models import write_fms_model as write
 from hfq.checkpoint import write_safetensors
-from hfq.formats.fp8 import Fp8
-from hfq.formats.gptq import Gptq
 
-HIDDEN, INNER, HEADS, VOCABULARY, LAYERS = 256, 384, 8, 128, 2
-COMMON = {
-    "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "float32",
-    "hidden_act": "silu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10000.0, "head_dim": HIDDEN // HEADS,
-}  # fmt: skip
-MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 8.0}
-ARCHITECTURES = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "granite": {"architectures": ["GraniteForCausalLM"], "model_type": "granite", **MULTIPLIERS},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-}
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def gptq(symmetric: bool) -> tuple[Gptq, dict]:
-    found = Gptq(zero_reading="word_plus_one", group_size=64, g_idx_length=HIDDEN, symmetric=symmetric)
-    return found, {**GPTQMODEL, "bits": 4, "group_size": 64, "sym": symmetric}
-
-
-FORMATS = {
-    "gptq-sym": gptq(True),
-    "gptq-asym": gptq(False),
-    "fp8-channel": (Fp8(strategy="channel"), compressed_tensors("channel")),
-    "fp8-tensor": (Fp8(strategy="tensor"), compressed_tensors("tensor")),
-    "fp8-block": (Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv"), BLOCKS),
-}
-PARITY = [(architecture, format, kv) for architecture in ("llama", "granite") for format in FORMATS
-          for kv in ((8, 2) if format.startswith("gptq") else (2,))]  # fmt: skip
-"""The combinations whose logits must be those of transformers: GPTQ with 8 and 2 key heads, FP8 with 2."""
-
-
-def write(folder: Path, architecture: str, format: str, kv_heads: int, has_bias: bool = False, **options) -> Path:
-    """Writes a model into a folder; `options` edit its config. Without a format ("dense") nothing is packed."""
-    weight_format, quantization = FORMATS.get(format, (None, None))
-    generator = torch.Generator().manual_seed(5)
-
-    def random(*shape: int, scale: float = 0.06) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
-    keys = HIDDEN // HEADS * kv_heads
-    linears = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (keys, HIDDEN), "self_attn.v_proj": (keys, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }  # fmt: skip
-    tensors = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN, scale=1.0), "model.norm.weight": 1 + random(HIDDEN)}
-    for layer in range(LAYERS):
-        for local, size in linears.items():
-            name, weight = f"model.layers.{layer}.{local}", random(*size)
-            packed = {"weight": weight} if weight_format is None else weight_format.quantize(weight)
-            packed |= {"bias": random(size[0], scale=0.5)} if has_bias and "self_attn" in local else {}
-            if "g_idx" in packed:
-                packed["g_idx"] = torch.arange(size[1], dtype=torch.int32) // 64
-            tensors |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
-        for local in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{local}.weight"] = 1 + random(HIDDEN)
-    if not options.get("tie_word_embeddings"):
-        tensors["lm_head.weight"] = random(VOCABULARY, HIDDEN)
-    tiny_models.write_model(folder, tensors, quantization)
-    config = COMMON | ARCHITECTURES[architecture] | {"num_key_value_heads": kv_heads, "attention_bias": has_bias} | options
-    config |= {"quantization_config": quantization} if quantization else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
+__all__ = ["OTHERS", "PARITY", "write", "write_other"]
 
 OTHERS = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "rope_theta": 5000.0}),

@@ -193,9 +193,8 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
 @pytest.fixture(scope="module")
 def ranks(folder, shared) -> list[dict]:
     """What both ranks of one launch found: all cases run in it."""
-    torch.save(
-        {id: (str(path), expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}, folder / "cases.pt"
-    )
+    cases = {id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}
+    torch.save(cases, folder / "cases.pt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
     command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
     started = [
@@ -269,3 +268,11 @@ def test_an_architecture_that_nobody_compared_is_announced(paths, caplog, monkey
 def test_a_layer_that_is_never_filled_says_so(paths):
     with pytest.raises(PlacementError, match="used before its weights were loaded"):
         get_model(paths["llama", "fp8-channel", 2], device_type="meta")
+
+
+def test_a_sliding_window_that_fms_does_not_know_is_announced(folder, caplog):
+    path = fms_models.write(folder / "window", "mistral", "fp8-channel", 2, sliding_window=16)
+    with caplog.at_level(logging.WARNING, logger="hfq"):
+        model = load(path)
+    assert "beyond 16 tokens it is another model" in caplog.text
+    assert error(logits(model), reference(path)) <= TOLERANCE

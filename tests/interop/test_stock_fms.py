@@ -1,4 +1,4 @@
-"""What FMS 1.13 gets wrong by itself, each as it should be: one that passes says that FMS was mended, and what to take out here.
+"""What FMS 1.13 gets wrong by itself, each as it should be: one that passes one day says that FMS was mended.
 
 The checkpoints' config.json names no quantization, as FMS must be shown them: one that does needs fms-model-optimizer.
 """
