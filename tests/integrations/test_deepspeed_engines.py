@@ -29,7 +29,9 @@ def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
         _check_held(model, is_stage_3=True)
 
 
-@pytest.mark.parametrize(("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")])
+@pytest.mark.parametrize(
+    ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")]
+)
 def test_tensors_one_by_one_are_refused(options, found):
     with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*backing=.arena"):
         _check_held(load("auto", **options), is_stage_3=False)
