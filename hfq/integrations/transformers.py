@@ -50,7 +50,7 @@ class HfqConfig(QuantizationConfigMixin):
         backing: How packed rows rest in CPU memory: `"mapped"` uses them where they lie in the mapped checkpoint (no copy,
             shared by processes), `"arena"` reads them into private memory, `"shared"` into memory that all processes of the
             node that load them share, `"auto"` maps whatever is aligned and in a local file, and reads the rest (into shared
-            memory where a launcher has started several processes on the node).
+            memory where a launcher has started several processes on the node). While a DeepSpeed config is alive it maps nothing.
         stream: How blocks that rest on disk are read: `"direct"` past the page cache, `"buffered"` through it, `"auto"` through it
             where all that is streamed fits into half of the available memory.
         verify: Whether what is streamed is compared with checksums that are taken while loading (which reads all of it once):

@@ -15,6 +15,9 @@ __all__ = ["ZeroConfig", "is_deepspeed", "is_zero3", "read_zero_config", "refuse
 
 _ZERO = "zero_optimization"
 _KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
+_PERSISTENCE = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+_DEFAULT_PERSISTENCE, _AUTO_PERSISTENCE = 100_000, 1 << 18
+"""Elements: DeepSpeed's default, and no less than what transformers fills in for `auto`, 10 × the hidden size."""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "neither bf16 nor fp16"}
 
 
@@ -85,6 +88,12 @@ class ZeroConfig:
     dtype: torch.dtype
     home: str
     nvme_path: str | None
+
+    @property
+    def kept_numel(self) -> int:
+        """The elements of the largest parameter that DeepSpeed keeps gathered once it was used."""
+        found = next((self.options[_ZERO][name] for name in _PERSISTENCE if name in self.options[_ZERO]), _DEFAULT_PERSISTENCE)
+        return _AUTO_PERSISTENCE if found == "auto" else int(found)
 
     def with_offload(self, **changes: Any) -> dict[str, Any]:
         """The options, with these values in `offload_param`."""

@@ -113,7 +113,8 @@ class ShardMaker:
             self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
 
     def _is_swapped(self, slot: ZeroSlot) -> bool:
-        if self._zero.home != "nvme":
+        # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in (stage3.py:2841 of 0.19.8)
+        if self._zero.home != "nvme" or slot.shape.numel() <= self._zero.kept_numel:
             return False
         if self.swapper is not None:
             return slot.module is not None or slot.row.shard_nbytes(self._plan.world) > _STAYS_NBYTES

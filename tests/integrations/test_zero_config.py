@@ -129,3 +129,19 @@ def test_swapping_without_a_folder_is_refused_and_in_place_needs_none():
         swap_options(zero, Pool(7, 1000, 2))
     assert swap_options(zero, None)["zero_optimization"]["offload_param"]["device"] == "nvme"
     del alive
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 100_000), ({"stage3_param_persistence_threshold": 0}, 0), ({"param_persistence_threshold": 7}, 7)],
+)
+def test_what_deepspeed_keeps_gathered_is_known(options, expected):
+    alive = HfDeepSpeedConfig(config(zero_optimization=options))
+    assert read_zero_config(torch.bfloat16).kept_numel == expected
+    del alive
+
+
+def test_trainers_own_threshold_is_bounded_before_it_is_filled_in():
+    alive = HfDeepSpeedConfig(config(zero_optimization={"stage3_param_persistence_threshold": "auto"}))
+    assert read_zero_config(torch.bfloat16).kept_numel >= 10 * 16_384  # × the hidden size
+    del alive

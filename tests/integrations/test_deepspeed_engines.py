@@ -1,0 +1,45 @@
+"""Which models an engine of DeepSpeed may be made for; tests/distributed/test_zero3.py makes real ones."""
+
+import pytest
+import tiny_models
+from transformers import AutoModelForCausalLM
+
+from hfq import HfqConfig
+from hfq.errors import SetupError
+from hfq.integrations.deepspeed import _check_held
+from hfq.modules.packed import PackedModule
+
+
+def load(backing: str, **options):
+    path = tiny_models.DATA / "tiny-llama-gptq"
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(backing=backing), **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("arena")
+
+
+def test_rows_of_bytes_pass_where_every_rank_holds_the_model(model):
+    _check_held(model, is_stage_3=False)
+
+
+def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
+    with pytest.raises(SetupError, match=r"(?s)every rank has loaded whole.*layers.0.self_attn.q_proj.*zero3_init_flag: true"):
+        _check_held(model, is_stage_3=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")]
+)
+def test_tensors_one_by_one_are_refused(options, found):
+    with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*backing=.arena"):
+        _check_held(load("auto", **options), is_stage_3=False)
+
+
+def test_slices_of_tensor_parallelism_are_refused(model):
+    layer = next(module for module in model.modules() if isinstance(module, PackedModule))
+    layer._hf_quantized_needs_local_tp = True
+    with pytest.raises(SetupError, match=r"(?s)slices.*Fix: leave tp_plan out"):
+        _check_held(model, is_stage_3=False)
+    del layer._hf_quantized_needs_local_tp
