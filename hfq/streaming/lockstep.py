@@ -22,8 +22,13 @@ __all__ = ["current_worker", "run_in_lockstep"]
 _here = threading.local()
 
 
-def current_worker() -> Worker | None:
-    """The job that this thread runs, where it runs one."""
+def current_worker(streamer: Streamer) -> Worker | None:
+    """The job of this streamer that this thread runs, where it runs one; a job may call other models, which share nothing."""
+    worker = _any_worker()
+    return worker if worker is not None and worker.streamer is streamer else None
+
+
+def _any_worker() -> Worker | None:
     return getattr(_here, "worker", None)
 
 
@@ -34,7 +39,8 @@ class _Cancelled(BaseException):
 class Worker:
     """One job: runs while it has the baton, and hands it back where it needs a block, or when it is done."""
 
-    def __init__(self, job: Callable[[], Any], index: int) -> None:
+    def __init__(self, streamer: Streamer, job: Callable[[], Any], index: int) -> None:
+        self.streamer = streamer
         self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
         self._modes = _Modes()
         self._context = contextvars.copy_context()
@@ -125,9 +131,9 @@ def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> li
     Raises:
         Exception: What the first job that failed raised; the others are unwound.
     """
-    if current_worker() is not None:  # a job of its own: its blocks are shared already
+    if _any_worker() is not None:  # within a job: its blocks are shared already, or its other model would wait for this one
         return [job() for job in jobs]
-    workers = [Worker(job, index) for index, job in enumerate(jobs)]
+    workers = [Worker(streamer, job, index) for index, job in enumerate(jobs)]
     with streamer.alone():
         streamer.source.choose()
         try:
@@ -156,11 +162,15 @@ def _serve(streamer: Streamer, workers: Sequence[Worker]) -> None:
 def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> None:
     """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
     outside = worker.depth
-    worker.resume(region)
-    _check(worker)
-    while worker.depth > outside and worker.waits_for is not None:
-        with streamer.turn(worker.waits_for) as inner:
-            _let_through(streamer, worker, inner)
+    try:
+        worker.resume(region)
+        _check(worker)
+        while worker.depth > outside and worker.waits_for is not None:
+            with streamer.turn(worker.waits_for) as inner:
+                _let_through(streamer, worker, inner)
+    except BaseException:
+        worker.cancel()  # an interrupt: it must be out of the block before another is read to its region
+        raise
 
 
 def _check(worker: Worker) -> None:

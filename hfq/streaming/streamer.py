@@ -159,7 +159,7 @@ class Streamer:
         @functools.wraps(forward)
         def streamed(*args, **kwargs):
             refuse_meta(block.name, args)
-            worker = current_worker()
+            worker = current_worker(self)
             with self.turn(index) if worker is None else worker.turn(index) as region:
                 resting: list[Resting] = []
                 try:
@@ -193,7 +193,7 @@ class Streamer:
 
         @functools.wraps(forward)
         def one_pass(*args, **kwargs):
-            if current_worker() is not None:
+            if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.source.choose()
             self.schedule.begin()
