@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,15 @@ def current_worker(streamer: Streamer) -> Worker | None:
 
 def _any_worker() -> Worker | None:
     return getattr(_here, "worker", None)
+
+
+def _forget_worker() -> None:
+    """A child of a fork has no other jobs, and nobody who hands it blocks: its thread runs the model as any thread does."""
+    vars(_here).clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)
 
 
 class _Cancelled(BaseException):

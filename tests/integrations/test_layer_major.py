@@ -1,6 +1,8 @@
 """Layer-major runs: what separate calls give, bit for bit, while every block is read once for all batches."""
 
 import json
+import os
+import signal
 import threading
 import time
 
@@ -300,6 +302,33 @@ def test_a_job_may_call_another_streamed_model(streamed, resident):
             all(map(torch.equal, one, both(resident, other_resident)(batch)))
             for one, batch in zip(found, batches, strict=True)
         )
+
+
+@pytest.fixture
+def one_torch_thread():
+    """torch's own threads do not survive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_child_that_a_job_forks_may_call_the_model(streamed, resident, one_torch_thread):
+    batches, ended = batches_of(2, 3), []
+
+    def run(batch):
+        logits = streamed(**batch).logits
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if torch.equal(streamed(**batch).logits, logits) else 1)
+        ended.append(os.waitpid(child, 0)[1])
+        return logits
+
+    with torch.no_grad():
+        found = layer_major(streamed, batches, run)
+        assert ended == [0, 0]
+        assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
 
 
 def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(streamed, monkeypatch):
