@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from hfq.streaming.streamer import Streamer
 
 __all__ = ["current_worker", "run_in_lockstep"]
+
+T = TypeVar("T")
 
 _here = threading.local()
 
@@ -81,9 +84,8 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join()
 
-    @contextlib.contextmanager
-    def turn(self, index: int) -> Iterator[torch.Tensor]:
-        """In the job's own thread: waits for a block, and is within it as long as the context lasts."""
+    def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
+        """In the job's own thread: waits for a block, and gives `use` its region."""
         if not self._is_cancelled:
             self.waits_for = index
             self._back.release()
@@ -93,7 +95,7 @@ class Worker:
         region, self._region = self._region, None
         self.depth += 1
         try:
-            yield region
+            return use(region)
         finally:
             self.depth -= 1
 
@@ -144,7 +146,7 @@ def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> li
     if _any_worker() is not None:  # within a job: its blocks are shared already, or its other model would wait for this one
         return [job() for job in jobs]
     workers = [Worker(streamer, job, index) for index, job in enumerate(jobs)]
-    with streamer.alone():
+    with streamer.lock:  # other threads' forwards wait for their blocks
         streamer.source.choose()
         try:
             for worker in workers:
@@ -164,9 +166,12 @@ def _serve(streamer: Streamer, workers: Sequence[Worker]) -> None:
     expected = streamer.schedule.expected(len(streamer.blocks))
     index = next((block for block in expected if block in wanted), None)
     index = min(wanted) if index is None else index
-    with streamer.turn(index) as region:
+
+    def let_all_through(region: torch.Tensor) -> None:
         for worker in [worker for worker in workers if worker.waits_for == index]:
             _let_through(streamer, worker, region)
+
+    streamer.within(index, let_all_through)
 
 
 def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> None:
@@ -176,8 +181,7 @@ def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> No
         worker.resume(region)
         _check(worker)
         while worker.depth > outside and worker.waits_for is not None:
-            with streamer.turn(worker.waits_for) as inner:
-                _let_through(streamer, worker, inner)
+            streamer.within(worker.waits_for, functools.partial(_let_through, streamer, worker))
     except BaseException:
         worker.cancel()  # an interrupt: it must be out of the block before another is read to its region
         raise

@@ -321,7 +321,10 @@ def test_a_child_that_a_job_forks_may_call_the_model(streamed, resident, one_tor
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            os._exit(0 if torch.equal(streamed(**batch).logits, logits) else 1)
+            try:
+                os._exit(0 if torch.equal(streamed(**batch).logits, logits) else 1)
+            finally:
+                os._exit(2)
         ended.append(os.waitpid(child, 0)[1])
         return logits
 
@@ -347,7 +350,7 @@ def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(stre
         events.append("left")
 
     monkeypatch.setattr(lockstep.Worker, "resume", interrupted)
-    monkeypatch.setattr(streamer, "_release", lambda index: (events.append("released"), release(index)))
+    monkeypatch.setattr(streamer, "_release", lambda *arguments: (events.append("released"), release(*arguments)))
     handle = streamed.model.layers[0].mlp.register_forward_pre_hook(slow)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         layer_major(streamed, batches_of(2, 2))
