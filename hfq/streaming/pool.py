@@ -133,7 +133,13 @@ class Pool:
             while ticket.count and len(self._threads) < self._count:
                 thread = threading.Thread(target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True)
                 self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no more: those that run do all the work
+                    self._threads.remove(thread)
+                    if not self._threads:
+                        ticket.refuse(_no_thread(error))
+                    break
         return ticket
 
     @property
@@ -191,6 +197,13 @@ def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
         with clock:
             ticket.run_next()
         del ticket
+
+
+def _no_thread(error: RuntimeError) -> SetupError:
+    return SetupError(
+        "No reader thread could be started.", expected="one thread or more", found=error,
+        fix="raise the limit of threads (ulimit -u, or the container's), or end other processes",
+    )  # fmt: skip
 
 
 def _closed() -> SetupError:
