@@ -38,7 +38,7 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """Refuses arguments of `from_pretrained` that hfq would have to ignore, and a device_map that is no device.
 
     Raises:
-        SetupError: An unsupported argument.
+        SetupError: An unsupported argument, or `max_memory` without an automatic device_map.
         PlacementError: A device_map that names no device.
     """
     for name, fix in _UNSUPPORTED.items():
@@ -48,6 +48,12 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
                 expected=f"no {name}", fix=fix,
             )  # fmt: skip
     device_map = kwargs.get("device_map")
+    if kwargs.get("max_memory") is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
+        raise SetupError(
+            "from_pretrained(max_memory=…) limits nothing without an automatic device_map; nothing was loaded.",
+            expected=f"device_map={AUTOMATIC[0]!r}", found=f"device_map={device_map!r}"[:80],
+            fix="pass device_map='auto', or leave max_memory out",
+        )  # fmt: skip
     if device_map is not None and (isinstance(device_map, bool) or not isinstance(device_map, (str, int, dict, torch.device))):
         raise PlacementError(
             "device_map is of a type that means nothing; nothing was loaded.", found=repr(device_map)[:80],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from hfq.spec import Segment, TensorInfo
 from hfq.streaming.layout import BlockLayout
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
+
+T = TypeVar("T")
 
 _VIEWS = 16
 """For how many places of a block its views are kept."""
@@ -106,9 +109,25 @@ class Binding:
         self._moved = block.moved(device)
         self._staying = tuple(module for module in block.packed if module not in self._moved)
         self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}
+        self._resting: list[Resting] = []
+        self._is_lent = False
 
-    def lend(self, region: torch.Tensor, resting: list[Resting]) -> None:
-        """Gives every part its view, and notes in `resting` what `take_back` needs, as far as it comes."""
+    def during(self, region: torch.Tensor, forward: Callable[[], T]) -> T:
+        """What `forward` gives while every part has its view of a region; afterwards all are on meta again, or what they were."""
+        before = len(self._resting)
+        try:
+            self._lend(region)
+            return forward()
+        finally:
+            self._take_back(before)
+
+    def recover(self) -> None:
+        """Takes back what an interrupted forward has left lent: its views would show another block's bytes."""
+        if self._resting or self._is_lent:
+            self._take_back(0)
+
+    def _lend(self, region: torch.Tensor) -> None:
+        self._is_lent = True
         packed, dense = self._of(region)
         for module, tensors in zip(self._moved, packed, strict=True):
             module.onload(tensors)
@@ -119,15 +138,18 @@ class Binding:
                 dtype = slot.dtype
                 is_kept = torch.is_grad_enabled()
                 value = view.detach().to(dtype, copy=True) if is_kept or view.dtype != dtype else view
-                resting.append((slot, slot.module._parameters[slot.local]))  # type: ignore[arg-type]
+                self._resting.append((slot, slot.module._parameters[slot.local]))  # type: ignore[arg-type]
                 slot.give(value)
 
-    def take_back(self, resting: Iterable[Resting]) -> None:
-        """Leaves every part on meta again, so that a late use of it fails and does not read another block's bytes."""
-        for slot, parameter in resting:
+    def _take_back(self, before: int) -> None:
+        """Leaves parts on meta again, so that a late use of them fails and does not read another block's bytes."""
+        while len(self._resting) > before:
+            slot, parameter = self._resting[-1]
             slot.module._parameters[slot.local] = parameter
+            self._resting.pop()
         for module in self.block.packed:
             module.offload()
+        self._is_lent = False
 
     def _of(self, region: torch.Tensor) -> tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]:
         place = region.data_ptr()

@@ -6,6 +6,7 @@ first touch of small pages costs about as much as a disk. A buffer is therefore 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -28,7 +29,8 @@ def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(memory, "madvise"):
-        memory.madvise(_MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+            memory.madvise(_MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
     with torch.inference_mode(False):  # every mode may write it
         buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,12 +21,28 @@ if TYPE_CHECKING:
 
 __all__ = ["current_worker", "run_in_lockstep"]
 
+T = TypeVar("T")
+
 _here = threading.local()
 
 
-def current_worker() -> Worker | None:
-    """The job that this thread runs, where it runs one."""
+def current_worker(streamer: Streamer) -> Worker | None:
+    """The job of this streamer that this thread runs, where it runs one; a job may call other models, which share nothing."""
+    worker = _any_worker()
+    return worker if worker is not None and worker.streamer is streamer else None
+
+
+def _any_worker() -> Worker | None:
     return getattr(_here, "worker", None)
+
+
+def _forget_worker() -> None:
+    """A child of a fork has no other jobs, and nobody who hands it blocks: its thread runs the model as any thread does."""
+    vars(_here).clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)
 
 
 class _Cancelled(BaseException):
@@ -34,7 +52,8 @@ class _Cancelled(BaseException):
 class Worker:
     """One job: runs while it has the baton, and hands it back where it needs a block, or when it is done."""
 
-    def __init__(self, job: Callable[[], Any], index: int) -> None:
+    def __init__(self, streamer: Streamer, job: Callable[[], Any], index: int) -> None:
+        self.streamer = streamer
         self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
         self._modes = _Modes()
         self._context = contextvars.copy_context()
@@ -65,9 +84,8 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join()
 
-    @contextlib.contextmanager
-    def turn(self, index: int) -> Iterator[torch.Tensor]:
-        """In the job's own thread: waits for a block, and is within it as long as the context lasts."""
+    def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
+        """In the job's own thread: waits for a block, and gives `use` its region."""
         if not self._is_cancelled:
             self.waits_for = index
             self._back.release()
@@ -77,7 +95,7 @@ class Worker:
         region, self._region = self._region, None
         self.depth += 1
         try:
-            yield region
+            return use(region)
         finally:
             self.depth -= 1
 
@@ -125,10 +143,10 @@ def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> li
     Raises:
         Exception: What the first job that failed raised; the others are unwound.
     """
-    if current_worker() is not None:  # a job of its own: its blocks are shared already
+    if _any_worker() is not None:  # within a job: its blocks are shared already, or its other model would wait for this one
         return [job() for job in jobs]
-    workers = [Worker(job, index) for index, job in enumerate(jobs)]
-    with streamer.alone():
+    workers = [Worker(streamer, job, index) for index, job in enumerate(jobs)]
+    with streamer.lock:  # other threads' forwards wait for their blocks
         streamer.source.choose()
         try:
             for worker in workers:
@@ -148,19 +166,25 @@ def _serve(streamer: Streamer, workers: Sequence[Worker]) -> None:
     expected = streamer.schedule.expected(len(streamer.blocks))
     index = next((block for block in expected if block in wanted), None)
     index = min(wanted) if index is None else index
-    with streamer.turn(index) as region:
+
+    def let_all_through(region: torch.Tensor) -> None:
         for worker in [worker for worker in workers if worker.waits_for == index]:
             _let_through(streamer, worker, region)
+
+    streamer.within(index, let_all_through)
 
 
 def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> None:
     """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
     outside = worker.depth
-    worker.resume(region)
-    _check(worker)
-    while worker.depth > outside and worker.waits_for is not None:
-        with streamer.turn(worker.waits_for) as inner:
-            _let_through(streamer, worker, inner)
+    try:
+        worker.resume(region)
+        _check(worker)
+        while worker.depth > outside and worker.waits_for is not None:
+            streamer.within(worker.waits_for, functools.partial(_let_through, streamer, worker))
+    except BaseException:
+        worker.cancel()  # an interrupt: it must be out of the block before another is read to its region
+        raise
 
 
 def _check(worker: Worker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import queue
@@ -26,16 +27,17 @@ class Ticket:
     """
 
     def __init__(self, jobs: Iterable[Job], then: Job | None = None) -> None:
-        self.jobs = list(jobs)
+        self._waiting = collections.deque(jobs)
         self._then = then
-        self._left = len(self.jobs)
+        self._running = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
         self.is_cancelled = False
         self.started = threading.Event()
         self.error: BaseException | None = None
-        if not self.jobs:
-            self._finish()
+        self.count = len(self._waiting)
+        if not self._waiting:
+            self._conclude()
 
     def wait(self) -> None:
         """Waits until the region is filled.
@@ -51,32 +53,55 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the region."""
+        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the region.
+
+        It may be called again where an interrupt ended it, and for a ticket of which not every job was handed to a pool.
+        """
         self.is_cancelled = True
+        self._drop()
         self._done.wait()
 
-    def run(self, job: Job) -> None:
-        """Runs one of the jobs, in a thread of the pool."""
+    def refuse(self, error: BaseException) -> None:
+        """Fails, unless all jobs have begun."""
+        if self._waiting:
+            self.error = self.error or error
+        self._drop()
+
+    def run_next(self) -> None:
+        """Runs one of the jobs that have not begun, in a thread of the pool; nothing where they were dropped."""
         self.started.set()
+        with self._lock:
+            if not self._waiting:
+                return
+            self._running += 1
+            job = self._waiting.popleft()
         try:
             if not self.is_cancelled and self.error is None:
                 job()
         except BaseException as error:  # it is raised again where the region is waited for
             self.error = self.error or error
         with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
+            is_last = not self._waiting and self._running == 1
+            self._running -= not is_last  # the last one counts as running until what comes last is done, too
         if is_last:
-            self._finish()
+            self._conclude()
 
-    def _finish(self) -> None:
+    def _drop(self) -> None:
+        with self._lock:
+            self._waiting.clear()
+            if self._running == 0:
+                self._done.set()
+
+    def _conclude(self) -> None:
         try:
             if self._then is not None and self.error is None and not self.is_cancelled:
                 self._then()
         except BaseException as error:
             self.error = error
-        self.jobs = []
-        self._done.set()
+        self._then = None
+        with self._lock:
+            self._running = 0
+            self._done.set()
 
 
 class Pool:
@@ -103,12 +128,18 @@ class Pool:
                     "The reader threads of this model were closed.", expected="an open model", found="a model that was closed",
                     fix="load the model again",
                 )  # fmt: skip
-            for job in ticket.jobs:
-                self._queue.put((ticket, job))
-            while ticket.jobs and len(self._threads) < self._count:
+            for _ in range(ticket.count):
+                self._queue.put(ticket)
+            while ticket.count and len(self._threads) < self._count:
                 thread = threading.Thread(target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True)
                 self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no more: those that run do all the work
+                    self._threads.remove(thread)
+                    if not self._threads:
+                        ticket.refuse(_no_thread(error))
+                    break
         return ticket
 
     @property
@@ -123,14 +154,15 @@ class Pool:
             self._threads.clear()
         with contextlib.suppress(queue.Empty):
             while True:
-                item = self._queue.get_nowait()
-                if item is not None:
-                    item[0].run(_refuse_closed)
+                ticket = self._queue.get_nowait()
+                if ticket is not None:
+                    ticket.refuse(_closed())
         for _ in threads:
             self._queue.put(None)
         if threading.current_thread() not in threads:  # a reader that drops the last reference may hold what another waits for
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:  # an interrupt may have come before it was started
+                    thread.join()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -161,15 +193,21 @@ class _Clock:
 
 def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
     """A thread of the pool; it knows the pool's parts and not the pool, so that it keeps no model alive."""
-    while (item := jobs.get()) is not None:
-        ticket, job = item
+    while (ticket := jobs.get()) is not None:
         with clock:
-            ticket.run(job)
-        del item, ticket, job
+            ticket.run_next()
+        del ticket
 
 
-def _refuse_closed() -> None:
-    raise SetupError(
+def _no_thread(error: RuntimeError) -> SetupError:
+    return SetupError(
+        "No reader thread could be started.", expected="one thread or more", found=error,
+        fix="raise the limit of threads (ulimit -u, or the container's), or end other processes",
+    )  # fmt: skip
+
+
+def _closed() -> SetupError:
+    return SetupError(
         "A part of the model was dropped while it was read.", expected="a model in use", found="a model that was closed",
         fix="load the model again",
     )  # fmt: skip

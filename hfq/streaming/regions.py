@@ -55,7 +55,12 @@ class Regions(ABC):
         for other in {*found[1], block}:  # one step at a time: an interrupt may come at any
             self.drop(other)
         self.ring.give(block, found[0], nbytes)
-        self._tickets[block] = self.pool.submit(self._fill(block, self._region(block)))
+        ticket = self._tickets[block] = self._fill(block, self._region(block))  # known before anybody writes there
+        try:
+            self.pool.submit(ticket)
+        except BaseException:
+            ticket.is_cancelled = True
+            raise
         return True
 
     def start_ahead(self, block: int, kept: Collection[int]) -> bool:

@@ -6,14 +6,14 @@ end of a pass into the next one, so that a forward takes the longer of reading a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, read_tensor
 from hfq.placement.budget import READ_AHEAD_NBYTES
-from hfq.streaming.block import Binding, Block, DenseParameter, Resting, is_on_disk, owners_within
+from hfq.streaming.block import Binding, Block, DenseParameter, is_on_disk, owners_within
 from hfq.streaming.expert_cache import ExpertCache, cache_nbytes
 from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
 from hfq.streaming.lane import lane_to
@@ -36,6 +36,9 @@ from hfq.streaming.schedule import Schedule
 from hfq.streaming.source import Source
 
 __all__ = ["StreamOptions", "Streamer"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Streamer:
 
     Attributes:
         schedule: The order of the blocks, and how often it was wrong.
+        lock: Held by the thread that is within a block.
         waited_seconds: How long forwards waited for their block.
         apart: How often a block had no room in the ring.
         passes: How many forwards of the whole model were completed.
@@ -93,8 +97,8 @@ class Streamer:
         ring, pairs = self.regions.buffer, zip(self.blocks, layouts, strict=True)
         self._bindings = [Binding(block, layout, self.device, ring) for block, layout in pairs]
         self.schedule = Schedule(range(len(self.blocks)))
-        self._lock = threading.RLock()
-        self._in_use: list[int] = []
+        self.lock = threading.RLock()
+        self._in_use: tuple[int, ...] = ()
         self.waited_seconds, self.apart, self.passes = 0.0, 0, 0
         self.experts = ExpertCache(self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand))
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
@@ -110,25 +114,25 @@ class Streamer:
         self._finalizer()
         self.source.files.close()
 
-    @contextlib.contextmanager
-    def turn(self, index: int) -> Iterator[torch.Tensor]:
-        """Brings a block to its region for as long as the context lasts; other threads wait, and the next block is read meanwhile.
+    def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
+        """Brings a block to its region and gives it to `use`; other threads wait, and the next block is read meanwhile.
+
+        An interrupt from the keyboard may come within any call: what must be put right is put right without one, or by the next
+        forward of the block.
 
         Raises:
             CheckpointError: The block could not be read.
         """
-        with self._lock:
-            region = self._acquire(index)
+        with self.lock:
+            outer = self._in_use
             try:
-                yield region
+                region = self._acquire(index)
+                try:
+                    return use(region)
+                finally:
+                    self._release(index, outer)
             finally:
-                self._release(index)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """During this, other threads' forwards wait for their blocks."""
-        with self._lock:
-            yield
+                self._in_use = outer
 
     def _make_regions(self, layouts) -> Regions:
         if self.device.type == "cpu":
@@ -159,14 +163,11 @@ class Streamer:
         @functools.wraps(forward)
         def streamed(*args, **kwargs):
             refuse_meta(block.name, args)
-            worker = current_worker()
-            with self.turn(index) if worker is None else worker.turn(index) as region:
-                resting: list[Resting] = []
-                try:
-                    binding.lend(region, resting)
-                    return own_outputs(forward(*args, **kwargs), region)
-                finally:
-                    binding.take_back(resting)
+
+            def compute(region: torch.Tensor):
+                return binding.during(region, lambda: own_outputs(forward(*args, **kwargs), region))
+
+            return (current_worker(self) or self).within(index, compute)
 
         block.module.forward = streamed
 
@@ -193,7 +194,7 @@ class Streamer:
 
         @functools.wraps(forward)
         def one_pass(*args, **kwargs):
-            if current_worker() is not None:
+            if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.source.choose()
             self.schedule.begin()
@@ -224,6 +225,8 @@ class Streamer:
     def _acquire(self, index: int) -> torch.Tensor:
         self.schedule.visit(index)
         started = time.perf_counter()
+        if index not in self._in_use:
+            self._bindings[index].recover()
         try:
             if index in self._in_use or not self.regions.start(index, self._in_use):
                 self.apart += 1
@@ -234,14 +237,13 @@ class Streamer:
         except HfqError as error:
             raise of_block(error, self.blocks[index].name) from error
         self.waited_seconds += time.perf_counter() - started
-        self._in_use.append(index)
+        self._in_use = (*self._in_use, index)
         return region
 
-    def _release(self, index: int) -> None:
-        if index in self._in_use:  # not in a process that was forked within the block
-            self._in_use.remove(index)
+    def _release(self, index: int, outer: tuple[int, ...]) -> None:
+        self._in_use = outer
         self.regions.give_back(index)
-        self._prefetch(self._in_use)
+        self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
         """Begins to read what comes next, as far as there is room beside what is in use and what comes sooner."""
@@ -266,8 +268,8 @@ class Streamer:
 
     def reset_after_fork(self) -> None:
         """The child of a fork has no reader threads, and does not know what they had read."""
-        self._lock = threading.RLock()
-        self._in_use.clear()
+        self.lock = threading.RLock()
+        self._in_use = ()
         self.source.reset_after_fork()
         self.regions.reset()
         self.experts.reset()

@@ -1,7 +1,10 @@
 """Layer-major runs: what separate calls give, bit for bit, while every block is read once for all batches."""
 
 import json
+import os
+import signal
 import threading
+import time
 
 import moe_models
 import pytest
@@ -12,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hfq
 from hfq import CheckpointError, HfqConfig, SetupError, layer_major
 from hfq.formats.gptq import Gptq
+from hfq.streaming import lockstep
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 DISK = {"": "disk"}
@@ -283,6 +287,76 @@ def test_a_run_within_a_run_shares_its_blocks(streamed, resident):
         for (one, other), batch in zip(found, batches, strict=True):
             assert torch.equal(one, resident(**batch).logits)
             assert torch.equal(other, one)
+
+
+def test_a_job_may_call_another_streamed_model(streamed, resident):
+    batches, fp8 = batches_of(*LENGTHS), tiny_models.DATA / "tiny-llama-fp8"
+    other, other_resident = load(fp8, DISK), load(fp8)
+
+    def both(first, second):
+        return lambda batch: (first(**batch).logits, second(**batch).logits, layer_major(second, [batch])[0].logits)
+
+    with torch.no_grad():
+        found = layer_major(streamed, batches, both(streamed, other))
+        assert all(
+            all(map(torch.equal, one, both(resident, other_resident)(batch)))
+            for one, batch in zip(found, batches, strict=True)
+        )
+
+
+@pytest.fixture
+def one_torch_thread():
+    """torch's own threads do not survive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_child_that_a_job_forks_may_call_the_model(streamed, resident, one_torch_thread):
+    batches, ended = batches_of(2, 3), []
+
+    def run(batch):
+        logits = streamed(**batch).logits
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                os._exit(0 if torch.equal(streamed(**batch).logits, logits) else 1)
+            finally:
+                os._exit(2)
+        ended.append(os.waitpid(child, 0)[1])
+        return logits
+
+    with torch.no_grad():
+        found = layer_major(streamed, batches, run)
+        assert ended == [0, 0]
+        assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
+
+
+def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(streamed, monkeypatch):
+    streamer, is_inside, events = streamed.hf_quantizer.loading.streamer, threading.Event(), []
+    release = streamer._release
+
+    def interrupted(worker, region):
+        worker._region, worker.waits_for = region, None
+        worker._go.release()
+        is_inside.wait(20)
+        raise KeyboardInterrupt
+
+    def slow(*_):
+        is_inside.set()
+        time.sleep(0.05)
+        events.append("left")
+
+    monkeypatch.setattr(lockstep.Worker, "resume", interrupted)
+    monkeypatch.setattr(streamer, "_release", lambda *arguments: (events.append("released"), release(*arguments)))
+    handle = streamed.model.layers[0].mlp.register_forward_pre_hook(slow)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        layer_major(streamed, batches_of(2, 2))
+    handle.remove()
+    assert events == ["left", "released"]
+    assert lockstep_threads() == []
 
 
 @pytest.mark.parametrize("budget", [0, 20_000, None])

@@ -244,3 +244,24 @@ def test_direct_reads_that_a_file_system_does_not_take_are_said_once_and_reporte
     assert made.mode == "buffered"
     assert [record.message for record in caplog.records if "no direct reads" in record.message] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("possible", [0, 2])
+def test_where_the_system_gives_few_threads_they_do_all_the_work(monkeypatch, possible):
+    pool, done, started, start = Pool(4), [], [], threading.Thread.start
+
+    def limited(thread):
+        if len(started) == possible:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    ticket = pool.submit(Ticket([lambda: done.append(1)] * 9))
+    if possible:
+        ticket.wait()
+        assert sum(done) == 9
+    else:
+        with pytest.raises(SetupError, match="No reader thread could be started"):
+            ticket.wait()
+    pool.close()
