@@ -37,9 +37,7 @@ def packed_layers(path, activations="none"):
     return model, {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-@pytest.mark.parametrize(
-    "targets", [("gptq_v2",), ("pack-quantized", "gptq")]
-)
+@pytest.mark.parametrize("targets", [("gptq_v2",), ("pack-quantized", "gptq")])
 def test_gptqmodel_gives_the_same_logits(stock_digest, tmp_path, targets):
     assert stock_digest(converted(GPTQ, tmp_path, *targets)) == stock_digest(GPTQ)
 
