@@ -22,6 +22,7 @@ from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]
 
+_CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4")
 _CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob)_(scale|zero_point|global_scale))$")
 
 
@@ -106,6 +107,15 @@ def _check_source(dialect: Target, layers: Mapping[str, SourceLayer], config: Ma
             f"The checkpoint is {dialect.name} already; nothing was written.", file=source.root, expected="another dialect",
             found=next(iter(layers.values())).weight_format.describe(), fix=f"choose another of {', '.join(DIALECTS)}",
         )  # fmt: skip
+    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
+    for name, info in source.tensors.items():
+        if name not in packed and info.dtype in _CODES:
+            raise refusal(
+                name,
+                "floats, or codes of a layer that hfq knows",
+                str(info),
+                "keep the checkpoint as it is: nothing tells what this is",
+            )
     cache = next((name for name in source.tensors if _CACHE_SCALES.search(name)), None)
     if cache is not None or config.get("kv_cache_scheme"):
         raise refusal(

@@ -105,7 +105,7 @@ def _run(model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch,
 
     def forward(batch: Batch) -> Any:
         with torch.no_grad():
-            logits = model(input_ids=batch.input_ids, use_cache=False).logits
+            logits = model(input_ids=batch.input_ids.to(getattr(model, "device", "cpu")), use_cache=False).logits
             return use(batch, batch.scored(logits))
 
     try:

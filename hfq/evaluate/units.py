@@ -50,11 +50,6 @@ class Unit:
         return self.weight_format.describe() if self.weight_format is not None and self.is_packed else f"dense {info.dtype}"
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of its stored tensors."""
-        return sum(info.nbytes for info in self.infos.values())
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight: (out, in) where it is packed."""
         if self.module is None:

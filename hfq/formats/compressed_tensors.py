@@ -112,7 +112,7 @@ class PackQuantized(PackShards, PackOrder):
                 "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8",
                 "pack-quantized-w3-words", "pack-quantized-g-idx",
             ),
-            ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
+            ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"), is_emitted=True,
         ),
     )  # fmt: skip
     num_bits: int = 4

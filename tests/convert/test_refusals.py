@@ -100,6 +100,15 @@ def test_a_quantized_cache_is_refused(tmp_path):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
 
 
+def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
+    case = ROWS["fp8-block"]
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = tiny_models.packed_tensors(case.format) | {experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)}
+    path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
+    with refused("nothing tells what this is", kind=FormatError, tensor=experts):
+        convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
+
+
 def test_layers_that_differ_are_refused_where_one_setting_is_all_there_is(tmp_path):
     case = ROWS["fp8-autofp8-static"]
     tensors = tiny_models.packed_tensors(case.format)
@@ -132,6 +141,10 @@ def test_an_unquantized_checkpoint_and_a_damaged_one_are_refused(tmp_path):
     path = write(tmp_path / "source", "gptq-v1-w4-sym", scales=lambda scales: scales[:1])
     with refused("is not what its dialect has there", kind=FormatError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
+    shutil.rmtree(path)
+    path = write(tmp_path / "source", "pack-quantized-w8", weight_packed=lambda words: words[:, :7])
+    with refused("do not fit its input", kind=FormatError, tensor=FIRST):
+        convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq")
     assert_nothing_left(tmp_path)
 
 

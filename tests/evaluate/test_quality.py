@@ -18,7 +18,7 @@ LLAMA, GPTQ, FP8 = (tiny_models.DATA / name for name in ("tiny-llama", "tiny-lla
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text((LLAMA / "held_out.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    file.write_text((LLAMA / "held_out.txt").read_text(encoding="utf-8")[:3500], encoding="utf-8")
     return file
 
 
