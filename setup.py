@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["hfq", "hfq.*"]),
-    package_data={"hfq": ["py.typed", "kernels/native/*.cpp"]},
+    package_data={"hfq": ["py.typed", "kernels/native/*.cpp", "placement/*.yaml"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

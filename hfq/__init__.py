@@ -16,7 +16,9 @@ from hfq.integrations.registration import register as _register
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
+    from hfq.evaluate.compare import verify
     from hfq.formats import FORMATS, Format
+    from hfq.integrations import fms
     from hfq.integrations.layer_major import layer_major
     from hfq.integrations.report import report
     from hfq.integrations.training import prepare_for_training
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "layer_major", "prepare_for_training", "report", "take_over",
+    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "report", "take_over", "verify",
 ]  # fmt: skip
 
 _LAZY = {
@@ -40,16 +42,21 @@ _LAZY = {
     "prepare_for_training": "hfq.integrations.training",
     "report": "hfq.integrations.report",
     "take_over": "hfq.integrations.transformers",
+    "verify": "hfq.evaluate.compare",
 }
+
+_SUBMODULES = {"fms": "hfq.integrations.fms"}
 
 _register()
 
 
 def __getattr__(name: str):
+    if name in _SUBMODULES:
+        return importlib.import_module(_SUBMODULES[name])
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hfq' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_SUBMODULES])

@@ -16,11 +16,9 @@ WORKER = Path(__file__).parent / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
-def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None, worker: Path = WORKER) -> list[dict]:
-    """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
+def start(arguments: list[str], ranks: int, command: list[str] | None = None) -> str:
+    """Runs a script with its arguments on so many CPU ranks; gives what was printed."""
     pytest.importorskip("deepspeed")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -29,11 +27,16 @@ def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | Non
         **os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    arguments = ["--cases", str(folder / "cases.json"), "--out", str(folder)]
-    done = subprocess.run(
-        [*command, port, str(worker), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([*command, port, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None, worker: Path = WORKER) -> list[dict]:
+    """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    start([str(worker), "--cases", str(folder / "cases.json"), "--out", str(folder)], ranks, command)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

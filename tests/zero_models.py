@@ -46,6 +46,18 @@ def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str |
     return str(path)
 
 
+def write_own_code(folder: Path, name: str) -> str:
+    """A tiny Llama whose class comes with the checkpoint."""
+    path = Path(write_format(folder, name))
+    (path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    pass\n"
+    )
+    written = json.loads((path / "config.json").read_text())
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (path / "config.json").write_text(json.dumps(written | own))
+    return str(path)
+
+
 def write_dialect(folder: Path, case: Case) -> str:
     """The tiny Llama of one row of the contract suite."""
     tensors = tiny_models.packed_tensors(case.format)

@@ -44,6 +44,7 @@ class Mover:
     Args:
         model: Takes `input_ids` as transformers' models do.
         bytes_read: Counts what has been read for it so far; None where nobody counts.
+        waited: For how many seconds its forwards have waited for their layers so far; None where nobody counts.
         scratch: A folder of files that were written to offload the model; removed with it.
 
     Attributes:
@@ -53,10 +54,11 @@ class Mover:
     shares_reads = False
 
     def __init__(
-        self, model: nn.Module, bytes_read: Callable[[], int] | None = None, scratch: TemporaryDirectory | None = None
-    ) -> None:
+        self, model: nn.Module, bytes_read: Callable[[], int] | None = None, waited: Callable[[], float] | None = None,
+        scratch: TemporaryDirectory | None = None,
+    ) -> None:  # fmt: skip
         self.model: Any = model
-        self.bytes_read, self._scratch = bytes_read, scratch
+        self.bytes_read, self.waited, self._scratch = bytes_read, waited, scratch
 
     def files(self) -> list[Path]:
         """What has to leave the page cache beside the checkpoint's own files."""
@@ -86,8 +88,10 @@ class _HfqMover(Mover):
 def _hfq(path: Path, device_map: dict[str, str], stream: str = "direct") -> Mover:
     config = HfqConfig(stream=stream)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map=dict(device_map), dtype="auto")
-    counters = model.hf_quantizer.loading.reader.counters
-    return _HfqMover(model, lambda: counters.bytes_read)
+    loading = model.hf_quantizer.loading
+    streamer, counters = loading.streamer, loading.reader.counters
+    waited = None if streamer is None else lambda: streamer.waited_seconds
+    return _HfqMover(model, lambda: counters.bytes_read, waited)
 
 
 def _hfq_buffered(path: Path, device_map: dict[str, str]) -> Mover:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Chart", "Report", "Table", "Target", "as_rate", "median", "rotated", "select"]
+__all__ = ["Chart", "Report", "Scatter", "Table", "Target", "as_rate", "median", "rotated", "select"]
 
 Record = dict
 """One measurement as it was taken: what was measured, and numbers in seconds and bytes."""
@@ -64,6 +64,42 @@ class Chart:
     series: Mapping[str, Sequence[float | None]]
     line: float = 1.0
 
+    def draw(self, figure) -> None:
+        """Draws it into an empty figure of matplotlib."""
+        figure.set_size_inches(2 + 1.2 * len(self.groups), 4)
+        axes = figure.subplots()
+        width = 0.8 / max(len(self.series), 1)
+        for index, (name, values) in enumerate(self.series.items()):
+            places = [group + index * width for group, value in enumerate(values) if value is not None]
+            bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
+            axes.bar_label(bars, fmt="%.2f", fontsize=7)
+        axes.axhline(self.line, color="black", linewidth=0.8, linestyle="--")
+        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups)
+        axes.set_title(self.title)
+        axes.legend(fontsize=8)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Named points: (name, x, y)."""
+
+    title: str
+    x: str
+    y: str
+    points: Sequence[tuple[str, float, float]]
+
+    def draw(self, figure) -> None:
+        """Draws it into an empty figure of matplotlib."""
+        figure.set_size_inches(7, 4)
+        axes = figure.subplots()
+        for name, x, y in self.points:
+            axes.scatter([x], [y])
+            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(self.y)
+        axes.margins(0.2)
+        axes.set_title(self.title)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -74,7 +110,7 @@ class Report:
     tables: Sequence[Table]
     targets: Sequence[Target]
     records: Sequence[Record]
-    chart: Chart
+    chart: Chart | Scatter
 
     def to_markdown(self, plot: str | None = None) -> str:
         """The page; `plot` is the file of the plot beside it."""
@@ -89,8 +125,8 @@ class Report:
         picture = (
             f"![{self.chart.title}]({plot})" if plot else "No plot: matplotlib is not installed (`pip install hfq[bench]`)."
         )
-        parts = [f"# {self.title}\n", facts, targets.to_markdown(), f"{picture}\n", *(t.to_markdown() for t in self.tables)]
-        return "\n".join(parts)
+        held = [targets.to_markdown()] if self.targets else []
+        return "\n".join([f"# {self.title}\n", facts, *held, f"{picture}\n", *(t.to_markdown() for t in self.tables)])
 
     def to_json(self) -> str:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
@@ -130,21 +166,12 @@ def as_rate(rate: float | None) -> str:
     return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
 
 
-def _draw(chart: Chart, file: Path) -> bool:
+def _draw(chart: Chart | Scatter, file: Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(2 + 1.2 * len(chart.groups), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(len(chart.series), 1)
-    for index, (name, values) in enumerate(chart.series.items()):
-        places = [group + index * width for group, value in enumerate(values) if value is not None]
-        bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.axhline(chart.line, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks([group + 0.4 for group in range(len(chart.groups))], chart.groups)
-    axes.set_title(chart.title)
-    axes.legend(fontsize=8)
+    figure = Figure(layout="constrained")
+    chart.draw(figure)
     figure.savefig(file, dpi=120)
     return True

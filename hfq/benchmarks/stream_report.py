@@ -57,6 +57,12 @@ def _efficiency(record: Record) -> float:
     return max(record["moved"] / record["limit"], record["alone"] * record["steps"]) / record["seconds"]
 
 
+def _waits(records: list[Record], **where) -> float | None:
+    """The share of the time in which a forward waited for its layers."""
+    counted = [record for record in select(records, **where) if "waited" in record]
+    return statistics.median(record["waited"] / record["seconds"] for record in counted) if counted else None
+
+
 def _times_as_fast(records: list[Record], weights: str, other: str, other_weights: str | None = None, **where) -> float | None:
     """The median over the rounds of another mover's time over hfq's."""
     own = _by_round(records, weights, OWN, **where)
@@ -97,10 +103,13 @@ def _busy_table(records: list[Record]) -> Table:
         for mover in _MOVERS:
             where = {"kind": "busy", "weights": weights, "mover": mover}
             values = median(records, _step_seconds, **where), median(records, _efficiency, **where)
-            rows.append((weights, mover, *map(_text, [*values, _times_as_fast(records, weights, mover, kind="busy")])))
+            waits = _waits(records, **where)
+            rows.append((weights, mover, *map(_text, [*values, waits, _times_as_fast(records, weights, mover, kind="busy")])))
     note = """A layer sleeps as long as the disk's limit takes to read it: an accelerator computes, the processor is idle. How long a
-pass computes was measured with the same model and hfq, all in memory; io is what was read at the disk's limit."""
-    header = ("weights", "mover", "a pass, s", "max(io, compute) / time", "hfq is faster by")
+pass computes was measured with the same model and hfq, all in memory and nothing read; io is what was read at the disk's limit.
+Reading takes processor time, too, and where few cores do both, computing takes longer than alone; the share of the time in which
+a forward waited for its layers says what is left to gain by reading ahead."""
+    header = ("weights", "mover", "a pass, s", "max(io, compute) / time", "waiting / time", "hfq is faster by")
     return Table("With compute standing in", note, header, rows)
 
 

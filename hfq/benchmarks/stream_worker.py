@@ -102,8 +102,10 @@ class StreamWorker:
             seconds: All steps together, without what dropping the page cache took.
             expected: The bytes of the layers that the steps need.
             moved: Those of them that were read while the clock ran; the others had been read ahead.
+            waited: The seconds of them in which a forward waited for its layers, where the mover counts them.
         """
         mover, seconds, read = self._mover, 0.0, 0
+        waited = mover.waited() if mover.waited else 0.0
         for step in steps:
             drop_cache([*self._files, *mover.files()])
             before = mover.bytes_read() if mover.bytes_read else 0
@@ -113,7 +115,8 @@ class StreamWorker:
             read += mover.bytes_read() - before if mover.bytes_read else 0
         expected = self._nbytes * len(steps)
         moved = min(expected, read) if mover.bytes_read else expected
-        return {"steps": len(steps), "seconds": seconds, "expected": expected, "moved": moved}
+        answer = {"steps": len(steps), "seconds": seconds, "expected": expected, "moved": moved}
+        return answer | ({"waited": mover.waited() - waited} if mover.waited else {})
 
 
 if __name__ == "__main__":

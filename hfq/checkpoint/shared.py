@@ -30,7 +30,7 @@ try:
 except ImportError:  # not a POSIX system: there is nothing to share
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["SharedArena"]
+__all__ = ["SharedArena", "is_abandoned"]
 
 logger = logging.getLogger("hfq")
 
@@ -210,6 +210,20 @@ def _release(descriptor: int) -> None:
     """Gives up the lock by name, since a map that something still refers to keeps a copy of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a file of shared memory is this user's, and no process holds a lock on it."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = _open_own(path, os.O_RDWR)
+    except (OSError, PlacementError):
+        return False
+    try:
+        return _try_alone(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _clean(path: Path, part: Path) -> None:

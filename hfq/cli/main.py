@@ -7,13 +7,13 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import bench, demo, formats, inspect, pack, plan
+from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, verify
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="hfq", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="hfq", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
     help="Load any quantized checkpoint into any placement: packed everywhere, exact, nothing silent.",
 )  # fmt: skip
 
@@ -35,6 +35,11 @@ app.command("demo")(demo.demo)
 app.add_typer(bench.bench, name="bench")
 app.command("pack")(pack.pack)
 app.command("plan")(plan.plan)
+app.command("convert")(convert.convert)
+app.command("eval")(evaluate.evaluate)
+app.command("verify")(verify.verify)
+app.command("calibrate")(calibrate.calibrate)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from hfq.formats.base import FLOATS, Dialect, bounded_int
 from hfq.formats.gptq_config import is_awq, module_options
 from hfq.formats.groups import apply_groups, check_divides
 from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.reordering import AwqOrder
 from hfq.formats.sharding import AwqShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
@@ -39,7 +40,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column: the inverse of 
 
 
 @dataclass(frozen=True)
-class Awq(AwqShards):
+class Awq(AwqShards, AwqOrder):
     """AWQ with the parameters of one module; see the file's docstring for the layouts.
 
     Attributes:

@@ -187,6 +187,24 @@ class Format(ABC):
             expected="a dialect whose layers can be cut (docs/tensor_parallel.md)", fix="use device_map in place of tp_plan",
         )  # fmt: skip
 
+    def reorder(self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> tuple[Format, dict[str, torch.Tensor]]:
+        """The layer with its output rows in another order; every weight stays the same bit for bit.
+
+        Args:
+            tensors: The module's tensors by local name.
+            order: int64 [out_features], a permutation: row `i` of the result is row `order[i]` of the layer.
+
+        Returns:
+            The format of the result, and its tensors. What does not change is the tensor that was given.
+
+        Raises:
+            FormatError: The dialect cannot be reordered without other codes.
+        """
+        raise FormatError(
+            f"hfq does not reorder the rows of {self.describe()} layers; nothing was loaded.", found=self.describe(),
+            expected="a dialect whose rows can be reordered (docs/fms.md)", fix="load the checkpoint with transformers",
+        )  # fmt: skip
+
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Format:
         """Checks the values of the module's small tensors (all but its codes), and settles what only values can tell.
 

@@ -28,6 +28,7 @@ from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
+from hfq.formats.reordering import PackOrder
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.sharding import PackShards
 from hfq.formats.values import check_finite, check_index
@@ -85,7 +86,7 @@ class IntQuantized(ScaledCodes):
 
 
 @dataclass(frozen=True)
-class PackQuantized(PackShards):
+class PackQuantized(PackShards, PackOrder):
     """pack-quantized with the parameters of one module; see the file's docstring.
 
     Attributes:
@@ -228,7 +229,7 @@ class PackQuantized(PackShards):
         unpack = unpack_stream if self.is_straddling else unpack_words
         codes = unpack(tensors["weight_packed"][start:stop].t(), self.num_bits, in_features).t()
         scale = rows_of(tensors["weight_scale"], start, stop)
-        zero = self._zeros(tensors, start, stop)
+        zero = self.zero_points(tensors, start, stop)
         torch.sub(codes, 1 << (self.num_bits - 1), out=panel)
         if self.has_g_idx:
             group = tensors["weight_g_idx"].to(torch.int64)
@@ -276,8 +277,8 @@ class PackQuantized(PackShards):
     def _groups(self, in_features: int) -> int:
         return self.scale_shape[1] if len(self.scale_shape) == 2 else 1
 
-    def _zeros(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
-        """The zero points of output rows [start, stop), float32 [rows, groups]."""
+    def zero_points(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor | None:
+        """The zero points of output rows [start, stop), float32 [rows, groups]; None where there are none."""
         if self.is_symmetric:
             return None
         stored = tensors["weight_zero_point"]

@@ -26,6 +26,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect
 from hfq.formats.fp8_codes import widen_into
 from hfq.formats.fp8_config import Hints, guess_block, read_hints
+from hfq.formats.reordering import Fp8Order
 from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.sharding import Fp8Shards
 from hfq.formats.values import check_finite, check_positive
@@ -44,7 +45,7 @@ _SCALES = (*FLOATS, *_POWERS)
 
 
 @dataclass(frozen=True)
-class Fp8(Fp8Shards):
+class Fp8(Fp8Shards, Fp8Order):
     """FP8 with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:

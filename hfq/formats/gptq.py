@@ -38,6 +38,7 @@ from hfq.formats.gptq_config import (
     stored_bits,
 )
 from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
+from hfq.formats.reordering import GptqOrder
 from hfq.formats.sharding import GptqShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
@@ -50,7 +51,7 @@ WORD_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True)
-class Gptq(GptqShards):
+class Gptq(GptqShards, GptqOrder):
     """GPTQ with the parameters of one module; see the file's docstring for the layout.
 
     Attributes:

@@ -20,6 +20,7 @@ from hfq.formats.base import FLOATS
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp8_codes import widen_into
 from hfq.formats.groups import apply_groups, rows_of
+from hfq.formats.reordering import ScaledOrder
 from hfq.formats.sharding import ScaledShards
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
@@ -34,7 +35,7 @@ _TOPS = {"I8": 127.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 
 
 @dataclass(frozen=True)
-class ScaledCodes(ScaledShards):
+class ScaledCodes(ScaledShards, ScaledOrder):
     """8-bit codes beside their scales; a dialect adds its names.
 
     Attributes:

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["as_source", "detection_hints", "is_declared", "source_config"]
+__all__ = ["SIDE_FILES", "as_source", "detection_hints", "is_declared", "source_config"]
+
+SIDE_FILES = (
+    "quantize_config.json",
+    "quantization_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+    "quanto_qmap.json",
+)
+"""What other tools keep of a quantization beside the weights and read again."""
 
 
 def as_source(stored: object) -> dict:

@@ -22,7 +22,7 @@ from hfq.streaming.block import DenseParameter
 from hfq.streaming.layout import lay_out
 from hfq.streaming.rows import can_read_rows
 
-__all__ = ["computing_device", "fill_map", "gather_units"]
+__all__ = ["computing_device", "fill_map", "gather_units", "map_of"]
 
 logger = logging.get_logger("hfq")
 
@@ -58,17 +58,23 @@ def fill_map(
     main = check_device(computing)
     capacities = {check_device(key): int(limit) for key, limit in max_memory.items() if key in (computing, "cpu", "disk")}
     budget = plan_homes(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
-    away = {name: home for name, home in budget.homes.items() if home != main}
-    staying = [name for name, home in budget.homes.items() if home == main]
     device_map.clear()
-    device_map |= {"": computing, **away}
+    device_map |= map_of(budget, model, computing)
+    logger.info("hfq: placed by max_memory: %s", budget)
+    return budget
+
+
+def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:
+    """The device map that a budget means: all that is not said otherwise is `computing`."""
+    away = {name: home for name, home in budget.homes.items() if home != budget.main}
+    staying = [name for name, home in budget.homes.items() if home == budget.main]
+    device_map: dict[str, Any] = {"": computing, **away}
     device_map |= {name: computing for name in staying if any(name.startswith(f"{other}.") for other in away)}
     for target, source in model.all_tied_weights_keys.items():
         home = away.get(source.rpartition(".")[0])
         if home is not None:
             device_map.setdefault(target.rpartition(".")[0], home)
-    logger.info("hfq: placed by max_memory: %s", budget)
-    return budget
+    return device_map
 
 
 @dataclass

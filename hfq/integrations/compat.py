@@ -25,6 +25,8 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
    such homes as devices. `PeftModel.save_pretrained` there writes the empty tensors that ranks of ZeRO-3 have.
    `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales among them, unless
    it knows the method: it becomes `hfq.prepare_for_training`.
+7. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel load before anything is
+   opened. A rank that fails must take part before it can tell the others why, and hfq has to know whether it has.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from hfq.integrations.early import reading_early
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.ranks import failing_together
 from hfq.integrations.registration import run_pending
-from hfq.integrations.tp_plan import asks_for_ranks, check_distributed
+from hfq.integrations.tp_plan import asks_for_ranks, check_distributed, joining, noting_meshes
 from hfq.integrations.transformers import METHOD, HfqConfig
 from hfq.integrations.zero_config import is_zero3
 from hfq.integrations.zero_deal import described_folder
@@ -79,6 +81,9 @@ def patch_modeling_utils(module: Any) -> None:
         module._get_resolved_checkpoint_files = _validating(module._get_resolved_checkpoint_files)
         _guard(module.PreTrainedModel)
         module.PreTrainedModel.save_pretrained = _completing(module.PreTrainedModel.save_pretrained)
+        if hasattr(module.PreTrainedModel, "prepare_distribute_model"):
+            prepare = module.PreTrainedModel.prepare_distribute_model.__func__
+            module.PreTrainedModel.prepare_distribute_model = classmethod(noting_meshes(prepare))
 
 
 def patch_auto_factory(module: Any) -> None:
@@ -225,7 +230,11 @@ def _guard(owner: type) -> None:
         if chosen.load == "broadcast" and is_zero3():
             with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together():
                 return _guarded(load, path, kwargs, chosen)
-        with failing_together() if is_zero3() else contextlib.nullcontext():
+        if is_zero3():
+            together: contextlib.AbstractContextManager = failing_together()
+        else:
+            together = failing_together(joining(kwargs)) if asks_for_ranks(kwargs) else contextlib.nullcontext()
+        with together:
             return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
 
     from_pretrained._hfq_guards = True  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ parameter is born sharded. Hooks, gathers, prefetching and offloading are DeepSp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfq.errors import SetupError
+from hfq.integrations.registration import run_pending
 from hfq.integrations.zero_config import ZeroConfig
+from hfq.modules.packed import PackedModule
 from hfq.placement.zero_memory import SMALLEST_SWAPPED
 
 __all__ = [
     "Sharder", "gather", "gather_state", "is_gathered", "least_swapped", "mark_leaf", "missing_internals", "partition_whole_model",
-    "shard_status", "watch_forwards",
+    "patch_deepspeed", "shard_status", "watch_forwards",
 ]  # fmt: skip
 
 _INTERNALS = {
@@ -219,3 +223,55 @@ def least_swapped(zero: ZeroConfig) -> int:
 
     least = int(getattr(own, "MIN_AIO_BYTES", SMALLEST_SWAPPED))
     return max(least, int(zero.options.get("aio", {}).get("block_size", SMALLEST_SWAPPED)))
+
+
+def patch_deepspeed(_: Any) -> None:
+    """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py), once DeepSpeed is imported.
+
+    Upstream casts every float parameter of a model that is not sharded to its own dtype (`_cast_module_mixed_precision`), packed
+    scales among them, and then sends rank 0's parameters to all ranks, or cuts them into shards by value.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = getattr(DeepSpeedEngine, "_configure_distributed_model", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def configure(self: Any, model: nn.Module) -> Any:
+        _check_held(model, self.zero_optimization_partition_weights())
+        return original(self, model)
+
+    DeepSpeedEngine._configure_distributed_model = configure
+
+
+def _check_held(model: nn.Module, is_stage_3: bool) -> None:
+    """Refuses an engine for a model whose packed tensors it would change.
+
+    Raises:
+        SetupError: Names the first packed module, and how to load it.
+    """
+    for module in model.modules():
+        if not isinstance(module, PackedModule) or module.held_as == "shard":
+            continue
+        if is_stage_3:
+            raise SetupError(
+                "ZeRO-3 was given a model that every rank has loaded whole, and would cast its packed tensors; no engine was made.",
+                tensor=module.name, expected="a model loaded while the DeepSpeed config was alive", found="one loaded without it",
+                fix="before from_pretrained make the HfDeepSpeedConfig (and keep it), the TrainingArguments, or the Accelerator(), "
+                "which needs zero3_init_flag: true in its config file",
+            )  # fmt: skip
+        if getattr(module, "_hf_quantized_needs_local_tp", False):
+            raise SetupError(
+                "DeepSpeed would send rank 0's slices of packed layers to all ranks; no engine was made.", tensor=module.name,
+                expected="a model that each rank holds whole", found="a model cut by tp_plan", fix="leave tp_plan out",
+            )  # fmt: skip
+        if module.held_as != "row":
+            raise SetupError(
+                "DeepSpeed would cast packed tensors that lie one by one; no engine was made.", tensor=module.name,
+                expected="rows of bytes in memory", found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
+                fix='load the model with HfqConfig(backing="arena"), or "shared" for one copy on each node, and no part on disk',
+            )  # fmt: skip
+
+
+run_pending()

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from hfq.checkpoint import Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.source import source_config
-from hfq.integrations.auto_map import fill_map
+from hfq.integrations.auto_map import fill_map, gather_units
 from hfq.integrations.blocks import find_blocks
 from hfq.integrations.checks import (
     check_merged,
@@ -41,7 +41,7 @@ from hfq.modules.experts import PackedExperts
 from hfq.modules.home import Home
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
-from hfq.placement.budget import Budget
+from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.streaming.streamer import Streamer, StreamOptions
@@ -63,6 +63,7 @@ class Loading:
 
     def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
         self._started = time.perf_counter()
+        self.load_seconds: float | None = None
         self.checkpoint = open_files(files)
         self.reader = Reader(self.checkpoint)
         source = config.source if config.source is not None else source_config(self.checkpoint)
@@ -112,6 +113,20 @@ class Loading:
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self.read_plan, self.read_report = load_rows(self, self._hidden)
 
+    def plan_for(self, device_map: dict[str, Any]) -> Plan:
+        """The plan of a map whose devices this machine need not have; nothing is loaded."""
+        names = self._tensor_names()
+        modules = (name for name, _ in self.model.named_modules())
+        homes = resolve_homes(device_map, names, modules, check=lambda value, _: str(value))
+        for target, source in self.model.all_tied_weights_keys.items():
+            homes[target] = homes.get(source, homes[target])
+        self.homes, self.main = homes, execution_device(homes.values())
+        return self._make_plan(names)
+
+    def gather_units(self) -> list[Unit]:
+        """The parts of the model that may have a home of their own, with their bytes."""
+        return gather_units(self.model, self.match, self._dtypes)
+
     def finish(self) -> None:
         """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
         self._hook.remove()
@@ -141,7 +156,8 @@ class Loading:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
             logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
-        log_summary(self, time.perf_counter() - self._started)
+        self.load_seconds = time.perf_counter() - self._started
+        log_summary(self, self.load_seconds)
 
     def _stream_options(self) -> StreamOptions:
         cache, read_ahead = self.config.expert_cache_nbytes, StreamOptions.read_ahead_nbytes

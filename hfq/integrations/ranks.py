@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hfq.errors import HfqError, PlacementError, SetupError
 
-__all__ = ["attempt", "exchange", "failing_together", "meet", "raise_together", "start_distributed"]
+__all__ = ["attempt", "exchange", "failing_together", "meet", "no_copy", "raise_together", "start_distributed"]
 
 _has_met: ContextVar[bool] = ContextVar("hfq_has_met", default=False)
 
@@ -75,15 +75,19 @@ def raise_together(error: Exception | None, outcome: str = "nothing was loaded")
 
 
 @contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """During this, an error of this rank before `meet` is told to the others, who wait for it there."""
+def failing_together(start: Callable[[], object] = start_distributed) -> Iterator[None]:
+    """During this, an error of this rank before `meet` is told to the others, who wait for it there.
+
+    Args:
+        start: Takes part in the collectives that the others go through on their way to `meet`.
+    """
     token = _has_met.set(False)
     try:
         yield
     except Exception as error:
         if not _has_met.get():
-            with contextlib.suppress(HfqError, OSError, RuntimeError):  # there may be nobody to tell
-                start_distributed()
+            with contextlib.suppress(HfqError, OSError, RuntimeError, ValueError):  # there may be nobody to tell
+                start()
                 exchange(_failure(error))
         raise
     finally:
@@ -108,6 +112,14 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception |
         return work(*arguments), None
     except Exception as error:  # whatever it is, the others wait
         return None, error
+
+
+def no_copy(found: str) -> SetupError:
+    """The error of a deep copy of a model that ranks share: what makes it one model is bound to the modules it was made for."""
+    return SetupError(
+        "A model that several ranks share cannot be copied.", expected="a model that one process holds", found=found,
+        fix="load it a second time instead, on all ranks",
+    )  # fmt: skip
 
 
 def _failure(error: Exception) -> _Failure:

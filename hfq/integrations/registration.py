@@ -16,6 +16,7 @@ _CALLBACKS = {
     "transformers.modeling_utils": ("hfq.integrations.compat", "patch_modeling_utils"),
     "transformers.models.auto.auto_factory": ("hfq.integrations.compat", "patch_auto_factory"),
     "peft": ("hfq.integrations.compat", "patch_peft"),
+    "deepspeed": ("hfq.integrations.deepspeed", "patch_deepspeed"),
 }
 
 

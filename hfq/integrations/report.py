@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hfq.integrations.loaded import loading_of
+from hfq.integrations.speed import SpeedReport, report_speed
 from hfq.modules.linear import PackedLinear
 from hfq.placement.plan import Plan
 from hfq.streaming.buffers import huge_page_nbytes
@@ -95,10 +96,11 @@ class OutlierReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming where there is any, and LLM.int8()'s outliers where asked for; `print` it, or take `to_dict`."""
+    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers; `print` it, or take `to_dict`."""
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None
+    speed: SpeedReport | None = None
     outliers: OutlierReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,17 +108,19 @@ class Report:
         stream = None
         if self.stream is not None:
             stream = asdict(self.stream) | {"rate": self.stream.rate, "share_of_limit": self.stream.share_of_limit}
+        speed = None if self.speed is None else asdict(self.speed)
         outliers = None if self.outliers is None else asdict(self.outliers) | {"share": self.outliers.share}
-        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "outliers": outliers}
+        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed, "outliers": outliers}
 
     def __str__(self) -> str:
         lines = [f"{home.home}: {home.nbytes:,} B, {home.moved_nbytes:,} B moved a forward" for home in self.homes]
         if self.outliers is not None:
             found = self.outliers
             lines.append(f"{found.outliers:,} of {found.channels:,} input channels were outlier channels ({found.share:.2%})")
+        speed = [] if self.speed is None else [str(self.speed)]
         if self.stream is None:
-            return "\n".join([*lines, "nothing is streamed"])
-        return "\n".join([*lines, *_stream_lines(self.stream)])
+            return "\n".join([*lines, "nothing is streamed", *speed])
+        return "\n".join([*lines, *_stream_lines(self.stream), *speed])
 
 
 def report(model: nn.Module, measure: bool = False) -> Report:
@@ -124,15 +128,16 @@ def report(model: nn.Module, measure: bool = False) -> Report:
 
     Args:
         model: A model that hfq loaded.
-        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache.
+        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache, and how long
+            one token takes.
 
     Raises:
-        SetupError: hfq did not load the model.
+        SetupError: hfq did not load the model, or the profile of `hfq calibrate` cannot be read.
     """
     loading = loading_of(model)
     streamer = loading.streamer
     stream = None if streamer is None else _stream(streamer, measure)
-    return Report(tuple(_homes(loading.plan)), stream, _outliers(model))
+    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure), _outliers(model))
 
 
 def _outliers(model: nn.Module) -> OutlierReport | None:

@@ -26,6 +26,7 @@ from hfq.checkpoint.shared import SharedArena
 from hfq.errors import PlacementError
 from hfq.integrations.checks import check_bias
 from hfq.integrations.early import early_reading
+from hfq.integrations.zero_config import is_deepspeed
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, is_mappable, map_row
 from hfq.spec import ByteRange
@@ -140,9 +141,12 @@ def plan_rows(loading: Loading, hidden: Collection[str], is_remote: bool = False
     rows: list[RowRead] = []
     is_sharing = loading.config.backing == "shared" or (loading.config.backing == "auto" and _local_processes() > 1)
     copies = _SHARED if is_sharing else _PRIVATE
+    why_read = (
+        "on a network file system" if is_remote else "DeepSpeed casts tensors that lie one by one" if is_deepspeed() else ""
+    )
     for name, module in loading.packed.items():
         home = loading.homes[f"{name}.{next(iter(module.infos))}"]
-        row = _planned(name, home, module, loading.config.backing, is_remote, copies)
+        row = _planned(name, home, module, loading.config.backing, why_read, copies)
         rows.append(row)
         if row.how != "read":
             small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
@@ -157,7 +161,7 @@ def plan_rows(loading: Loading, hidden: Collection[str], is_remote: bool = False
     return plan_reads([*_dense_rows(loading, hidden), *rows], arenas)
 
 
-def _planned(name: str, home: str, module: PackedModule, backing: str, is_remote: bool, copies: str) -> RowRead:
+def _planned(name: str, home: str, module: PackedModule, backing: str, why_read: str, copies: str) -> RowRead:
     infos, is_aligned = module.infos, is_mappable(module.infos)
     if home == "disk":
         return RowRead(name, home, "disk", "read when it computes", infos)
@@ -174,8 +178,8 @@ def _planned(name: str, home: str, module: PackedModule, backing: str, is_remote
         return RowRead(name, home, "read", f'backing="{backing}"', infos, copies)
     if backing == "auto" and not is_aligned:
         return RowRead(name, home, "read", "not aligned to its own dtype in the file", infos, copies)
-    if backing == "auto" and is_remote:
-        return RowRead(name, home, "read", "on a network file system", infos, copies)
+    if backing == "auto" and why_read:
+        return RowRead(name, home, "read", why_read, infos, copies)
     return RowRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
 
 

@@ -14,21 +14,12 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.formats.source import is_declared
+from hfq.formats.source import SIDE_FILES, is_declared
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import map_tensor
 
 __all__ = ["SIDE_FILES", "like_source", "stored_state"]
-
-SIDE_FILES = (
-    "quantize_config.json",
-    "quantization_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
-    "quanto_qmap.json",
-)
-"""What other tools keep beside the weights and read again."""
 
 
 def stored_state(

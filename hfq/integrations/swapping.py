@@ -21,7 +21,7 @@ from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 
-__all__ = ["swap_packed"]
+__all__ = ["build_packed", "swap_packed"]
 
 logger = logging.get_logger("hfq")
 
@@ -42,7 +42,7 @@ def swap_packed(
     """
     packed = {}
     for name, found in match.packed.items():
-        packed[name] = module = _build(name, found, config)
+        packed[name] = module = build_packed(name, found, config)
         parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
         kept = f"{parent}.weight" if found.slot.kind == "weight" else f"{name}.weight"
         module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.slot.kind == "conv1d"
@@ -84,7 +84,17 @@ def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:
                        ", ".join(sorted({other.kernel.name for other in left.values()})), first, reason)  # fmt: skip
 
 
-def _build(name: str, found: PackedMatch, config: HfqConfig) -> PackedModule:
+def build_packed(name: str, found: PackedMatch, config: HfqConfig) -> PackedModule:
+    """The module, on meta, that holds one packed layer.
+
+    Args:
+        name: Its name, for messages.
+        found: The layer.
+        config: The user's options.
+
+    Raises:
+        SetupError: `activations="checkpoint"` asks for a quantization of activations that hfq does not do.
+    """
     slot = found.slot
     if slot.kind == "embedding":
         return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)

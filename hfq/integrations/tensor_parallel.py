@@ -23,7 +23,7 @@ from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
 from hfq.integrations.checks import check_bias
 from hfq.integrations.loading import Loading
-from hfq.integrations.ranks import attempt, exchange, raise_together
+from hfq.integrations.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.integrations.rows import ReadReport
 from hfq.integrations.saving import stored_state
 from hfq.integrations.tp_plan import find_slices, generic, passed_rules
@@ -60,6 +60,11 @@ class SlicedLoading(Loading):
         self._settled: dict[str, dict[str, Any]] = {}
         self._rules = dict(model.tp_plan)
 
+    def __deepcopy__(self, memo: dict) -> SlicedLoading:
+        raise no_copy(
+            f"{len(self.slices)} layers cut for {self.world} ranks"
+        )  # transformers' hooks call the layers they were made for
+
     @property
     def held_nbytes(self) -> int:
         """The packed bytes that this rank holds."""
@@ -72,7 +77,7 @@ class SlicedLoading(Loading):
         """
         started, before = time.perf_counter(), self.reader.counters.bytes_read
         self.main = str((device_map or {}).get("", "cpu"))
-        check_same_plan(exchange(self._digests()))
+        check_same_plan(meet(self._digests()))
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             for work in (self._cut, self._read):
                 _, error = attempt(lambda work=work: [work(name, module) for name, module in self.packed.items()])

@@ -6,8 +6,10 @@ before and after a layer's forward (all-reduce, gather) are transformers' own ho
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from hfq.integrations.loading import Loading
     from hfq.integrations.matching import Match
 
-__all__ = ["asks_for_ranks", "check_distributed", "find_slices", "generic", "passed_rules", "tensor_parallel_size"]
+__all__ = [
+    "asks_for_ranks", "check_distributed", "find_slices", "generic", "joining", "noting_meshes", "passed_rules",
+    "tensor_parallel_size",
+]  # fmt: skip
 
 logger = logging.get_logger("hfq")
 
@@ -36,12 +41,43 @@ _AXES = {
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of layers that every rank holds whole."""
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+_has_meshes: ContextVar[bool] = ContextVar("hfq_has_meshes", default=False)
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 
 
 def asks_for_ranks(kwargs: Mapping[str, Any]) -> bool:
     """Whether arguments of `from_pretrained` ask for a model that several ranks share."""
     return any(kwargs.get(name) is not None for name in _ARGUMENTS)
+
+
+def noting_meshes(original: Callable) -> Callable:
+    """`PreTrainedModel.prepare_distribute_model`, which makes the process group and the meshes of a load, remembered for `joining`."""
+
+    @functools.wraps(original)
+    def prepare_distribute_model(cls, *args: Any, **kwargs: Any):
+        made = original(cls, *args, **kwargs)
+        _has_meshes.set(True)
+        return made
+
+    return prepare_distribute_model
+
+
+def joining(kwargs: Mapping[str, Any]) -> Callable[[], None]:
+    """Begins a load with these arguments; gives what makes its meshes on a rank that failed before transformers made them."""
+    _has_meshes.set(False)
+
+    def join() -> None:
+        if _has_meshes.get():
+            return
+        from transformers import PreTrainedModel
+        from transformers.distributed import DistributedConfig
+
+        config = kwargs.get("distributed_config")
+        if config is None:
+            config = DistributedConfig(tp_plan=kwargs.get("tp_plan"), tp_size=kwargs.get("tp_size"))
+        PreTrainedModel.prepare_distribute_model(config)
+
+    return join
 
 
 def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:

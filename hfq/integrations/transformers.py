@@ -209,6 +209,7 @@ class HfqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         from hfq.integrations.loading import Loading
+        from hfq.integrations.skeleton import SkeletonReached, stop_at_skeleton
         from hfq.integrations.tensor_parallel import SlicedLoading
         from hfq.integrations.tp_plan import tensor_parallel_size
         from hfq.integrations.zero3 import ShardedLoading
@@ -217,6 +218,8 @@ class HfqQuantizer(HfQuantizer):
         kind = ShardedLoading if is_zero3() else SlicedLoading if tensor_parallel_size(model) > 1 else Loading
         self.loading = kind(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
+        if stop_at_skeleton.get():
+            raise SkeletonReached(self.loading)
         if not isinstance(device_map, str):
             self.loading.place(device_map)
         return model

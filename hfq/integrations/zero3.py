@@ -23,7 +23,7 @@ from hfq.errors import PlacementError, SetupError
 from hfq.integrations.blocks import stored_place
 from hfq.integrations.deepspeed import gather, gather_state, mark_leaf, watch_forwards
 from hfq.integrations.loading import Loading
-from hfq.integrations.ranks import meet, raise_together, start_distributed
+from hfq.integrations.ranks import meet, no_copy, raise_together, start_distributed
 from hfq.integrations.saving import stored_state
 from hfq.integrations.transformers import HfqConfig
 from hfq.integrations.zero_config import read_zero_config
@@ -65,6 +65,9 @@ class ShardedLoading(Loading):
                 fix='pass nvme="swap", or load="ranges"',
             )  # fmt: skip
         super().__init__(model, config, files, dtype)
+
+    def __deepcopy__(self, memo: dict) -> ShardedLoading:
+        raise no_copy(f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3")  # a copy of a parameter would have none
 
     def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
         """Hides from transformers every parameter that hfq shards."""

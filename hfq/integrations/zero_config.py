@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from hfq.errors import SetupError
 
-__all__ = ["ZeroConfig", "is_zero3", "read_zero_config"]
+__all__ = ["ZeroConfig", "is_deepspeed", "is_zero3", "read_zero_config", "refused_options"]
 
 _ZERO = "zero_optimization"
 _KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
@@ -100,6 +100,13 @@ def is_zero3() -> bool:
     return bool(is_deepspeed_zero3_enabled())
 
 
+def is_deepspeed() -> bool:
+    """Whether a DeepSpeed config of any stage is alive in this process."""
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    return deepspeed_config() is not None
+
+
 def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
     """The active ZeRO-3 config.
 
@@ -131,13 +138,19 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
 
 
 def _check_options(config: Mapping[str, Any]) -> None:
+    for error in refused_options(config):
+        raise error
+
+
+def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
+    """An error for each option of a DeepSpeed config that would corrupt packed bytes."""
     for refusal in _REFUSED:
         section = config.get(refusal.section)
         for name in refusal.names:
             if not isinstance(section, Mapping):
                 continue
             if name in section and refusal.is_harmful(section[name]):
-                raise SetupError(
+                yield SetupError(
                     f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.", found=section[name],
                     expected="an option that leaves packed bytes as they are", fix=refusal.fix,
                 )  # fmt: skip

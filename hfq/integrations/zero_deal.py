@@ -21,7 +21,7 @@ _LARGEST_TEXT = 64 << 20
 
 @contextlib.contextmanager
 def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
-    """The folder to load from: `path`, or on a rank that does not have it a folder with the same config and headers.
+    """The folder to load from: `path`, or on a rank that does not have it a folder with the same config, code and headers.
 
     Its safetensors files have the headers and the sizes of the real ones, and no values: they take no room on disk and are never
     read. All ranks must call it.
@@ -43,7 +43,9 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
     if is_here:
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="hfq-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hfq-") as root:
+        folder = os.path.join(root, os.path.basename(os.path.normpath(path)))  # the name of code that comes with the model
+        os.mkdir(folder)
         for name, text in box[0]["texts"].items():
             Path(folder, name).write_bytes(text)
         for name, (header, size) in box[0]["files"].items():
@@ -59,7 +61,6 @@ def _describe(folder: Path, variant: str | None) -> dict[str, Any]:
     for file, header in Checkpoint.open(folder, variant=variant).headers.items():
         with open(file, "rb") as stream:
             files[os.path.basename(file)] = stream.read(header.data_start), header.nbytes
-    texts = {
-        entry.name: entry.read_bytes() for entry in sorted(folder.glob("*.json")) if entry.stat().st_size <= _LARGEST_TEXT
-    }
+    entries = sorted((*folder.glob("*.json"), *folder.glob("*.py")))
+    texts = {entry.name: entry.read_bytes() for entry in entries if entry.stat().st_size <= _LARGEST_TEXT}
     return {"texts": texts, "files": files}

@@ -129,6 +129,13 @@ class PackedModule(nn.Module):
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 
     @property
+    def held_as(self) -> str:
+        """How its tensors are held: `tensors` one by one, or a `row`, or a row's `shard`."""
+        if self._is_gathered is not None:
+            return "shard"
+        return "row" if self._segments is not None else "tensors"
+
+    @property
     def compute_device(self) -> torch.device:
         """Where the module computes, wherever it rests."""
         return self.brought_to or next(parameter.device for parameter in self._parameters.values() if parameter is not None)

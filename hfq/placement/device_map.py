@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,19 @@ AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 """The device maps that transformers infers."""
 
 
-def resolve_homes(device_map: Mapping[str, Any] | None, names: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+def resolve_homes(
+    device_map: Mapping[str, Any] | None,
+    names: Iterable[str],
+    modules: Iterable[str],
+    check: Callable[[Any, str], str] | None = None,
+) -> dict[str, str]:
     """The home of each tensor: the value of the longest key that is the tensor's name or a dotted ancestor of it.
 
     Args:
         device_map: As given to `from_pretrained`, already inferred if it was automatic; None puts everything on the CPU.
         names: The model's tensors by their names in the model.
         modules: The model's modules.
+        check: Gives the canonical text of a value, by its key; None for `check_device`, which knows the devices of this machine.
 
     Returns:
         name → `"cpu"`, `"disk"`, or a device such as `"cuda:0"`.
@@ -34,7 +40,7 @@ def resolve_homes(device_map: Mapping[str, Any] | None, names: Iterable[str], mo
         return dict.fromkeys(names, "cpu")
     names, known = list(names), {"", *modules}
     known.update(names)
-    homes = {key: check_device(value, key) for key, value in device_map.items()}
+    homes = {key: (check or check_device)(value, key) for key, value in device_map.items()}
     unknown = [str(key) for key in homes if key not in known]
     if unknown:
         raise PlacementError(

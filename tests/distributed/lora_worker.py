@@ -31,7 +31,7 @@ def blocks() -> torch.Tensor:
 
 
 def load(case: dict):
-    options = {} if case.get("plain") else {"quantization_config": HfqConfig()}
+    options = {} if case.get("plain") else {"quantization_config": HfqConfig(**case.get("options", {}))}
     return AutoModelForCausalLM.from_pretrained(case["checkpoint"], dtype=torch.bfloat16, **options)
 
 
@@ -69,10 +69,14 @@ def logits(model, samples: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(case: dict) -> dict:
-    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered less often."""
+    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered less often.
+
+    Adapters stay gathered, as under the configs of configs/deepspeed, but for the cases that say otherwise.
+    """
     states = {"device": "nvme", "nvme_path": case["states"]} if "states" in case else {"device": "cpu"}
     wide = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**7, "stage3_max_reuse_distance": 10**7}
-    return {"offload_optimizer": states | {"pin_memory": False}, **(wide if case.get("plain") else {})}
+    kept = {"stage3_param_persistence_threshold": 0 if case.get("releases") else 16384}
+    return {"offload_optimizer": states | {"pin_memory": False}, **kept, **(wide if case.get("plain") else {})}
 
 
 def states_on(folder: Path) -> int:

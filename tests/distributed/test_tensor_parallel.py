@@ -110,14 +110,16 @@ def paths(folder) -> dict[str, str]:
         "poisoned": write(folder / "poisoned", channel, compressed_tensors("channel"), poison),
         "two readings": write(folder / "readings", GPTQ, GPTQ_CONFIG, relabel),
     }  # fmt: skip
-    return made | {"gathered": made["gptq"], "rule for a weight": made["gptq"], "fused rule": made["gptq"]}
+    others = ("gathered", "rule for a weight", "fused rule", "not there")
+    return made | dict.fromkeys(others, made["gptq"]) | {"other head": made["fp8-channel"]}
 
 
 @pytest.fixture(scope="module")
 def results(folder, paths) -> list[dict]:
     """The results of both ranks; one launch runs all cases."""
     details = {
-        "gptq": {"saves": True, "standalone": True}, "fp8-block": {"saves": True}, "fp8-channel": {"saves": True},
+        "gptq": {"saves": True, "standalone": True}, "fp8-block": {"saves": True, "copies": True}, "fp8-channel": {"saves": True},
+        "not there": {"elsewhere": str(folder / "nowhere"), "standalone": True}, "other head": {"elsewhere": paths["one head"]},
         "gathered": {"tp_plan": GATHERED}, "rule for a weight": {"tp_plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}},
         "fused rule": {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}}, "mixtral": {"saves": True},
     }  # fmt: skip
@@ -201,6 +203,23 @@ def test_what_one_rank_finds_all_ranks_are_told(results):
     assert "A scale is not finite; nothing was loaded.; " in first
     assert "tensor: model.layers.1.mlp.up_proj.weight_scale" in second
     assert "[72, 0]" in second  # row 200 of 256
+
+
+def test_a_rank_that_fails_before_it_has_met_the_others_ends_all_and_is_named(results):
+    """Without its files, which is before transformers makes its meshes, and for its own config, which is after."""
+    for case, cause in {"not there": "nowhere", "other head": "A packed layer cannot be cut as tp_plan asks"}.items():
+        first, second = (found[case]["text"] for found in results)
+        assert "Another rank of this run failed; nothing was loaded." in first
+        assert "rank: 1" in first
+        assert cause in first
+        assert cause in second.replace("\n", " ")
+        assert "Another rank" not in second
+
+
+def test_a_shared_model_is_not_copied(results):
+    for found in results:
+        assert "A model that several ranks share cannot be copied." in found["fp8-block"]["copy"]
+        assert "cut for 2 ranks" in found["fp8-block"]["copy"]
 
 
 def test_the_plan_of_a_loaded_model_is_its_own(results):

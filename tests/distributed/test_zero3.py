@@ -3,7 +3,7 @@
 import pytest
 import tiny_models
 from zero_launch import check_exact, launch, once, shared_folder
-from zero_models import write_format, write_mixtral, write_reading
+from zero_models import write_format, write_mixtral, write_own_code, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
@@ -20,6 +20,7 @@ def sources(folder):
     paths["tied"] = write_format(folder / "tied", "nf4", is_tied=True)
     paths["poisoned"] = write_format(folder / "poisoned", "fp8-block", poisoned=POISONED)
     paths["mixtral"] = write_mixtral(folder / "mixtral")
+    paths["own code"] = write_own_code(folder / "own-code", "gptq4")
     return paths
 
 
@@ -43,8 +44,9 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "mixtral", "checkpoint": sources["mixtral"], "home": "nvme", "differs": True, "saves": True},
         {"id": "reads weights", "checkpoint": mamba, "home": "none", **details, "options": {"activations": "none"}},
         {"id": "lacks internals", "checkpoint": sources["gptq4"], "home": "none", "lacks": True},
-        {"id": "broadcast", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "cpu",
-         "options": {"load": "broadcast"}},
+        {"id": "broadcast", "checkpoint": sources["own code"], "elsewhere": str(folder / "nowhere" / "own-code"), "home": "cpu",
+         "options": {"load": "broadcast"}, "arguments": {"trust_remote_code": True}},
+        {"id": "whole", "checkpoint": sources["fp8-block"], "whole": True},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
         {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
         {"id": "not there", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "none", "fails": True},
@@ -89,13 +91,30 @@ def test_the_report_says_what_a_rank_holds(results):
         assert f"device (shard {rank} of 2): 108,800 B" in found["none"]["report"]
 
 
-def test_a_model_that_is_used_without_the_engine_says_so(results):
+def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
     for found in results:
-        called, layer, weight = found["none"]["early"]
+        called, layer, weight, copied = found["none"]["early"]
         assert called.startswith("PlacementError: A model that is sharded by ZeRO-3 was called without DeepSpeed's engine")
         assert layer.startswith("PlacementError: model.layers.0.self_attn.q_proj is sharded by ZeRO-3")
         assert weight.startswith("PlacementError: matmul was given a weight that is not in memory")
-        assert all("Fix:" in text for text in (called, layer, weight))
+        assert copied.startswith("SetupError: A model that several ranks share cannot be copied.")
+        assert all("Fix:" in text for text in found["none"]["early"])
+
+
+def test_an_engine_that_would_cast_packed_tensors_is_refused_by_name(results):
+    """float32 scales of FP8 blocks, which stage 2 casts to bfloat16; and whole rows, which stage 3 cuts by value."""
+    for found in results:
+        stage_2, stage_3 = found["whole"]["plain"]
+        assert stage_2.startswith("SetupError: DeepSpeed would cast packed tensors that lie one by one; no engine was made.")
+        assert 'Fix: load the model with HfqConfig(backing="arena")' in stage_2
+        assert stage_3.startswith("SetupError: ZeRO-3 was given a model that every rank has loaded whole")
+        assert "zero3_init_flag: true" in stage_3
+
+
+def test_a_model_that_is_loaded_while_a_config_of_stage_2_is_alive_is_exact(results):
+    for found in results:
+        assert found["whole"]["held"] == ["row"]
+        assert found["whole"]["logits_equal"] == [True] * 3
 
 
 def test_with_another_deepspeed_each_rank_reads_all_and_results_are_the_same(results):
@@ -108,6 +127,10 @@ def test_rank_0_deals_out_what_others_do_not_have(results):
     for rank, found in enumerate(results):
         check_exact(found["broadcast"], ranks=2, is_read=False)
         assert found["broadcast"]["packed_read"] == (0 if rank else found["broadcast"]["packed_total"])
+        own, of_rank_0 = found["broadcast"]["class"], results[0]["broadcast"]["class"]
+        assert own.startswith("transformers_modules.own_hyphen_code.")
+        assert own.endswith(".modeling_own.OwnForCausalLM")
+        assert own == of_rank_0
 
 
 def test_one_damaged_scale_ends_all_ranks_and_is_named(results):

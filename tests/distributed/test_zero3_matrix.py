@@ -26,13 +26,7 @@ ONE = [("gptq4", home) for home in HOMES]
 TWO = [(name, home) for name in FORMATS for home in HOMES if (name, home) not in FAST]
 DIALECTS = [case for case in CASES if case.id in REPRESENTATIVES]
 """One row of each format: how a row is cut into shards knows bytes alone."""
-THREE = [
-    *((name, "none") for name in FORMATS),
-    ("gptq4", "cpu"),
-    ("gptq4", "in place"),
-    ("fp8-block", "in place"),
-    ("gptq4", "swap"),
-]
+THREE = [(name, home) for name in FORMATS for home in HOMES]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 tests/distributed/tp_worker.py --cases cases.json --
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import runpy
@@ -40,6 +41,14 @@ def cut(case: dict, world: int):
     return load(case, distributed_config=DistributedConfig(tp_size=world, tp_plan=case.get("tp_plan", "auto")))
 
 
+def copy_error(model) -> str:
+    try:
+        copy.deepcopy(model)
+    except HfqError as error:
+        return str(error)
+    return "copied"
+
+
 def compare_modules(whole, model) -> dict:
     """Whether every slice is bit for bit that of the whole layer: its weight, and what a slice along the output computes."""
     slices, found = (
@@ -70,6 +79,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def run(case: dict, rank: int, world: int, out: Path) -> dict:
+    case = {**case, "path": case.get("elsewhere", case["path"]) if rank else case["path"]}
     try:
         model = cut(case, world)
     except HfqError as error:
@@ -84,6 +94,8 @@ def run(case: dict, rank: int, world: int, out: Path) -> dict:
         "gradient": distance(gradient(model), gradient(whole)), "read": loading.read_report.read,
         "parts": sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values()), "rules": dict(model.tp_plan),
     }  # fmt: skip
+    if case.get("copies"):
+        result["copy"] = copy_error(model)
     if case.get("saves"):
         model.save_pretrained(out / f"saved-{case['id']}")
     return result

@@ -5,10 +5,12 @@ deepspeed --num_gpus 2 tests/distributed/worker.py --cases cases.json --out fold
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code that comes with a model: of each rank, as on nodes of their own
 import deepspeed
 import torch
 import transformers
@@ -47,7 +50,8 @@ def ds_config(home: str, folder: Path, **zero) -> dict:
 
 def load(case: dict, path: str, **options):
     auto = getattr(transformers, case.get("auto", "AutoModelForCausalLM"))
-    return auto.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.bfloat16).eval()
+    arguments = {"quantization_config": HfqConfig(**options), "dtype": torch.bfloat16, **case.get("arguments", {})}
+    return auto.from_pretrained(path, **arguments).eval()
 
 
 def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], list[int]]:
@@ -108,6 +112,7 @@ def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     logits, tokens = outputs(case, engine.module, engine, rank)
     found["logits_equal"] = [torch.equal(a, b) for a, b in zip(logits, plain[0], strict=True)]
     found["tokens_equal"] = tokens == plain[1]
+    found["class"] = f"{type(model).__module__}.{type(model).__name__}"
     found |= measures(engine.module, loading, folder)
     if case.get("saves"):
         found["gathered_equals_file"] = gathered_equals_file(engine.module, loading)
@@ -177,6 +182,32 @@ def run_stock(folder: Path) -> dict:
     return {"words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(), "dtype": str(back.dtype)}
 
 
+def run_whole(case: dict, plain) -> dict:
+    """What DeepSpeed makes of a model that every rank holds whole: loaded without its config, and with one of stage 2."""
+    optimized = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **optimized}
+    found = {"plain": [], "held": []}
+
+    def engine(model, stage: int):
+        norms = [parameter.requires_grad_() for name, parameter in model.named_parameters() if "norm" in name]
+        config["zero_optimization"] = {"stage": stage}
+        return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(norms), config=config)[0]
+
+    for stage in (2, 3):
+        try:
+            engine(load(case, case["checkpoint"]), stage)
+        except Exception as error:
+            found["plain"].append(f"{type(error).__name__}: {error}")
+    alive = HfDeepSpeedConfig(config | {"zero_optimization": {"stage": 2}})
+    model = engine(load(case, case["checkpoint"]), 2)
+    del alive
+    found["held"] = sorted({module.held_as for module in packed_modules(model)})
+    found["logits_equal"] = [
+        torch.equal(a, b) for a, b in zip(outputs(case, model.module, model, 0)[0], plain[0], strict=True)
+    ]
+    return found
+
+
 def errors_of_early_use(model) -> list[str]:
     """What a user is told who forgets the engine, or gathers nothing."""
     layer, found = packed_modules(model)[0], []
@@ -184,6 +215,7 @@ def errors_of_early_use(model) -> list[str]:
         lambda: model(torch.tensor([[1, 2]])),
         lambda: layer(torch.zeros(1, 128)),
         lambda: layer.weight @ torch.zeros(128),
+        lambda: copy.deepcopy(model),
     ):
         try:
             use()
@@ -225,6 +257,8 @@ def main() -> None:
         if path not in plain and not case.get("fails"):
             model = load(case, path)
             plain[path] = outputs(case, model, model, rank)
+        if case.get("whole"):
+            return run_whole(case, plain[path])
         return run(case, plain.get(path), case.get("elsewhere", path) if rank else path, folder, rank)
 
     serve(run_case)

@@ -1,32 +1,32 @@
 """Perplexity against the probabilities of a model that is a table."""
 
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hfq.evaluate.perplexity import perplexity
+from hfq import CheckpointError, SetupError
+from hfq.evaluate import perplexity as module
+from hfq.evaluate.perplexity import perplexity, score_against
+from hfq.evaluate.windows import cut
 
 VOCABULARY = 11
 
 
 class Bigram(torch.nn.Module):
-    """A causal model whose next token depends on the last one alone; the loss is transformers' own mean."""
+    """A causal model whose next token depends on the last one alone."""
 
     def __init__(self, logits: torch.Tensor):
         super().__init__()
         self.table = torch.nn.Parameter(logits)
         self.batches = []
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids, use_cache):
         self.batches.append(tuple(input_ids.shape))
-        assert torch.equal(input_ids, labels)
-        logits = self.table[input_ids][:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY).double(), labels[:, 1:].reshape(-1))
-        self.has_gradient = loss.requires_grad
-        return SimpleNamespace(loss=loss)
+        logits = self.table[input_ids]
+        self.has_gradient = logits.requires_grad
+        return SimpleNamespace(logits=logits)
 
 
 @pytest.fixture
@@ -38,23 +38,28 @@ def tokens(count: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def by_hand(model: Bigram, tokens: torch.Tensor, context: int) -> float:
-    """exp of the mean of -log p(token | the one before) over all but the first token of each whole window."""
-    table, surprises = model.table.detach().tolist(), []
-    for first in range(0, len(tokens) - context + 1, context):
-        window = tokens[first : first + context].tolist()
-        for last, token in pairwise(window):
-            total = sum(math.exp(logit) for logit in table[last])
-            surprises.append(-math.log(math.exp(table[last][token]) / total))
-    return math.exp(sum(surprises) / len(surprises))
+def probabilities(model: Bigram) -> list[list[float]]:
+    rows = [[math.exp(logit) for logit in row] for row in model.table.detach().tolist()]
+    return [[each / sum(row) for each in row] for row in rows]
+
+
+def by_hand(model: Bigram, tokens: torch.Tensor, context: int, stride: int) -> float:
+    """exp of the mean of -log p(token | the one before) over every token that some window has context for, once."""
+    table, text = probabilities(model), tokens.tolist()
+    begins = range(0, len(text) - context + 1, stride)
+    scored = sorted({place for begin in begins for place in range(begin + 1, begin + context)})
+    return math.exp(sum(-math.log(table[text[place - 1]][text[place]]) for place in scored) / len(scored))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 16])
-@pytest.mark.parametrize(("count", "context"), [(80, 8), (87, 8), (8, 8), (30, 7), (80, 2)])
-def test_it_is_the_mean_surprise_of_every_token_in_its_window(model, count, context, batch_size):
+@pytest.mark.parametrize(
+    ("count", "context", "stride"),
+    [(80, 8, 8), (87, 8, 8), (8, 8, 8), (30, 7, 7), (80, 2, 2), (87, 8, 3), (80, 8, 7), (30, 6, 1)],
+)
+def test_it_is_the_mean_surprise_of_every_token_that_has_context(model, count, context, stride, batch_size):
     text = tokens(count)
-    # sums of doubles in another order
-    assert perplexity(model, text, context, batch_size) == pytest.approx(by_hand(model, text, context), rel=1e-12)
+    found = perplexity(model, text, context, batch_size, stride)
+    assert found == pytest.approx(by_hand(model, text, context, stride), rel=1e-12)  # sums of doubles in another order
 
 
 def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large():
@@ -92,12 +97,63 @@ def test_no_gradient_is_tracked(model):
 
 @pytest.mark.parametrize("context", [0, 1])
 def test_a_window_that_predicts_nothing_is_refused(model, context):
-    with pytest.raises(ValueError):
+    with pytest.raises(SetupError, match="predicts nothing"):
         perplexity(model, tokens(16), context)
+
+
+@pytest.mark.parametrize("stride", [0, 9, -1])
+def test_a_stride_that_leaves_gaps_is_refused(model, stride):
+    with pytest.raises(SetupError, match="one window apart"):
+        perplexity(model, tokens(16), 8, stride=stride)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_fewer_tokens_than_a_window_are_refused(model, count):
-    with pytest.raises(ValueError, match=f"{count} tokens are fewer than one window of 8"):
+    with pytest.raises(SetupError, match="shorter than one sequence") as error:
         perplexity(model, tokens(count), 8)
+    assert error.value.found == f"{count} tokens"
     assert model.batches == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(model, bad):
+    model.table.data[3, 5] = bad
+    with pytest.raises(CheckpointError, match="not finite"):
+        perplexity(model, tokens(64), 8)
+
+
+def divergences(reference: Bigram, model: Bigram, text: list[int], context: int) -> list[float]:
+    p, q = probabilities(reference), probabilities(model)
+    before = [text[place - 1] for place in range(len(text) // context * context) if place % context]
+    return [sum(a * math.log(a / b) for a, b in zip(p[last], q[last], strict=True)) for last in before]
+
+
+@pytest.mark.parametrize("held", [1 << 30, 1])
+def test_the_divergence_is_that_of_the_two_tables(model, held, monkeypatch):
+    monkeypatch.setattr(module, "_LOGITS_NBYTES", held)  # all batches in one run, or each in a run of its own
+    reference = Bigram(model.table.detach() + torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5)))
+    text = tokens(807)
+    found, own, seconds = score_against(model, reference, cut(text, 8, batch_size=4), VOCABULARY)
+    expected = sorted(divergences(reference, model, text.tolist(), 8))
+    assert found.tokens == own.tokens == len(expected) == 700
+    # float64 on both sides, in another order
+    assert found.kl_mean == pytest.approx(sum(expected) / 700, rel=1e-12)
+    assert found.kl_p99 == pytest.approx(expected[692], rel=1e-12)
+    assert found.perplexity == perplexity(model, text, 8, 4)
+    assert own.perplexity == perplexity(reference, text, 8, 4)
+    table = (reference.table.argmax(1) == model.table.argmax(1)).tolist()
+    before = [int(text[place - 1]) for place in range(800) if place % 8]
+    assert found.top1_agreement == sum(table[last] for last in before) / 700
+    assert seconds > 0
+    assert reference.batches == model.batches
+
+
+def test_a_model_does_not_diverge_from_itself(model):
+    found, own, _ = score_against(model, model, cut(tokens(64), 8), VOCABULARY)
+    assert (found.kl_mean, found.kl_p99, found.top1_agreement) == (0.0, 0.0, 1.0)
+    assert found.perplexity == own.perplexity
+
+
+def test_another_vocabulary_is_refused(model):
+    with pytest.raises(SetupError, match="another vocabulary"):
+        score_against(model, Bigram(torch.zeros(VOCABULARY, VOCABULARY + 1)), cut(tokens(64), 8), VOCABULARY)

@@ -1,0 +1,97 @@
+"""What killed runs leave behind: files and folders under temporary names, and shared memory that no process needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfq.checkpoint.shared import is_abandoned
+
+__all__ = ["Leftover", "find_leftovers"]
+
+_TEMPORARY = re.compile(r"^\..+\.[a-z0-9_]{8}\.tmp$")
+_CALIBRATION = re.compile(r"^\.hfq-calibrate-[a-z0-9_]{8}$")
+_DESCRIBED = re.compile(r"^hfq-[a-z0-9_]{8}$")
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that can be removed.
+
+    Attributes:
+        path: Where it is.
+        nbytes: What it takes.
+        what: What made it.
+    """
+
+    path: Path
+    nbytes: int
+    what: str
+
+    def remove(self) -> None:
+        """Removes it; one that is gone meanwhile is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink()
+
+
+def find_leftovers(folders: Iterable[Path], shared: Path = Path("/dev/shm"), least_age: float = _HOUR) -> list[Leftover]:
+    """What was left in these folders, in the folder of temporary files and in shared memory, of this user and not in use.
+
+    Files in use are told by the processes that have them open; what was written to within `least_age` is left alone, too.
+
+    Args:
+        folders: Checkpoints and their parents; nothing below them is searched.
+        shared: The folder of the node's shared memory.
+        least_age: Seconds since the last write.
+    """
+    in_use, now = set(_open_files()), time.time()
+    found = []
+    for path, what in _candidates(folders):
+        inside = [path, *path.iterdir()] if path.is_dir() else [path]
+        status = [each.lstat() for each in inside]
+        is_plain = all(each.is_file() and not each.is_symlink() for each in inside[1:])
+        is_own = all(each.st_uid == os.getuid() for each in status)
+        is_old = now - max(each.st_mtime for each in status) >= least_age
+        if is_plain and is_own and is_old and not any(str(each.resolve()) in in_use for each in inside):
+            found.append(Leftover(path, sum(each.st_size for each in status if path.is_file() or each is not status[0]), what))
+    for path in sorted(shared.glob(f"hfq-{os.getuid()}-*")) if shared.is_dir() else []:
+        if is_abandoned(path):
+            found.append(Leftover(path, path.stat().st_size, "shared memory of a load"))
+    return found
+
+
+def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+            if entry.is_symlink():
+                continue
+            if _TEMPORARY.match(entry.name):
+                if entry.is_dir():
+                    yield entry, "hfq pack"
+                elif ".safetensors." in entry.name or ".json." in entry.name:
+                    yield entry, "a save"
+            elif _CALIBRATION.match(entry.name) and entry.is_file():
+                yield entry, "hfq calibrate"
+    for entry in sorted(Path(tempfile.gettempdir()).iterdir()):
+        if _DESCRIBED.match(entry.name) and entry.is_dir() and not entry.is_symlink():
+            yield entry, 'a load with load="broadcast"'
+
+
+def _open_files() -> Iterator[str]:
+    """Every file that a process of this user has open, as far as the system tells."""
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for descriptor in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    yield os.readlink(descriptor)

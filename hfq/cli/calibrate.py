@@ -1,0 +1,74 @@
+"""`hfq calibrate`: measures this machine once, for what `hfq plan` and `hfq.report` predict."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hfq.placement.profile import Profile
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also measure products with the formats of this checkpoint.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="On the disk to measure; by default in the user's cache. Takes 1 GiB for a while.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the profile; by default where hfq plan looks for it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: checks that it works; the profile is not written.")
+    ] = False,
+) -> None:
+    """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
+    from hfq.benchmarks.calibrate import calibrate as measure
+    from hfq.benchmarks.models import default_folder
+    from hfq.placement.profile import profile_path
+
+    formats = _formats(checkpoint) if checkpoint is not None else []
+    profile = measure(folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), formats, quick)
+    target = out or profile_path()
+    if not quick or out is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(profile.to_json(), encoding="utf-8")
+    if as_json:
+        print(profile.to_json())
+    else:
+        _print(profile)
+        print("a quick run: nothing is written" if quick and out is None else f"written to {target}")
+
+
+def _formats(path: Path) -> list:
+    """One of each distinct format of a checkpoint."""
+    from hfq.checkpoint import Checkpoint
+    from hfq.formats import UnquantizedError, detect_formats, tensors_by_module
+    from hfq.formats.source import detection_hints, source_config
+
+    checkpoint = Checkpoint.open(path)
+    try:
+        found = detect_formats(
+            tensors_by_module(checkpoint.tensors), detection_hints(checkpoint, source_config(checkpoint) or {})
+        )
+    except UnquantizedError:
+        return []
+    return list({weight_format.describe(): weight_format for weight_format in found.values()}.values())
+
+
+def _print(profile: Profile) -> None:
+    link = "no accelerator" if profile.host_to_device is None else f"link {profile.host_to_device / 1e9:.2f} GB/s"
+    rates = {"disk": profile.disk, "page cache": profile.page_cache, "memory": profile.memory}
+    print(", ".join([*(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items()), link]))
+    for kind, products in profile.products.items():
+        print(f"{kind}: " + ", ".join(f"{rate / 1e9:.2f}e9 weights/s at {rows} rows" for rows, rate in products.items()))
+    fixed, per_layer = profile.load_seconds
+    print(f"a layer costs {profile.layer_seconds * 1e3:.2f} ms a step beside its products")
+    print(f"a load costs {fixed:.2f} s, and {per_layer * 1e3:.1f} ms a layer, beside its bytes")

@@ -1,0 +1,142 @@
+"""`hfq doctor [CHECKPOINT]`: what this machine has, what stands in the way, and a block to paste into a report of a bug."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["TESTED", "Finding", "doctor"]
+
+TESTED = {
+    "torch": ("2.13.0", "2.13.0"), "transformers": ("5.17.0", "5.23.0"), "accelerate": ("1.10.0", "1.15.0"),
+    "safetensors": ("0.8.0", "0.8.0"), "deepspeed": ("0.19.8", "0.19.8"), "peft": ("0.21.2", "0.21.2"),
+}  # fmt: skip
+"""The oldest and the newest version that the test suite runs with: constraints-oldest.txt and constraints.txt."""
+
+_OPTIONAL = ("deepspeed", "peft")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: What it is about.
+        status: `ok`, `note`, `warning` or `error`.
+        text: What was found.
+        fix: What can be done about it; empty where nothing need be.
+    """
+
+    section: str
+    status: str
+    text: str
+    fix: str = ""
+
+
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also look at this checkpoint and its disk.")
+    ] = None,
+    config: Annotated[
+        list[Path] | None, typer.Option(help="Check a DeepSpeed (.json) or accelerate (.yaml) config; may be repeated.")
+    ] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left behind.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine has and what stands in the way; the exit status is 1 where there is an error."""
+    from hfq.cli.doctor_checkpoint import checkpoint_findings, disk_findings
+    from hfq.cli.doctor_machine import device_findings, environment_findings, kernel_findings, operator_findings
+
+    folder = path or Path()
+    sections: list[Callable[[], Iterable[Finding]]] = [
+        lambda: environment_findings(folder), version_findings, device_findings, kernel_findings, operator_findings,
+        lambda: disk_findings(folder), lambda: checkpoint_findings(path), lambda: config_findings(config or []),
+        lambda: leftover_findings(folder, clean),
+    ]  # fmt: skip
+    findings = [finding for section in sections for finding in section()]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.status == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def version_findings() -> Iterator[Finding]:
+    """Versions of the packages that hfq meets, against those that it is tested with."""
+    import importlib.metadata
+
+    for package, (oldest, newest) in TESTED.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            fix = f"pip install 'hfq[{package}]', if you need it" if package in _OPTIONAL else f"pip install {package}"
+            yield Finding("versions", "note" if package in _OPTIONAL else "error", f"{package} is not installed", fix)
+            continue
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        if _numbers(version) < _numbers(oldest):
+            yield Finding(
+                "versions", "warning", f"{package} {version}; tested: {tested}", f"pip install '{package}>={oldest}'"
+            )
+        elif _numbers(version) > _numbers(newest):
+            yield Finding("versions", "note", f"{package} {version} is newer than what is tested: {tested}")
+        else:
+            yield Finding("versions", "ok", f"{package} {version} (tested: {tested})")
+
+
+def config_findings(files: list[Path]) -> Iterator[Finding]:
+    """What is wrong with configs, by the same refusals as a load's."""
+    if not files:
+        return
+    from hfq.integrations.config_check import check_config
+
+    for file in files:
+        errors = check_config(file)
+        for error in errors:
+            found = f" (found: {error.found})" if error.found is not None else ""
+            yield Finding("configs", "error", f"{file.name}: {error.what}{found}", error.fix)
+        if not errors:
+            yield Finding("configs", "ok", f"{file.name} leaves packed bytes as they are")
+
+
+def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
+    """What killed runs have left beside the checkpoint, in hfq's cache and in shared memory."""
+    from hfq.checkpoint.leftovers import find_leftovers
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
+    found = find_leftovers([folder, folder.resolve().parent, cache])
+    for leftover in found:
+        text = f"{leftover.path.name}, {leftover.nbytes:,} bytes, of {leftover.what}"
+        if clean:
+            leftover.remove()
+            yield Finding("leftovers", "ok", f"removed {text}")
+        else:
+            yield Finding("leftovers", "warning", text, "hfq doctor --clean")
+    if not found:
+        yield Finding("leftovers", "ok", "no killed run has left anything here")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of `2.13.0+cpu`."""
+    parts = version.partition("+")[0].split(".")[:3]
+    return tuple(int("".join(letter for letter in part if letter.isdecimal()) or 0) for part in parts)
+
+
+def _print(findings: list[Finding]) -> None:
+    print("```")
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            print(f"{section}:")
+        mark = {"ok": " ", "note": " ", "warning": "!", "error": "X"}[finding.status]
+        print(f" {mark} {finding.text}")
+        if finding.fix:
+            print(f"     fix: {finding.fix}")
+    print("```")

@@ -1,0 +1,71 @@
+"""`hfq doctor CHECKPOINT`: its files, its dialects and kernels, and the disk that it rests on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from hfq.cli.doctor import Finding
+
+__all__ = ["checkpoint_findings", "disk_findings"]
+
+
+def disk_findings(folder: Path) -> Iterator[Finding]:
+    """The file system of a folder, its room, and what of the checkpoint is in the page cache."""
+    from hfq.benchmarks.limits import cached_share
+    from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network
+
+    kind, free = filesystem_type(folder) or "unknown", shutil.disk_usage(folder if folder.exists() else Path()).free
+    if is_network(folder):
+        fix = "a local copy streams faster; rows in CPU memory are read, not mapped"
+        yield Finding("disk", "warning", f"{kind}, a network file system; {free / 1e9:.1f} GB free", fix)
+    else:
+        yield Finding("disk", "ok", f"{kind}, {free / 1e9:.1f} GB free")
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return
+    total, share, available = sum(file.stat().st_size for file in files), cached_share(files), available_memory()
+    if share is not None:
+        yield Finding("disk", "ok", f"{share:.0%} of the checkpoint's {total / 1e9:.3g} GB are in the page cache")
+    if available is not None:
+        how = "through the page cache" if total <= available / 2 else "past the page cache"
+        yield Finding("disk", "ok", f"streamed whole, it would be read {how}")
+    if not _takes_direct_reads(files[0]):
+        text = "no direct reads here: what is streamed fills the page cache"
+        yield Finding("disk", "note", text, "put the checkpoint on a local disk to stream past the page cache")
+
+
+def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
+    """Dialects, oddities, and which kernel multiplies by which modules."""
+    if path is None:
+        return
+    from hfq.checkpoint import Checkpoint
+    from hfq.cli.inspect import inspect_checkpoint
+    from hfq.errors import HfqError
+
+    try:
+        report = inspect_checkpoint(Checkpoint.open(path), kernels=True)
+    except HfqError as error:
+        found = f" (found: {error.found})" if error.found is not None else ""
+        yield Finding("checkpoint", "error", f"{error.what}{found}", error.fix)
+        return
+    dialects = ", ".join(f"{count} × {dialect}" for dialect, count in report["dialects"].items()) or "not packed"
+    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {dialects}")
+    for note in report["odd"]:
+        yield Finding("checkpoint", "note", note)
+    chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"])
+    for (dialect, reasons), count in chosen.items():
+        used = next(name for name, reason in reasons if reason is None)
+        others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
+        yield Finding("checkpoint", "ok", f"{count} × {dialect} by {used} ({others})")
+
+
+def _takes_direct_reads(file: Path) -> bool:
+    try:
+        os.close(os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)))
+    except OSError:
+        return False
+    return hasattr(os, "O_DIRECT")

@@ -1,0 +1,120 @@
+"""`hfq doctor`: the environment, devices, kernels and compiled operators of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from hfq.cli.doctor import Finding
+
+__all__ = ["device_findings", "environment_findings", "kernel_findings", "operator_findings"]
+
+_OPERATORS = {"async_io": "offload to NVMe", "cpu_adam": "optimizer states in CPU memory"}
+_BUILDERS = {"async_io": ("AsyncIOBuilder", "DS_BUILD_AIO"), "cpu_adam": ("CPUAdamBuilder", "DS_BUILD_CPU_ADAM")}
+_SHARED = "/dev/shm"
+
+
+def environment_findings(folder: Path) -> Iterator[Finding]:
+    """Processor, memory and what limits it, hfq's switches; no names of hosts, users or folders."""
+    from hfq.benchmarks.machine import machine_facts
+    from hfq.checkpoint.filesystem import available_memory
+
+    for what, value in machine_facts(folder).items():
+        if what != "versions":
+            yield Finding("environment", "ok", f"{what}: {value}")
+    available = available_memory()
+    if available is not None:
+        yield Finding("environment", "ok", f"available memory: {available / 1e9:.1f} GB")
+    limit = _limit_of_group()
+    if limit is not None and available is not None and limit < available:
+        yield Finding(
+            "environment", "warning", f"this process may take {limit / 1e9:.1f} GB (its control group), less than is available",
+            f'plan with it: hfq plan CHECKPOINT --cpu {limit}, and pass max_memory={{"cpu": {limit}}}',
+        )  # fmt: skip
+    if os.path.isdir(_SHARED):
+        status = os.statvfs(_SHARED)
+        yield Finding("environment", "ok", f"shared memory: {status.f_bavail * status.f_frsize / 1e9:.1f} GB free")
+    switches = sorted(name for name in os.environ if name.startswith("HFQ_"))
+    for name in switches:
+        yield Finding("environment", "note", f"{name}={os.environ[name]}")
+
+
+def device_findings() -> Iterator[Finding]:
+    """Accelerators that torch finds, with their memory."""
+    import torch
+
+    count = torch.cuda.device_count()
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        free, _ = torch.cuda.mem_get_info(index)
+        sizes = f"{facts.total_memory / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
+        text = f"cuda:{index}: {facts.name}, {sizes}, compute capability {facts.major}.{facts.minor}"
+        yield Finding("devices", "ok", text)
+    if not count:
+        found = torch.accelerator.current_accelerator()
+        yield Finding("devices", "ok", "no accelerator" if found is None else f"{found.type}: not tested")
+    yield Finding("devices", "ok", f"CPU: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+
+
+def kernel_findings() -> Iterator[Finding]:
+    """The kernels that can run, and why others cannot; the compiled one is built for it."""
+    from hfq.kernels.native.build import find_compiler
+    from hfq.kernels.table import KERNELS, check_kernel
+
+    check_kernel("auto")
+    for kernel in sorted(KERNELS.values(), key=lambda kernel: -kernel.priority):
+        missing = kernel.lacks()
+        if missing is None:
+            yield Finding("kernels", "ok", f"{kernel.name} runs")
+        else:
+            fix = "install a C++ compiler (g++)" if find_compiler() is None else ""
+            yield Finding("kernels", "note", f"{kernel.name} does not run: {missing}", fix)
+
+
+def operator_findings() -> Iterator[Finding]:
+    """DeepSpeed's compiled operators: there, or the command that builds them."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        yield Finding("DeepSpeed operators", "note", "DeepSpeed is not installed")
+        return
+    root = Path(spec.origin).parent
+    for name, use in _OPERATORS.items():
+        builder, variable = _BUILDERS[name]
+        if _is_built(root, name):
+            yield Finding("DeepSpeed operators", "ok", f"{name} is built ({use})")
+            continue
+        lacking = [program for program in ("ninja",) if shutil.which(program) is None]
+        if name == "async_io" and not _has_header("libaio.h"):
+            lacking.append("libaio.h (apt install libaio-dev)")
+        build = f"python -c 'from deepspeed.ops.op_builder import {builder}; {builder}().load()'"
+        first = f"install {', '.join(lacking)}, then " if lacking else ""
+        fix = f"{first}{build} (or {variable}=1 pip install --no-build-isolation deepspeed)"
+        yield Finding("DeepSpeed operators", "note", f"{name} is not built yet ({use}); DeepSpeed builds it on first use", fix)
+
+
+def _is_built(root: Path, name: str) -> bool:
+    """Whether an operator was compiled when DeepSpeed was installed, or on first use since."""
+    if any((root / "ops").rglob(f"*{name}_op*.so")):
+        return True
+    caches = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(caches) if caches else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    return folder.is_dir() and any(folder.rglob(f"{name}.so"))
+
+
+def _has_header(name: str) -> bool:
+    return any((Path(folder) / name).exists() for folder in ("/usr/include", "/usr/local/include"))
+
+
+def _limit_of_group() -> int | None:
+    """The bytes that the control group of this process may take; None where there is no limit."""
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdecimal() and int(text) < 1 << 60:
+            return int(text)
+    return None

@@ -1,0 +1,210 @@
+"""What `hfq plan CHECKPOINT` prints: a device map or ZeRO-3 ranks, with bytes, rates and the files that they imply."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfq.integrations.planning import PlannedModel
+    from hfq.placement.estimate import Estimate, Workload
+    from hfq.placement.hardware import Hardware
+    from hfq.placement.profile import Profile
+
+__all__ = ["PlacementOptions", "plan_placement"]
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """The options of `hfq plan CHECKPOINT`, as they were given."""
+
+    path: str
+    gpu: list[str]
+    cpu: str | None
+    disk: str | None
+    nvme: str | None
+    profile: Path | None
+    batch: int
+    context: int
+    kv_dtype: str
+    dtype: str
+    launcher: str
+    ranks: int
+    ranks_per_node: int | None
+    catalog: str | None
+    budget: str | None
+    out: Path | None
+
+
+def plan_placement(options: PlacementOptions, as_json: bool) -> None:
+    """Plans one checkpoint and prints the plan."""
+    from hfq.cli.plan_tables import print_report
+
+    _check_choices(options)
+    report = make_report(options)
+    if options.out is not None:
+        _write(options.out, report["files"])
+    print(json.dumps(report, indent=2)) if as_json else print_report(report)
+
+
+def make_report(options: PlacementOptions) -> dict:
+    """The plan as JSON-ready data."""
+    from hfq.integrations.planning import open_model
+    from hfq.placement.estimate import Workload
+
+    hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)
+    model = open_model(options.path, options.dtype)
+    report: dict[str, Any] = {"model": model.describe(), "workload": asdict(workload), "machine": _describe(hardware, options)}
+    if options.catalog is not None:
+        from hfq.placement.catalog import rank_machines, read_catalog
+
+        report["catalog"] = rank_machines(read_catalog(options.catalog), model.sizes, workload)
+        return report | {"files": {}}
+    if options.budget is not None:
+        return report | {"ladder": _ladder(options, model, workload), "files": {}}
+    if options.launcher == "zero3":
+        return report | _zero3(options, model, hardware, workload)
+    if len(hardware.gpus) > 1:
+        return report | _spread(options, model, hardware, workload)
+    return report | _placed(options, model, hardware, workload)
+
+
+def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+    from hfq.checkpoint.filesystem import available_memory
+    from hfq.placement.estimate import estimate_placement
+    from hfq.placement.launch_files import accelerate_yaml, loading_code
+    from hfq.placement.roofline import TERMS, what_helps
+
+    profile = _profile(options, model)
+    free = available_memory() if profile.is_measured else None
+    estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
+    device_map = model.device_map(estimate)
+    weights = model.weights_by_home(device_map, estimate.budget.main)
+    limits = {home: nbytes for home, nbytes in estimate.budget.capacities.items() if home in (estimate.budget.main, "cpu")}
+    prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
+    prediction["helps"] = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
+    code = loading_code(options.path, model.sizes.dtype, limits, options.kv_dtype)
+    return {
+        "homes": _homes(estimate, weights, hardware),
+        "moved": {
+            "streamed_nbytes_a_step": estimate.work.streamed, "copied_nbytes_a_step": estimate.work.copied,
+            "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
+            "is_cached": estimate.work.is_cached,
+        },
+        "prediction": prediction, "device_map": device_map, "max_memory": limits,
+        "files": {"device_map.json": json.dumps(device_map, indent=2), "load.py": code,
+                  "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus)},
+    }  # fmt: skip
+
+
+def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
+    capacities = hardware.capacities()
+    found: dict[str, dict[str, int | None]] = {}
+    for home, parts in estimate.homes(weights).items():
+        total = sum(parts.values())
+        found[home] = {**parts, "total": total, "capacity": capacities.get(home)}
+    return found
+
+
+def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+    from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
+    from hfq.placement.launch_files import accelerate_yaml
+    from hfq.placement.spread import spread_units
+
+    sizes = model.sizes
+    kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
+    activations = activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
+    capacities = {home: nbytes for home, nbytes in hardware.capacities().items() if home.startswith("cuda")}
+    spread = spread_units(sizes.units, capacities, kv, activations)
+    device_map = model.spread_map(spread.homes)
+    weights = model.weights_by_home(device_map, hardware.main)
+    homes = {}
+    for home, capacity in capacities.items():
+        parts = {"weights": weights.get(home, 0), "ring": 0, "experts": 0, "kv_cache": spread.kv.get(home, 0)}
+        parts |= {"activations": activations}
+        homes[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
+    files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
+    return {"homes": homes, "device_map": device_map, "files": files}
+
+
+def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+    from hfq.placement.launch_files import accelerate_yaml, deepspeed_config
+    from hfq.placement.model_states import count_states
+    from hfq.placement.zero_fit import fit_zero3
+
+    itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
+    states = count_states(model.loading.checkpoint, itemsize=itemsize)
+    ranks = options.ranks, options.ranks_per_node
+    fit = fit_zero3(states, model.sizes, hardware, workload, *ranks, has_nvme=options.nvme is not None)
+    config = deepspeed_config(fit.memory.setup.offload_param, options.nvme, model.sizes.dtype, workload.batch)
+    return {
+        "zero3": fit.to_dict(),
+        "files": {
+            "deepspeed.json": json.dumps(config, indent=2),
+            "accelerate.yaml": accelerate_yaml(options.ranks, "deepspeed.json", on_cpu=not hardware.gpus),
+        },
+    }  # fmt: skip
+
+
+def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) -> dict:
+    from hfq.placement.hardware import parse_size
+    from hfq.placement.ladder import choose_format
+
+    return choose_format(model.shapes(), model.sizes, workload, parse_size(options.budget or "", "--budget"))
+
+
+def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
+    """The machine's profile; a GPU that is planned for has the link's rate and, unless it was measured, the host's memory's."""
+    from hfq.benchmarks.machine import machine_facts
+    from hfq.placement.profile import read_profile
+
+    facts = machine_facts(Path(model.loading.checkpoint.root))
+    return read_profile(options.profile, {"processor": facts["processor"]})
+
+
+def _hardware(options: PlacementOptions) -> Hardware:
+    from hfq.checkpoint.filesystem import available_memory
+    from hfq.placement.catalog import SHIPPED, read_catalog
+    from hfq.placement.hardware import Hardware, parse_gpus, parse_size
+
+    known = {} if all(text[:1].isdigit() for text in options.gpu) else read_catalog(SHIPPED).memories()
+    gpus = parse_gpus(options.gpu, known)
+    if not options.gpu and options.cpu is None:
+        gpus = _gpus_here()
+    cpu = available_memory() or 0 if options.cpu is None else parse_size(options.cpu, "--cpu")
+    disk = None if options.disk is None else parse_size(options.disk, "--disk", least=0)
+    return Hardware(gpus, cpu, disk)
+
+
+def _gpus_here() -> tuple[int, ...]:
+    import torch
+
+    return tuple(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def _describe(hardware: Hardware, options: PlacementOptions) -> dict[str, Any]:
+    is_here = not options.gpu and options.cpu is None
+    return {"gpus": list(hardware.gpus), "cpu": hardware.cpu, "disk": hardware.disk, "is_this_machine": is_here}
+
+
+def _check_choices(options: PlacementOptions) -> None:
+    from hfq.errors import PlacementError, nearest
+
+    choices = {
+        "--launcher": (options.launcher, ("device_map", "zero3")),
+        "--dtype": (options.dtype, ("auto", "bfloat16", "float16", "float32")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise PlacementError(
+                f"{name} {value} is not a choice{nearest(value, allowed)}.", expected=" or ".join(allowed), found=value,
+                fix=f"correct {name}",
+            )  # fmt: skip
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")

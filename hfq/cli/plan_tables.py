@@ -1,0 +1,122 @@
+"""The tables of `hfq plan CHECKPOINT`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hfq.cli.plan_zero import as_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["print_report"]
+
+_PARTS = {
+    "weights": "weights",
+    "ring": "ring",
+    "experts": "experts' cache",
+    "kv_cache": "KV cache",
+    "activations": "activations",
+}
+
+
+def print_report(report: dict) -> None:
+    """Prints a report of `hfq.cli.plan_placement.make_report`."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    model, work = report["model"], report["workload"]
+    console.print(
+        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['dialects'] or 'not packed'}, computes in "
+        f"{model['dtype']}, {as_size(model['file_nbytes'])} of files", soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"batch {work['batch']}, context {work['context']}, KV cache {work['kv_dtype']}; {_machine(report['machine'])}",
+                  soft_wrap=True)  # fmt: skip
+    if model["layers_with_an_uncounted_state"]:
+        console.print(
+            f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is not counted"
+        )
+    sections: dict[str, Callable[[Console, Any], None]] = {
+        "homes": _homes, "moved": _moved, "prediction": _prediction, "zero3": _zero3, "catalog": _catalog, "ladder": _ladder,
+    }  # fmt: skip
+    for name, show in sections.items():
+        if name in report:
+            show(console, report[name])
+    for name, text in report["files"].items():
+        console.print(f"\n# {name}\n{text}", soft_wrap=True)
+
+
+def _machine(machine: dict) -> str:
+    gpus = ", ".join(map(as_size, machine["gpus"])) or "no accelerator"
+    disk = "" if machine["disk"] is None else f", at most {machine['disk']:,} B on disk"
+    return f"{gpus}, {as_size(machine['cpu'])} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
+
+
+def _homes(console: Console, homes: dict) -> None:
+    from rich.table import Table
+
+    table = Table("home", *_PARTS.values(), "total", "of")
+    for home, parts in homes.items():
+        capacity = parts["capacity"]
+        sizes = [as_size(parts[part]) for part in (*_PARTS, "total")]
+        table.add_row(home, *sizes, "no limit" if capacity is None else as_size(capacity))
+    console.print(table)
+
+
+def _moved(console: Console, moved: dict) -> None:
+    cached = ", from the page cache after the first step" if moved["is_cached"] and moved["streamed_nbytes_a_step"] else ""
+    console.print(
+        f"moved for a step: {as_size(moved['streamed_nbytes_a_step'])} from disk{cached}, "
+        f"{as_size(moved['copied_nbytes_a_step'])} to the accelerator; {as_size(moved['nbytes_a_token'])} a token", soft_wrap=True,
+    )  # fmt: skip
+
+
+def _prediction(console: Console, prediction: dict) -> None:
+    terms = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in prediction["terms"].items() if seconds)
+    console.print(
+        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({prediction['step_seconds'] * 1e3:.4g} ms a step: {terms}), "
+        f"load {prediction['load_seconds']:.3g} s from a cold disk", soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"decided by {prediction['dominant_term']}; rates: {prediction['source']}", soft_wrap=True)
+    for what, rate in prediction["helps"]:
+        console.print(f"  {what}: {rate:.4g} tokens/s")
+
+
+def _zero3(console: Console, zero3: dict) -> None:
+    from rich.table import Table
+
+    homes = list(zero3["per_rank"])
+    table = Table(f"ZeRO-3, {zero3['ranks']} ranks", *(f"{home} per rank" for home in homes))
+    for name, held in zero3["parts_per_rank"].items():
+        table.add_row(name, *(as_size(held.get(home, 0)) for home in homes))
+    table.add_row("total", *(as_size(zero3["per_rank"][home]) for home in homes))
+    console.print(table)
+    where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
+    rests, gathered = zero3["offload_param"].replace("none", "the devices"), as_size(zero3["gathered_nbytes_a_forward"])
+    console.print(f"{where}shards rest on {rests}; each rank gathers {gathered} a forward", soft_wrap=True)
+
+
+def _catalog(console: Console, entries: list[dict]) -> None:
+    from rich.table import Table
+
+    table = Table("machine", "cost an hour", "cost of 1M tokens", "tokens/s", "decided by", "note")
+    for entry in entries:
+        if "refused" in entry:
+            table.add_row(entry["name"], f"{entry['cost']:g}", "-", "-", "-", entry["refused"])
+        else:
+            per_million, rate = f"{entry['cost_of_a_million_tokens']:.4g}", f"{entry['tokens_per_second']:.4g}"
+            table.add_row(entry["name"], f"{entry['cost']:g}", per_million, rate, entry["dominant"], entry["note"])
+    console.print(table)
+
+
+def _ladder(console: Console, ladder: dict) -> None:
+    from rich.table import Table
+
+    table = Table("format, best first", "weights", "with cache and activations", "fits")
+    for rung in ladder["rungs"]:
+        table.add_row(
+            rung["name"], as_size(rung["weights_nbytes"]), as_size(rung["total_nbytes"]), "yes" if rung["fits"] else "no"
+        )
+    console.print(table)
+    console.print(f"best that fits {as_size(ladder['budget'])}: {ladder['best'] or 'none'}. {ladder['note']}", soft_wrap=True)

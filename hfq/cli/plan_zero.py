@@ -1,0 +1,166 @@
+"""`hfq plan CHECKPOINT --zero STAGE --ranks N`: what each rank and node would hold, from headers alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hfq.placement.zero_memory import ModelStates, ZeroMemory, ZeroSetup
+
+__all__ = ["ZeroOptions", "as_size", "plan_zero"]
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The options of `hfq plan --zero`, as they were given."""
+
+    path: Path | None
+    zero: int
+    ranks: int
+    ranks_per_node: int | None
+    optimizer: str | None
+    offload_param: str
+    offload_optimizer: str
+    lora_rank: int | None
+    lora_target: list[str]
+    parameters: float | None
+    trainable: float | None
+
+
+def plan_zero(options: ZeroOptions, as_json: bool) -> None:
+    """Prints what a model takes under ZeRO: bytes on each device, in CPU memory and on NVMe, per rank and node."""
+    from hfq.errors import SetupError
+    from hfq.placement.zero_memory import STAGES, estimate_zero
+
+    _check_source(options.path, options.parameters, options.lora_rank, options.trainable)
+    if options.lora_target and options.lora_rank is None:
+        raise SetupError(
+            "--lora-target names layers that get an adapter.",
+            expected="--lora-rank R",
+            found="no rank",
+            fix="add --lora-rank 16",
+        )
+    optimizer, zero = options.optimizer, options.zero
+    trains = options.lora_rank is not None or options.trainable is not None
+    trains = trains or (options.parameters is not None and optimizer != "none")
+    optimizer = optimizer or ("adam" if trains else "none")
+    states = _states(options.path, options.parameters, optimizer, options.lora_rank, options.lora_target, options.trainable)
+    offloads = {"offload_param": options.offload_param, "offload_optimizer": options.offload_optimizer}
+    ranks = options.ranks, options.ranks_per_node
+    setup = _setup(zero, *ranks, optimizer, offloads)
+    others = [_setup(stage, *ranks, optimizer, _allowed(stage, offloads)) for stage in STAGES if stage != zero]
+    estimates = sorted((estimate_zero(states, each) for each in (setup, *others)), key=lambda each: each.setup.stage)
+    if as_json:
+        print(json.dumps(_report(states, setup, estimates), indent=2))
+    else:
+        _print(states, setup, estimates)
+
+
+def _check_source(path: Path | None, parameters: float | None, lora_rank: int | None, trainable: float | None) -> None:
+    from hfq.errors import SetupError
+
+    if (path is None) == (parameters is None):
+        raise SetupError(
+            "hfq plan counts a checkpoint, or a number of parameters.", expected="CHECKPOINT or --parameters",
+            found="both" if path else "neither", fix="pass one of the two",
+        )  # fmt: skip
+    if lora_rank and (trainable or parameters):
+        raise SetupError(
+            "--lora-rank counts the adapters of a checkpoint's layers.", expected="CHECKPOINT --lora-rank R",
+            found="--trainable" if trainable else "--parameters", fix="give the adapters' parameters with --trainable alone",
+        )  # fmt: skip
+    for name, value in (("--parameters", parameters), ("--trainable", trainable)):
+        if value is not None and not 1 <= value <= 1e15:
+            raise SetupError(f"{name} is out of range.", expected="1 to 1e15", found=value, fix="pass a number such as 7.5e9")
+
+
+def _states(
+    path: Path | None, parameters: float | None, optimizer: str, lora_rank: int | None, targets: list[str], extra: float | None
+) -> ModelStates:
+    from dataclasses import replace
+
+    from hfq.errors import SetupError
+    from hfq.placement.zero_memory import ModelStates
+
+    added = (int(extra),) if extra else ()
+    if path is None:
+        whole = (int(parameters or 0),)
+        frozen, trained = (whole, added) if added or optimizer == "none" else ((), whole)
+        return ModelStates(frozen=frozen, trained=trained, is_sum=True)
+    from hfq.checkpoint import Checkpoint
+    from hfq.placement.model_states import count_states
+
+    everything = optimizer != "none" and lora_rank is None and not added
+    states = count_states(Checkpoint.open(path), lora_rank, targets, trains_dense=everything)
+    if everything and states.packed:
+        raise SetupError(
+            "Packed weights are not trained, so that an optimizer has nothing to do.", expected="--lora-rank or --trainable",
+            found=f"--optimizer {optimizer}", fix="pass --lora-rank 16, or --optimizer none for inference",
+        )  # fmt: skip
+    return replace(states, trained=states.trained + added)
+
+
+def _setup(stage: int, ranks: int, ranks_per_node: int | None, optimizer: str, offloads: dict[str, str]) -> ZeroSetup:
+    from hfq.placement.zero_memory import ZeroSetup
+
+    return ZeroSetup(stage, ranks, ranks_per_node, optimizer, **offloads)  # type: ignore[arg-type]
+
+
+def _allowed(stage: int, offloads: dict[str, str]) -> dict[str, str]:
+    """The offloads that a stage has, for the comparison of stages."""
+    least = {"offload_param": 3, "offload_optimizer": 1}
+    return {name: home if stage >= least[name] else "none" for name, home in offloads.items()}
+
+
+def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> dict:
+    from dataclasses import asdict
+
+    counted = {
+        "packed_rows": len(states.packed), "packed_nbytes": sum(states.packed), "frozen_parameters": sum(states.frozen),
+        "trained_parameters": sum(states.trained), "itemsize": states.itemsize,
+    }  # fmt: skip
+    return {"model": counted, "setup": asdict(setup), "stages": [estimate.to_dict() for estimate in estimates]}
+
+
+def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hfq.placement.zero_memory import HOMES, OPTIMIZERS
+
+    console = Console(markup=False, highlight=False)
+    console.print(
+        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} other frozen parameters, "
+        f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)", soft_wrap=True,
+    )  # fmt: skip
+    resting = f"weights at rest on {_home(setup.offload_param)}, optimizer states on {_home(setup.offload_optimizer)}"
+    console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
+    chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
+    table = Table(f"stage {setup.stage}", *(f"{home} per rank" for home in HOMES))
+    for name, homes in chosen.parts.items():
+        table.add_row(name, *(as_size(homes.get(home, 0)) for home in HOMES))
+    console.print(table)
+    stages = Table("stage", *(f"{home} per {who}" for who in ("rank", "node") for home in HOMES))
+    for estimate in estimates:
+        sizes = (*estimate.per_rank().values(), *estimate.per_node().values())
+        stages.add_row(f"{estimate.setup.stage}{' ←' if estimate is chosen else ''}", *map(as_size, sizes))
+    console.print(stages)
+    note = f", and {as_size(gathered)} or more of gathered weights" if (gathered := chosen.largest_row_nbytes) else ""
+    console.print(f"not counted on each device: activations, buckets, the KV cache{note}", soft_wrap=True)
+
+
+def _home(offload: str) -> str:
+    return "the device" if offload == "none" else offload
+
+
+def as_size(nbytes: float) -> str:
+    """Bytes for people: `4.5 GB`, or `-` for none."""
+    if nbytes == 0:
+        return "-"
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if nbytes >= scale), (1, "B"))
+    return f"{nbytes / scale:.4g} {unit}"

@@ -1,0 +1,73 @@
+"""`hfq verify A B`: are two checkpoints, or two placements of one, the same model?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hfq.evaluate.compare import Verification
+
+__all__ = ["verify"]
+
+_MOST_ROWS = 40
+
+
+def verify(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another, or the same to compare two placements.")],
+    placement_a: Annotated[
+        str, typer.Option(help="Where A's weights rest: cpu, disk, auto, cuda:0, or a device map in JSON.")
+    ] = "cpu",
+    placement_b: Annotated[str, typer.Option(help="Where B's do.")] = "cpu",
+    text: Annotated[Path | None, typer.Option(help="A text whose first tokens are the prompt; by default random ids.")] = None,
+    logits: Annotated[bool, typer.Option(help="Whether to run both models on the prompt.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON, with the sha256 of every tensor.")
+    ] = False,
+) -> None:
+    """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not be compared."""
+    from hfq.errors import HfqError
+    from hfq.evaluate.compare import verify
+
+    try:
+        found = verify(first, second, placement_a=placement_a, placement_b=placement_b, text=text, logits=logits)
+    except HfqError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print(found)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def _print(found: Verification) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False)
+    console.print(f"A: {found.first}\nB: {found.second}\n{found.verdict}")
+    console.print(f"{found.identical} of {found.weights} weights have the same bytes")
+    if found.differences:
+        table = Table("weight", "B is", "A", "B", "max abs", "relative L2")
+        for each in found.differences[:_MOST_ROWS]:
+            apart = each.distance
+            numbers = ("-", "-") if apart is None else (f"{apart.max_abs:.3e}", f"{apart.relative_l2:.3e}")
+            table.add_row(each.name, each.kind, each.first or "-", each.second or "-", *numbers)
+        Console(width=max(console.width, 130), markup=False).print(table)
+        kinds = Counter(each.kind for each in found.differences)
+        console.print(f"{len(found.differences)} differ: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if found.logits is not None:
+        logits = found.logits
+        equal = "bit-equal" if logits.is_equal else "not bit-equal"
+        console.print(
+            f"logits of {logits.tokens} tokens: {equal}, max abs {logits.max_abs:.3e}, relative L2 {logits.relative_l2:.3e}, "
+            f"KL(A || B) {logits.kl_mean:.3e} nats, top-1 agreement {logits.top1_agreement:.2%}"
+        )

@@ -1,0 +1,203 @@
+"""Converts a whole checkpoint: every layer is planned before anything is written, written tensor by tensor, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.folder import Made, NewFile, check_target, in_order, index_file, shard_head, side_files, write_folder
+from hfq.convert.dialects import DIALECTS, Target
+from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
+from hfq.convert.reading import check_equal, read_layers
+from hfq.errors import CheckpointError, FormatError, SetupError, nearest
+from hfq.formats.source import SIDE_FILES, source_config
+from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+
+__all__ = ["ConvertReport", "convert_checkpoint"]
+
+_CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob)_(scale|zero_point|global_scale))$")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written.
+
+    Attributes:
+        layers: The packed layers, each read back bit-equal.
+        files: All files of the new folder.
+        nbytes: Their bytes.
+        source_nbytes: The bytes of the source's safetensors files.
+        left_out: What the source folder holds beside the checkpoint and was not copied.
+    """
+
+    layers: int
+    files: int
+    nbytes: int
+    source_nbytes: int
+    left_out: tuple[str, ...] = ()
+
+
+def convert_checkpoint(
+    source: Checkpoint, target: str | os.PathLike, to: str, progress: Callable[[int], None] | None = None
+) -> ConvertReport:
+    """Writes a checkpoint in another dialect that holds the same numbers.
+
+    Nothing is written unless every layer can be held without loss. The new folder gets its name once all of it is on disk and every
+    layer, read back from it, dequantizes to the same bits. One layer is in memory at a time.
+
+    Args:
+        source: The checkpoint. The other files of its folder are copied, but for those that describe the old quantization.
+        target: The folder to make: absent or empty, and outside the source.
+        to: One of `DIALECTS`.
+        progress: Called with the bytes of tensors written since its last call.
+
+    Raises:
+        SetupError: There is no dialect of this name.
+        FormatError: The dialect cannot hold a layer, which is named, or the checkpoint is not quantized.
+        CheckpointError: `target` is taken; the disk is short or unwritable; the source changed meanwhile; what was written does not
+            read back as it should.
+    """
+    dialect = DIALECTS.get(to)
+    if dialect is None:
+        raise SetupError(
+            f"hfq does not convert to {to!r}{nearest(to, DIALECTS)}.",
+            expected=", ".join(DIALECTS),
+            found=to,
+            fix="correct --to",
+        )
+    folder = check_target(source, target)
+    config = source_config(source) or {}
+    reader = Reader(source)
+    layers = read_layers(source, config, reader)
+    _check_source(dialect, layers, config, source)
+    plans = {name: dialect.plan(layer) for name, layer in layers.items()}
+    new_config = dialect.config({name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config)
+    shards, infos = _shards(source, layers, plans)
+    files = [*shards, *([index_file(infos)] if len(shards) > 1 else []), *_json_files(source, dialect, new_config)]
+    known, left_out = side_files(source)
+    dropped = {"config.json", *SIDE_FILES}
+    copied = {path: header for path, header in known.items() if Path(path).name not in dropped}
+    made = {file.name for file in files}
+    left_out += [name for name in (Path(path).name for path in known) if name in SIDE_FILES and name not in made]
+    written = write_folder(
+        folder, source, files, copied, lambda new: _check_written(new, new_config, layers, source), progress
+    )
+    return ConvertReport(len(layers), len(files) + len(copied), written, source.nbytes, tuple(sorted(left_out)))
+
+
+def _check_source(dialect: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint) -> None:
+    method = str(config.get("quant_method", ""))
+    for name, layer in layers.items():
+        if not isinstance(layer.weight_format, dialect.sources):
+            kinds = " or ".join(cls.name for cls in dialect.sources)
+            raise refusal(
+                name, f"a dialect that holds the numbers of {dialect.name}: {kinds}", layer.weight_format.describe(),
+                "quantize the original model again, or keep the checkpoint as it is",
+            )  # fmt: skip
+    if all(dialect.is_source(layer.weight_format, method) for layer in layers.values()):
+        raise SetupError(
+            f"The checkpoint is {dialect.name} already; nothing was written.", file=source.root, expected="another dialect",
+            found=next(iter(layers.values())).weight_format.describe(), fix=f"choose another of {', '.join(DIALECTS)}",
+        )  # fmt: skip
+    cache = next((name for name in source.tensors if _CACHE_SCALES.search(name)), None)
+    if cache is not None or config.get("kv_cache_scheme"):
+        raise refusal(
+            cache or "kv_cache_scheme", "weights alone", "a quantized KV cache, which the target has another way to ask for or none",
+            "keep the checkpoint as it is",
+        )  # fmt: skip
+
+
+def _dense_matrices(source: Checkpoint, layers: Mapping[str, SourceLayer]) -> list[str]:
+    """The modules that hold a float matrix: among them all linear layers that are not packed."""
+    modules = {name.removesuffix(".weight"): info for name, info in source.tensors.items() if name.endswith(".weight")}
+    return [name for name, info in modules.items() if name not in layers and len(info.shape) == 2]
+
+
+def _shards(
+    source: Checkpoint, layers: Mapping[str, SourceLayer], plans: Mapping[str, LayerPlan]
+) -> tuple[list[NewFile], dict[str, list[TensorInfo]]]:
+    """The new files, and what each holds: as many as in the source, a layer's tensors all in one."""
+    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
+    tensors = {name: NewTensor.copied(info) for name, info in source.tensors.items() if name not in packed}
+    homes = {name: source.tensors[name].range.file for name in tensors}
+    for module, plan in plans.items():
+        home = layers[module].infos[layers[module].weight_format.codes_name].range.file
+        for local, tensor in plan.tensors.items():
+            tensors[f"{module}.{local}"] = tensor
+            homes[f"{module}.{local}"] = home
+    grouped: dict[str, list[TensorInfo]] = {}
+    for name in sorted(tensors, key=lambda name: _place(source, layers, name)):
+        grouped.setdefault(homes[name], []).append(_described(name, tensors[name]))
+    metadata = {**source.metadata(), "format": "pt"}
+    shards, held = [], {}
+    for number, (_, group) in enumerate(sorted(grouped.items()), 1):
+        infos = in_order(group)
+        name = "model.safetensors" if len(grouped) == 1 else f"model-{number:05d}-of-{len(grouped):05d}.safetensors"
+        shards.append(NewFile(name, shard_head(infos, metadata), tuple(_part(tensors[info.name]) for info in infos)))
+        held[name] = infos
+    return shards, held
+
+
+def _place(source: Checkpoint, layers: Mapping[str, SourceLayer], name: str) -> tuple[str, int]:
+    """Where the source has a tensor, or the codes of the layer that a new tensor belongs to."""
+    info = source.tensors.get(name)
+    if info is None:
+        layer = layers[name.rpartition(".")[0]]
+        info = layer.infos[layer.weight_format.codes_name]
+    return info.range.file, info.range.offset
+
+
+def _described(name: str, tensor: NewTensor) -> TensorInfo:
+    nbytes = torch.Size(tensor.shape).numel() * DTYPE_BITS[tensor.dtype] // 8
+    return TensorInfo(name, tensor.dtype, tensor.shape, ByteRange("", 0, nbytes))
+
+
+def _part(tensor: NewTensor) -> ByteRange | Made:
+    if isinstance(tensor.data, ByteRange):
+        return tensor.data
+    make = tensor.data
+    return Made(_described("", tensor).nbytes, lambda: _bytes(make()))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # has the buffer protocol
+
+
+def _json_files(source: Checkpoint, dialect: Target, quantization: dict) -> list[NewFile]:
+    """config.json with the new quantization where the old one was, and what other tools want beside it."""
+    config, key = json.loads(json.dumps(source.config)), "quantization_config"
+    owner = next((each for each in (config, *config.values()) if isinstance(each, dict) and each.get(key) is not None), config)
+    owner[key] = quantization
+    written = {"config.json": config, **dialect.side_files(quantization)}
+    return [NewFile(name, (json.dumps(content, indent=2) + "\n").encode()) for name, content in written.items()]
+
+
+def _check_written(folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint) -> None:
+    """Reads the new folder as any other checkpoint, and compares every layer with the source's."""
+    written = Checkpoint.open(folder)
+    try:
+        found = read_layers(written, config, Reader(written))
+    except FormatError as error:
+        raise _unlike(error.tensor, error.expected, f"{error.what} {error.found}") from error
+    for name, layer in layers.items():
+        if name not in found:
+            raise _unlike(name, "a packed layer", "none")
+        check_equal(layer, found[name])
+    packed = {info.name for layer in layers.values() for info in layer.infos.values()}
+    for name, info in source.tensors.items():
+        if name not in packed and str(written.tensors.get(name)) != str(info):
+            raise _unlike(name, info, written.tensors.get(name))
+
+
+def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointError:
+    return CheckpointError(
+        "The new checkpoint does not read back as it was written; nothing was left behind.", tensor=tensor, expected=expected,
+        found=found, fix="check the disk; if it is sound, this is a fault in hfq: report it",
+    )  # fmt: skip

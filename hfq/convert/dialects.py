@@ -1,0 +1,214 @@
+"""What a checkpoint can be converted to: how each layer is planned, and what config.json then says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from hfq.convert.floats import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
+from hfq.convert.integers import GptqOptions, PackOptions, plan_gptq, plan_pack
+from hfq.convert.layers import LayerPlan, SourceLayer, refusal
+from hfq.formats import Format
+from hfq.formats.base import ActivationScheme
+from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+
+__all__ = ["DIALECTS", "Target"]
+
+_NUMBERED = re.compile(r"(^|\.)\d+\.")
+
+
+class Target(ABC):
+    """One dialect to write.
+
+    Attributes:
+        name: What `hfq convert --to` calls it.
+        sources: The formats that hold the same numbers.
+    """
+
+    name: ClassVar[str]
+    sources: ClassVar[tuple[type[Format], ...]]
+
+    @abstractmethod
+    def is_source(self, found: Format, method: str) -> bool:
+        """Whether a layer of the source, whose config names this `quant_method`, is in this dialect already."""
+
+    @abstractmethod
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        """What is written of a layer.
+
+        Raises:
+            FormatError: The dialect cannot hold it without loss.
+        """
+
+    @abstractmethod
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        """The new `quantization_config`.
+
+        Args:
+            layers: The options of each packed layer, as `plan` gave them.
+            dense: The modules that hold a float matrix.
+            source: The source's `quantization_config`.
+
+        Raises:
+            FormatError: One config cannot say all of it.
+        """
+
+    def side_files(self, config: dict) -> dict[str, dict]:
+        """What other tools want beside config.json."""
+        return {}
+
+
+class _GptqTarget(Target):
+    sources = (Gptq, PackQuantized)
+
+    def __init__(self, is_v1: bool) -> None:
+        self.is_v1 = is_v1
+        self.name = "gptq" if is_v1 else "gptq_v2"  # type: ignore[misc]
+
+    def is_source(self, found: Format, method: str) -> bool:
+        is_stream = method == "gptq" and isinstance(found, Gptq) and not found.is_planar
+        return is_stream and (found.zero_reading != "stored") == self.is_v1  # type: ignore[attr-defined]
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_gptq(layer, self.is_v1)
+
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        options = {name: each for name, each in layers.items() if isinstance(each, GptqOptions)}
+        label = {"checkpoint_format": self.name, "format": self.name}
+        if source.get("quant_method") == "gptq":
+            kept = {key: value for key, value in source.items() if key not in label}
+            return {**kept, "sym": all(each.sym for each in options.values()), **label}
+        most = Counter(options.values()).most_common(1)[0][0]
+        rules: dict[str, dict] = {f"-:^{re.escape(name)}$": {} for name in sorted(dense) if _NUMBERED.search(name)}
+        for name, each in options.items():
+            if each != most:
+                rules[f"+:^{re.escape(name)}$"] = dataclasses.asdict(each)
+        config = {
+            "quant_method": "gptq", **dataclasses.asdict(most), **label, "lm_head": "lm_head" in layers, "pack_dtype": "int32",
+            "meta": {"quantizer": [f"hfq:{_version()}"]},
+        }  # fmt: skip
+        return config | ({"dynamic": rules} if rules else {})
+
+    def side_files(self, config: dict) -> dict[str, dict]:
+        return {"quantize_config.json": config}
+
+
+class _CompressedTensors(Target):
+    """What the two dialects of compressed-tensors share: groups of layers, each named by what it has in common."""
+
+    def is_source(self, found: Format, method: str) -> bool:
+        return method == "compressed-tensors"
+
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        grouped: dict[object, list[str]] = {}
+        for name, options in layers.items():
+            grouped.setdefault(options, []).append(name)
+        groups = {}
+        for number, (options, names) in enumerate(grouped.items()):
+            weights, activations = self._arguments(options)
+            groups[f"group_{number}"] = {
+                "targets": ["Linear"] if len(grouped) == 1 else sorted(names), "weights": weights,
+                "input_activations": activations, "output_activations": None, "format": self.name,
+            }  # fmt: skip
+        ignored = sorted({*dense, *(() if "lm_head" in layers else ("lm_head",))})
+        return {
+            "quant_method": "compressed-tensors", "format": self.name, "quantization_status": "compressed",
+            "config_groups": groups, "ignore": ignored, "kv_cache_scheme": None, "global_compression_ratio": None,
+        }  # fmt: skip
+
+    @abstractmethod
+    def _arguments(self, options: object) -> tuple[dict, dict | None]:
+        """What a group says of weights, and of activations."""
+
+
+class _PackTarget(_CompressedTensors):
+    name = "pack-quantized"
+    sources = (Gptq, PackQuantized)
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_pack(layer)
+
+    def _arguments(self, options: object) -> tuple[dict, dict | None]:
+        if not isinstance(options, PackOptions):
+            raise TypeError(type(options).__name__)
+        strategy = "channel" if options.group_size is None else "group"
+        weights = _arguments(options.num_bits, "int", strategy, options.symmetric, group_size=options.group_size)
+        return weights, None
+
+
+class _FloatTarget(_CompressedTensors):
+    name = "float-quantized"
+    sources = (Fp8,)
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_float(layer)
+
+    def _arguments(self, options: object) -> tuple[dict, dict | None]:
+        if not isinstance(options, FloatOptions):
+            raise TypeError(type(options).__name__)
+        block = list(options.block) if options.block else None
+        weights = _arguments(8, "float", options.strategy, True, group_size=options.group_size, block_structure=block)
+        return weights, _activations(options.activations)
+
+
+class _FineGrainedTarget(Target):
+    name = "fp8"
+    sources = (Fp8,)
+
+    def is_source(self, found: Format, method: str) -> bool:
+        return method == "fp8" and isinstance(found, Fp8) and found.scale_name == "weight_scale_inv" and not found.reciprocal
+
+    def plan(self, layer: SourceLayer) -> LayerPlan:
+        return plan_fine_grained(layer)
+
+    def config(self, layers: Mapping[str, object], dense: Collection[str], source: Mapping) -> dict:
+        found = {each: name for name, each in layers.items() if isinstance(each, FineGrainedOptions)}
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise refusal(
+                second, f"the blocks and activations of {first}: fine-grained FP8 has one setting for all layers ({one})", str(other),
+                "keep it as compressed-tensors",
+            )  # fmt: skip
+        (options,) = found
+        return {
+            "quant_method": "fp8", "activation_scheme": "static" if options.is_static else "dynamic",
+            "weight_block_size": list(options.block) if options.block else None,
+            "modules_to_not_convert": sorted({*dense, *(() if "lm_head" in layers else ("lm_head",))}),
+        }  # fmt: skip
+
+
+def _arguments(
+    num_bits: int, kind: str, strategy: str, symmetric: bool, dynamic: bool = False, *, group_size: int | None = None,
+    block_structure: list[int] | None = None,
+) -> dict:  # fmt: skip
+    """compressed-tensors' QuantizationArgs."""
+    return {
+        "num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic, "group_size": group_size,
+        "block_structure": block_structure, "actorder": None,
+    }  # fmt: skip
+
+
+def _version() -> str:
+    """hfq's version, which the root package holds: it is loaded, and imports all layers, so that none of them can import it."""
+    return str(vars(sys.modules["hfq"])["__version__"])
+
+
+def _activations(scheme: ActivationScheme | None) -> dict | None:
+    if scheme is None:
+        return None
+    is_dynamic = scheme.scale_name is None
+    return _arguments(8, "float", scheme.strategy, True, is_dynamic, group_size=scheme.group_size)
+
+
+DIALECTS: dict[str, Target] = {
+    target.name: target
+    for target in (_GptqTarget(True), _GptqTarget(False), _PackTarget(), _FineGrainedTarget(), _FloatTarget())
+}
+"""What `hfq convert --to` takes."""

@@ -1,0 +1,222 @@
+"""Integer codes with a scale and a zero point for each group: GPTQ v1 and v2, and compressed-tensors' pack-quantized.
+
+All of them lay unsigned codes out as one bit stream along the input; GPTQ by columns and pack-quantized, which calls the codes
+signed and adds 2**(bits - 1) before it packs, by rows. So codes are transposed and never unpacked, but for gptqmodel's planar layout
+and for pack-quantized of old writers, in which no code straddles two words. Zero points are transposed likewise; v1 stores them minus
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
+from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.gptq import Gptq
+from hfq.formats.gptq_config import BITS
+from hfq.formats.packing import pack_stream, unpack_planes, unpack_words
+
+__all__ = ["GptqOptions", "PackOptions", "plan_gptq", "plan_pack"]
+
+_SLAB_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """What a GPTQ config says of a layer."""
+
+    bits: int
+    group_size: int
+    sym: bool
+    desc_act: bool
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """What a config group of pack-quantized says of a layer; `group_size` is None for a scale for each row."""
+
+    num_bits: int
+    group_size: int | None
+    symmetric: bool
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The small tensors of a layer in no dialect's own way.
+
+    Attributes:
+        num_bits: Bits of a code.
+        group_size: Channels of a group; -1 for all.
+        is_symmetric: Whether the source says so and every zero point is 2**(bits - 1).
+        zeros: int32 [groups, out], the real zero points of unsigned codes.
+        scales: [groups, out] in the dtype they are stored in.
+        g_idx: int32 [in] where groups are scattered over the input, else None.
+    """
+
+    num_bits: int
+    group_size: int
+    is_symmetric: bool
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    g_idx: torch.Tensor | None
+
+
+def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
+    """The layer as GPTQ v1 or v2.
+
+    Raises:
+        FormatError: GPTQ, or this version of it, cannot hold the layer.
+    """
+    groups, (out_features, in_features) = _groups_of(layer), layer.size
+    bits = groups.num_bits
+    if bits not in BITS or in_features * bits % 32 or out_features * bits % 32:
+        raise refusal(
+            layer.module, "2, 3, 4 or 8 bits, whole 32-bit words along both sides", f"{bits} bits of [{out_features}, {in_features}]",
+            "keep the checkpoint as it is",
+        )  # fmt: skip
+    lowest, highest = int(groups.zeros.min()), int(groups.zeros.max())
+    if is_v1 and lowest == 0:
+        raise refusal(
+            f"{layer.module}.qzeros", "zero points of 1 or more: readers of v1 disagree on a stored -1", "a zero point of 0",
+            "convert to gptq_v2",
+        )  # fmt: skip
+    _check_zeros(layer, highest, bits)
+    words_in, words_out, count = in_features * bits // 32, out_features * bits // 32, groups.zeros.shape[0]
+    is_own = isinstance(layer.weight_format, Gptq)
+    dtype = layer.infos["scales"].dtype if is_own else "F16"
+    if not is_own:
+        exact_cast(layer.module, "weight_scale", groups.scales, torch.float16)
+    planar = is_own and layer.weight_format.is_planar  # type: ignore[attr-defined]
+    codes = layer.infos["qweight"] if is_own and not planar else None
+    tensors = {
+        "qweight": NewTensor.copied(codes) if codes else NewTensor("I32", (words_in, out_features), lambda: _columns(layer)),
+        "qzeros": NewTensor("I32", (count, words_out), lambda: _pack_zeros(_groups_of(layer).zeros - int(is_v1), bits)),
+        "scales": NewTensor.copied(layer.infos["scales"])
+        if is_own
+        else NewTensor(dtype, (count, out_features), lambda: _groups_of(layer).scales.to(torch.float16).contiguous()),
+        "g_idx": NewTensor("I32", (in_features,), lambda: _g_idx(_groups_of(layer), in_features)),
+    }
+    options = GptqOptions(bits, groups.group_size, groups.is_symmetric, groups.g_idx is not None)
+    return LayerPlan(_with_bias(layer, tensors), options)
+
+
+def plan_pack(layer: SourceLayer) -> LayerPlan:
+    """The layer as compressed-tensors' pack-quantized.
+
+    Raises:
+        FormatError: pack-quantized cannot hold the layer.
+    """
+    groups, (out_features, in_features) = _groups_of(layer), layer.size
+    bits, count = groups.num_bits, groups.zeros.shape[0]
+    if groups.g_idx is not None:
+        raise refusal(
+            f"{layer.module}.g_idx", "groups of neighbouring channels: compressed-tensors has given up actorder='group'",
+            "channels in activation order", "keep it as GPTQ, or quantize again without act-order",
+        )  # fmt: skip
+    size = None if count == 1 and groups.group_size != in_features else groups.group_size
+    if size is not None and size * count != in_features:
+        raise refusal(
+            f"{layer.module}.scales",
+            f"groups of {size} that divide {in_features} channels",
+            f"{count} groups",
+            "keep it as GPTQ",
+        )
+    _check_zeros(layer, int(groups.zeros.max()), bits)
+    tensors = {
+        "weight_packed": NewTensor(
+            "I32", (out_features, -(-in_features * bits // 32)), lambda: _columns(layer).t().contiguous()
+        ),
+        "weight_scale": NewTensor(
+            safetensors_dtype(groups.scales.dtype), (out_features, count), lambda: _groups_of(layer).scales.t().contiguous()
+        ),
+        "weight_shape": NewTensor("I64", (2,), lambda: torch.tensor([out_features, in_features])),
+    }
+    if not groups.is_symmetric:
+        shape = (-(-out_features * bits // 32), count)
+        tensors["weight_zero_point"] = NewTensor("I32", shape, lambda: pack_stream(_groups_of(layer).zeros.t(), bits))
+    return LayerPlan(_with_bias(layer, tensors), PackOptions(bits, size, groups.is_symmetric))
+
+
+def _groups_of(layer: SourceLayer) -> _Groups:
+    found = layer.weight_format
+    return _of_gptq(layer, found) if isinstance(found, Gptq) else _of_pack(layer, found)  # type: ignore[arg-type]
+
+
+def _of_gptq(layer: SourceLayer, found: Gptq) -> _Groups:
+    zeros = found.zero_points(layer.read("qzeros"), 0, layer.size[0])
+    g_idx = layer.read("g_idx").to(torch.int32) if found.act_order else None
+    is_symmetric = found.symmetric and bool((zeros == 1 << (found.num_bits - 1)).all())
+    return _Groups(found.num_bits, found.group_size, is_symmetric, zeros, layer.read("scales"), g_idx)
+
+
+def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
+    if found.scheme is not None or found.others:
+        raise refusal(
+            layer.module,
+            "weights alone",
+            "activations that are quantized, too",
+            "keep it as compressed-tensors: GPTQ cannot say so",
+        )
+    out_features, in_features = layer.size
+    half = 1 << (found.num_bits - 1)
+    scales = layer.read("weight_scale")
+    scales = scales.reshape(1, 1).expand(out_features, 1) if scales.numel() == 1 else scales
+    signed = found.zero_points(
+        {} if found.is_symmetric else {"weight_zero_point": layer.read("weight_zero_point")}, 0, out_features
+    )
+    zeros = torch.zeros(scales.shape, dtype=torch.int32) if signed is None else signed.to(torch.int32).expand(scales.shape)
+    count = scales.shape[1]
+    told = found.group_size if found.group_size is not None and found.group_size > 0 else None
+    size = told or in_features // count
+    size = -1 if count == 1 and told != in_features else size
+    g_idx = layer.read("weight_g_idx") if found.has_g_idx else None
+    if g_idx is not None and torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // max(size, 1)):
+        g_idx = None
+    g_idx = None if count == 1 else g_idx
+    return _Groups(found.num_bits, size, found.is_symmetric, zeros.t() + half, scales.t(), g_idx)
+
+
+def _columns(layer: SourceLayer) -> torch.Tensor:
+    """The codes as GPTQ lays them out: int32 [ceil(in * bits / 32), out]."""
+    found, (out_features, in_features) = layer.weight_format, layer.size
+    if isinstance(found, PackQuantized):
+        words, bits = layer.read("weight_packed").t(), found.num_bits
+        unpack, is_stream = unpack_words, found.is_straddling
+    elif isinstance(found, Gptq):
+        words, bits, unpack, is_stream = layer.read("qweight"), found.num_bits, unpack_planes, not found.is_planar
+    else:
+        raise TypeError(type(found).__name__)
+    if is_stream:
+        return words.contiguous()
+    result = torch.empty(-(-in_features * bits // 32), out_features, dtype=torch.int32)
+    for start in range(0, out_features, _SLAB_COLUMNS):
+        part = words[:, start : start + _SLAB_COLUMNS]
+        result[:, start : start + _SLAB_COLUMNS] = pack_stream(unpack(part, bits, in_features), bits)
+    return result
+
+
+def _pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    return pack_stream(zeros.t(), bits).t().contiguous()
+
+
+def _g_idx(groups: _Groups, in_features: int) -> torch.Tensor:
+    """The group of each channel; gptqmodel and transformers want it where it is trivial, too."""
+    if groups.g_idx is not None:
+        return groups.g_idx
+    size = groups.group_size if groups.group_size > 0 else in_features
+    return torch.arange(in_features, dtype=torch.int32) // size
+
+
+def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:
+    if highest >= 1 << bits:
+        raise refusal(
+            f"{layer.module}.qzeros", f"zero points of at most {(1 << bits) - 1}", str(highest),
+            "AutoGPTQ's reading of v1 alone can hold this one: keep the checkpoint as it is",
+        )  # fmt: skip
+
+
+def _with_bias(layer: SourceLayer, tensors: dict[str, NewTensor]) -> dict[str, NewTensor]:
+    return tensors | ({"bias": NewTensor.copied(layer.infos["bias"])} if "bias" in layer.infos else {})

@@ -1,0 +1,101 @@
+"""Reads the packed layers of a checkpoint without a model, and compares two of them bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.convert.layers import SourceLayer, refusal
+from hfq.errors import CheckpointError, FormatError
+from hfq.formats import Format, detect_formats, tensors_by_module
+from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.formats.source import detection_hints
+from hfq.spec import TensorInfo
+
+__all__ = ["check_equal", "read_layers"]
+
+_PANEL_ELEMENTS = 1 << 20
+
+
+def read_layers(checkpoint: Checkpoint, config: Mapping, reader: Reader) -> dict[str, SourceLayer]:
+    """Every packed layer by its name on disk, its small tensors checked; those of formats that are not converted are as detected.
+
+    Raises:
+        FormatError: The checkpoint is not quantized, or a tensor is missing, extra, or of a wrong dtype or shape.
+    """
+    modules = tensors_by_module(checkpoint.tensors)
+    formats = detect_formats(modules, detection_hints(checkpoint, config))
+    return {name: _layer(name, found, modules[name], reader) for name, found in formats.items()}
+
+
+def check_equal(first: SourceLayer, second: SourceLayer) -> None:
+    """Checks that two layers dequantize to the same bits, and want their activations quantized alike.
+
+    Raises:
+        CheckpointError: They do not.
+    """
+    tensors = [{local: layer.read(local) for local in layer.infos} for layer in (first, second)]
+    rows, columns = first.size
+    multiple = math.lcm(first.weight_format.row_multiple, second.weight_format.row_multiple)
+    step = max(_PANEL_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+    is_equal = first.size == second.size and _activations(first) == _activations(second)
+    for start in range(0, rows if is_equal else 0, step):
+        panels = [torch.empty(min(step, rows - start), columns, dtype=torch.float32) for _ in tensors]
+        for layer, panel, held in zip((first, second), panels, tensors, strict=True):
+            layer.weight_format.dequantize_into(panel, held, start)
+        is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
+    if not is_equal:
+        raise CheckpointError(
+            "A layer that was read back is not the source's; nothing was left behind.", tensor=first.module,
+            expected=first.weight_format.describe(), found=second.weight_format.describe(),
+            fix="check the disk; if it is sound, this is a fault in hfq: report it",
+        )  # fmt: skip
+
+
+def _activations(layer: SourceLayer) -> tuple | None:
+    scheme = layer.weight_format.activation_scheme
+    if scheme is None:
+        return None
+    return scheme.strategy, scheme.group_size, scheme.dtype, scheme.upper_bound, scheme.scale_name is not None
+
+
+def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Reader) -> SourceLayer:
+    if not isinstance(found, (Gptq, PackQuantized, Fp8)):
+        return SourceLayer(name, found, infos, (0, 0), reader)
+    if any(info.part_of for info in infos.values()):
+        raise refusal(name, "experts that are stored one by one", "fused experts", "keep the checkpoint as it is")
+    layer = SourceLayer(name, found, infos, (0, 0), reader)
+    size = _size(layer, found)
+    found = found.sized(size[1], size[0])
+    specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
+    for local in {**specs, **infos}:
+        spec, info = specs.get(local), infos.get(local)
+        is_absent = info is None and spec is not None and spec.optional
+        if not is_absent and (spec is None or info is None or info.dtype not in spec.dtypes or info.shape != spec.shape):
+            raise FormatError(
+                "A tensor of a packed layer is not what its dialect has there; nothing was written.", tensor=f"{name}.{local}",
+                expected=spec if spec is not None else f"no such tensor beside {found.describe()}", found=info or "nothing",
+                fix="correct quantization_config in config.json, or download the checkpoint again",
+            )  # fmt: skip
+    small = {local: layer.read(local) for local in infos if local != found.codes_name}
+    return SourceLayer(name, found.resolve(name, small), infos, size, reader)
+
+
+def _size(layer: SourceLayer, found: Format) -> tuple[int, int]:
+    """(out, in) of a layer, by its tensors."""
+    if not isinstance(found, PackQuantized):
+        out_features, in_features = found.shape(layer.infos)  # type: ignore[arg-type]  # of what is described, shapes are enough
+        return out_features, in_features
+    if "weight_shape" in layer.infos:
+        out_features, in_features = layer.read("weight_shape").tolist()
+        return out_features, in_features
+    if not found.num_bits:
+        raise refusal(
+            f"{layer.module}.weight_shape", "the layer's shape, or num_bits in the config", "neither", "restore the config"
+        )
+    return layer.infos["weight_packed"].shape[0], found.width * 32 // found.num_bits

@@ -1,0 +1,214 @@
+"""Are two checkpoints, or two placements of one, the same model? Bytes first, then numbers, then logits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from hfq.evaluate.models import load_model
+from hfq.evaluate.scores import compare
+from hfq.evaluate.text import read_text, tokenize
+from hfq.evaluate.units import Distance, Unit, Weights, digest, distance
+
+__all__ = ["Difference", "LogitDistance", "Verification", "verify"]
+
+Kind = Literal[
+    "other dialect",
+    "other dtype",
+    "inflated",
+    "quantized",
+    "other values",
+    "re-initialised",
+    "other shape",
+    "missing",
+    "extra",
+]
+SAME_NUMBERS = ("other dialect", "other dtype")
+"""Differences of the bytes alone."""
+
+_PROMPT_TOKENS = 32
+_UNRELATED_COSINE = 0.1
+_FEW_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One weight that is not stored with the same bytes.
+
+    Attributes:
+        name: Its name in the model.
+        kind: `other dialect` and `other dtype`: the same numbers in other bytes. `inflated`: packed in A and dense in B;
+            `quantized`: the reverse. `re-initialised`: values that have nothing to do with each other. `missing`: not in B;
+            `extra`: not in A.
+        first: How A stores it.
+        second: How B stores it.
+        distance: How far apart the numbers are; None where they cannot be compared.
+    """
+
+    name: str
+    kind: Kind
+    first: str | None
+    second: str | None
+    distance: Distance | None = None
+
+
+@dataclass(frozen=True)
+class LogitDistance:
+    """The logits of one prompt: bit-equality, and how far B's are from A's (KL(A || B) in nats)."""
+
+    tokens: int
+    is_equal: bool
+    max_abs: float
+    relative_l2: float
+    kl_mean: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The answer.
+
+    Attributes:
+        same: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are bit-equal.
+        weights: The weights of both models together.
+        identical: Those of them with the same bytes.
+        differences: The others.
+        logits: None where they were not asked for, or could not be compared.
+        digests: sha256 of every stored tensor: weight → local name → (in A, in B).
+    """
+
+    first: str
+    second: str
+    same: bool
+    weights: int
+    identical: int
+    differences: tuple[Difference, ...]
+    logits: LogitDistance | None
+    digests: Mapping[str, Mapping[str, tuple[str | None, str | None]]]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.same:
+            return "the same model" if not self.differences else "the same model: the same numbers in other bytes"
+        kinds = Counter(each.kind for each in self.differences if each.kind not in SAME_NUMBERS)
+        parts = [
+            f"{count} weights {kind}" if kind not in ("missing", "extra") else f"{count} {kind}"
+            for kind, count in kinds.items()
+        ]
+        if self.logits is not None and not self.logits.is_equal:
+            parts.append(f"logits {self.logits.relative_l2:.2e} apart (relative L2)")
+        return f"not the same model: {', '.join(parts)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+
+def verify(
+    first: str | os.PathLike | torch.nn.Module,
+    second: str | os.PathLike | torch.nn.Module,
+    *,
+    placement_a: str | dict | None = None,
+    placement_b: str | dict | None = None,
+    text: str | os.PathLike | None = None,
+    logits: bool = True,
+) -> Verification:
+    """Compares two checkpoints, or two placements, weight by weight and by the logits of one prompt.
+
+    Everything is computed in float32 by the reference kernel with activations left as they are, so that equal numbers give equal
+    logits whatever dialect holds them.
+
+    Args:
+        first: A: a checkpoint's folder, or a model that hfq loaded.
+        second: B.
+        placement_a: Where A's weights rest: see `models.as_device_map`.
+        placement_b: Where B's do.
+        text: A text whose first 32 tokens are the prompt; by default fixed random ids.
+        logits: Whether to compare logits, which runs both models once.
+
+    Raises:
+        HfqError: One of them cannot be loaded exactly, or hfq did not load it.
+    """
+    models = [
+        source if isinstance(source, torch.nn.Module) else load_model(source, placement, kernel="reference")
+        for source, placement in ((first, placement_a), (second, placement_b))
+    ]
+    a, b = (Weights(model) for model in models)
+    differences, digests = [], {}
+    for name in {**a.units, **b.units}:
+        found, digests[name] = _compare_unit(name, a, b)
+        differences += [found] if found is not None else []
+    apart = _logit_distance(models, first, text) if logits else None
+    numbers = all(each.kind in SAME_NUMBERS for each in differences)
+    names = (_name(first), _name(second))
+    same = numbers and (apart is None or apart.is_equal)
+    count = len(digests)
+    return Verification(*names, same, count, count - len(differences), tuple(differences), apart, digests)
+
+
+def _compare_unit(name: str, a: Weights, b: Weights) -> tuple[Difference | None, dict[str, tuple[str | None, str | None]]]:
+    """What differs in one weight, and the digests of its tensors."""
+    first, second = a.units.get(name), b.units.get(name)
+    held = a.tensors(first) if first else {}, b.tensors(second) if second else {}
+    digests = {
+        local: (digest(held[0][local]) if local in held[0] else None, digest(held[1][local]) if local in held[1] else None)
+        for local in {**held[0], **held[1]}
+    }
+    if first is None or second is None:
+        kind: Kind = "missing" if second is None else "extra"
+        return Difference(name, kind, first.dialect if first else None, second.dialect if second else None), digests
+    is_same = first.dialect == second.dialect and all(one == other for one, other in digests.values())
+    if is_same and first.shape == second.shape:
+        return None, digests
+    return _judge(first, second, held), digests
+
+
+def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
+    dialects = first.dialect, second.dialect
+    shapes = [
+        unit.shape[::-1] if unit.module is not None and unit.module.is_transposed else unit.shape for unit in (first, second)
+    ]
+    if shapes[0] != shapes[1]:
+        return Difference(first.name, "other shape", *dialects)
+    apart = distance(first, second, held)
+    if abs(apart.cosine) < _UNRELATED_COSINE and math.prod(first.shape) >= _FEW_ELEMENTS:
+        return Difference(first.name, "re-initialised", *dialects, apart)
+    if first.is_packed and not second.is_packed:
+        return Difference(first.name, "inflated", *dialects, apart)
+    if second.is_packed and not first.is_packed:
+        return Difference(first.name, "quantized", *dialects, apart)
+    if apart.is_equal:
+        return Difference(first.name, "other dialect" if first.is_packed else "other dtype", *dialects, apart)
+    return Difference(first.name, "other values", *dialects, apart)
+
+
+def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -> LogitDistance | None:
+    """The distance of the logits of one prompt; None where the vocabularies differ."""
+    sizes = [model.config.get_text_config().vocab_size for model in models]
+    if sizes[0] != sizes[1]:
+        return None
+    if text is None:
+        prompt = torch.randint(sizes[0], (_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0))
+    else:
+        path = getattr(source, "name_or_path", source)  # a loaded model knows its folder
+        prompt = tokenize(read_text(text), path, sizes[0])[:_PROMPT_TOKENS]
+    with torch.no_grad():
+        a, b = (model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu() for model in models)
+    gap = (a - b).double()
+    divergences, agreed = compare(a, b)
+    norm = float(a.double().norm())
+    return LogitDistance(
+        len(prompt), torch.equal(a.view(torch.int32), b.view(torch.int32)), float(gap.abs().max()),
+        float(gap.norm()) / norm if norm else float(gap.norm() > 0), float(divergences.mean()), agreed / len(prompt),
+    )  # fmt: skip
+
+
+def _name(source: Any) -> str:
+    return f"a loaded {type(source).__name__}" if isinstance(source, torch.nn.Module) else os.fspath(source)

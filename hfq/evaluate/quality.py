@@ -1,0 +1,150 @@
+"""Quality against size: what quantized checkpoints keep of a text, and of the model they were made from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hfq.errors import SetupError
+from hfq.evaluate.models import ModelSize, load_model, text_config
+from hfq.evaluate.perplexity import score, score_against
+from hfq.evaluate.scores import Score
+from hfq.evaluate.text import read_text, tokenize
+from hfq.evaluate.windows import cut
+
+__all__ = ["Quality", "evaluate"]
+
+_DEFAULT_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One row of the table.
+
+    Attributes:
+        path: The checkpoint.
+        dialects: How it is packed.
+        is_reference: Whether the others are compared with it.
+        score: Perplexity, and divergence from the reference.
+        size: Its bytes and bits (see `ModelSize`).
+        load_seconds: Wall time of loading.
+        seconds: Wall time of its forwards and scores; None for a reference, which runs between the others.
+    """
+
+    path: str
+    dialects: str
+    is_reference: bool
+    score: Score
+    nbytes: int
+    weights: int
+    bits_per_weight: float
+    bits_per_packed_weight: float | None
+    load_seconds: float
+    seconds: float | None
+
+    def to_dict(self) -> dict:
+        """As plain data, with the score's fields among the others."""
+        fields = asdict(self)
+        return {**{key: value for key, value in fields.items() if key != "score"}, **fields["score"]}
+
+
+def evaluate(
+    paths: Sequence[str | os.PathLike],
+    text: str | os.PathLike,
+    *,
+    reference: str | os.PathLike | None = None,
+    sequence_length: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    placement: str | dict | None = None,
+    dtype: str = "float32",
+    say: Callable[[str], None] | None = None,
+) -> list[Quality]:
+    """Scores checkpoints on a text, one loaded at a time beside the reference.
+
+    Args:
+        paths: The checkpoints' folders, each with its tokenizer.
+        text: A file in UTF-8.
+        reference: The model to compare with, of the same tokenizer; quantized or not.
+        sequence_length: Tokens of a window; by default 512, or what the models take.
+        stride: How far apart windows begin; by default they do not overlap.
+        batch_size: Windows of a forward.
+        placement: Where weights rest: see `models.as_device_map`; all on the CPU by default.
+        dtype: Of activations and dense tensors.
+        say: Called with a line before each checkpoint.
+
+    Returns:
+        The reference's row, if there is one, then one for each path.
+
+    Raises:
+        SetupError: The text, the tokenizers or the lengths do not fit; found before anything is loaded.
+        CheckpointError: A checkpoint is damaged, or its logits are not finite.
+    """
+    everything = [*paths, *([reference] if reference is not None else [])]
+    configs = {os.fspath(path): text_config(path) for path in everything}
+    length = _length(configs, sequence_length)
+    tokens = _tokens(read_text(text), configs)
+    batches = cut(tokens, length, stride, batch_size)
+    say = say or (lambda line: None)
+    known, rows, first = None, [], None
+    if reference is not None:
+        say(f"{os.fspath(reference)}: reference")
+        known, known_seconds = _timed(reference, placement, dtype)
+    for path in paths:
+        say(f"{os.fspath(path)}: {sum(batch.targets.numel() for batch in batches)} tokens")
+        model, load_seconds = _timed(path, placement, dtype)
+        if known is None:
+            started = time.perf_counter()
+            found = score(model, batches)
+            seconds = time.perf_counter() - started
+        else:
+            found, own, seconds = score_against(model, known, batches, configs[os.fspath(path)].vocab_size)
+            first = first or _row(reference, known, own, known_seconds, None, is_reference=True)
+        rows.append(_row(path, model, found, load_seconds, seconds))
+        del model
+    return rows if first is None else [first, *rows]
+
+
+def _row(path, model, found: Score, load_seconds: float, seconds: float | None, is_reference: bool = False) -> Quality:
+    size = ModelSize(model)
+    return Quality(
+        os.fspath(path), size.dialects, is_reference, found, size.nbytes, size.weights, size.bits_per_weight,
+        size.bits_per_packed_weight, load_seconds, seconds,
+    )  # fmt: skip
+
+
+def _timed(path: str | os.PathLike, placement: str | dict | None, dtype: str) -> tuple[torch.nn.Module, float]:
+    started = time.perf_counter()
+    model = load_model(path, placement, dtype)
+    return model, time.perf_counter() - started
+
+
+def _length(configs: dict, wanted: int | None) -> int:
+    most = min((getattr(config, "max_position_embeddings", None) or 1 << 62 for config in configs.values()), default=1 << 62)
+    if wanted is not None and wanted > most:
+        raise SetupError(
+            "A sequence is longer than a model takes.", expected=f"at most {most} tokens", found=wanted,
+            fix="pass a shorter --sequence-length",
+        )  # fmt: skip
+    return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
+
+
+def _tokens(text: str, configs: dict) -> torch.Tensor:
+    """The text's token ids, the same for all checkpoints."""
+    found: torch.Tensor | None = None
+    for path, config in configs.items():
+        tokens = tokenize(text, path, config.vocab_size)
+        if found is not None and not torch.equal(found, tokens):
+            raise SetupError(
+                "Two checkpoints have different tokenizers; their perplexities are of different tokens.", file=path,
+                expected=f"the {found.numel()} tokens that {next(iter(configs))} makes of the text",
+                found=f"{tokens.numel()} tokens, or others", fix="compare checkpoints of one model",
+            )  # fmt: skip
+        found = tokens
+    if found is None:
+        raise SetupError("There is nothing to evaluate.", expected="one checkpoint or more", found="none", fix="pass a PATH")
+    return found

@@ -1,0 +1,167 @@
+"""The packed layers of an FMS model: modules by FMS's names, filled with the checkpoint's bytes in FMS's order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfq.checkpoint import Reader
+from hfq.errors import FormatError, PlacementError
+from hfq.formats.dtypes import safetensors_dtype
+from hfq.integrations.checks import check_bias
+from hfq.integrations.fms_config import Source
+from hfq.integrations.fms_layout import Layout, Part
+from hfq.integrations.swapping import build_packed
+from hfq.integrations.transformers import HfqConfig
+from hfq.kernels.table import choose_kernel
+from hfq.modules.fused import FusedLinear
+from hfq.modules.linear import PackedLinear
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import ArenaRow, is_mappable, map_row
+from hfq.spec import ByteRange, Cut, LayerSlice, TensorInfo
+
+__all__ = ["Layers", "rank_slice_of"]
+
+
+class Layers:
+    """Builds and fills the packed layers of one model.
+
+    Args:
+        source: The checkpoint.
+        layout: Which rows of which stored layer each FMS layer takes.
+        config: hfq's options.
+        reader: Reads the checkpoint; by default a new one.
+    """
+
+    def __init__(self, source: Source, layout: Layout, config: HfqConfig, reader: Reader | None = None) -> None:
+        self.reader = reader or Reader(source.checkpoint)
+        self.layout, self._match, self._config = layout, source.match, config
+
+    def __deepcopy__(self, memo: dict) -> Layers:
+        return self  # FMS copies its configs, and with them what they refer to
+
+    def build(self, name: str) -> nn.Module:
+        """The module for an FMS layer, which is to be filled."""
+        parts = [self._build_part(name, part) for part in self.layout.layers[name]]
+        if len(parts) == 1:
+            return parts[0]
+        linears = [part for part in parts if isinstance(part, PackedLinear)]
+        if len(linears) != len(parts):
+            raise FormatError(
+                "FMS fuses packed tensors that are no linear layers; nothing was loaded.", tensor=name, expected="linear layers",
+                found=", ".join(type(part).__name__ for part in parts), fix="pass fused_weights=False",
+            )  # fmt: skip
+        return FusedLinear(linears)
+
+    def sizes(self, name: str) -> tuple[int, int]:
+        """(out, in) of the whole layer that FMS calls by this name."""
+        slots = [self._match.packed[part.name].slot for part in self.layout.layers[name]]
+        return sum(slot.out_features for slot in slots), slots[0].in_features
+
+    def fill(self, name: str, module: nn.Module, device: torch.device, part: LayerSlice | None = None) -> None:
+        """Gives a layer that `build` made its bytes.
+
+        Args:
+            name: FMS's name of the layer.
+            module: What `build` made of it.
+            device: Where the bytes are to rest.
+            part: The slice that this rank holds; None for the whole layer.
+
+        Raises:
+            FormatError: The values of a small tensor are impossible, or the dialect can be neither reordered nor cut there.
+        """
+        modules = list(module.parts) if isinstance(module, FusedLinear) else [module]
+        for held, stored in zip(modules, self.layout.layers[name], strict=True):
+            try:
+                self._fill_part(held, stored, device, part)
+            except FormatError as error:  # a format knows no names
+                raise FormatError(
+                    error.what, tensor=error.tensor or stored.name, expected=error.expected, found=error.found, fix=error.fix
+                ) from error
+
+    def _build_part(self, name: str, part: Part) -> PackedModule:
+        found = self._match.packed[part.name]
+        if found.slot.kind not in ("linear", "embedding"):
+            raise FormatError(
+                "hfq does not give this packed tensor to FMS; nothing was loaded.", tensor=part.name, found=found.slot.kind,
+                expected="a linear layer or an embedding", fix="load the checkpoint with transformers",
+            )  # fmt: skip
+        return build_packed(name, found, self._config)
+
+    def _fill_part(self, module: Any, stored: Part, device: torch.device, part: LayerSlice | None) -> None:
+        found = self._match.packed[stored.name]
+        tensors = self._read(found.infos)
+        small = {local: tensor for local, tensor in tensors.items() if local != found.format.codes_name}
+        weight_format = found.format.resolve(stored.name, small)
+        check_bias(stored.name, small.get("bias"), found.slot.has_bias)
+        if stored.order is not None:
+            weight_format, tensors = weight_format.reorder(tensors, stored.order)
+        if part is not None:
+            index = {local: tensor for local, tensor in tensors.items() if local.endswith("g_idx")}
+            weight_format, cuts = weight_format.shard(part, _described(stored.name, tensors), index)
+            tensors = {local: _cut(tensors[local], cut) for local, cut in cuts.items()}
+        module.weight_format = weight_format
+        if isinstance(module, PackedLinear):
+            out_features, in_features = found.slot.out_features, found.slot.in_features
+            if part is not None:
+                count = part.stop - part.start
+                out_features, in_features = (count, in_features) if part.axis == "out" else (out_features, count)
+            module.local_in_features = in_features
+            module.kernel = choose_kernel(self._config.kernel, weight_format, in_features, out_features)
+        module.hold({local: tensor.to(device) for local, tensor in tensors.items()})
+
+    def _read(self, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+        backing = self._config.backing
+        if backing != "arena" and is_mappable(infos):
+            return map_row(self.reader, infos)
+        if backing == "mapped":
+            raise PlacementError(
+                "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=next(iter(infos.values())).name,
+                expected="tensors aligned to their own dtype", found="misaligned ones", fix='pass HfqConfig(backing="auto")',
+            )  # fmt: skip
+        with torch.inference_mode(False):
+            return ArenaRow.read(self.reader, infos).tensors()
+
+
+def rank_slice_of(name: str, held: tuple[int, int], whole: tuple[int, int], rank: int, world: int) -> LayerSlice | None:
+    """The slice of a layer that FMS gives a rank: by rank, and the same to several ranks where there are fewer slices than ranks.
+
+    Args:
+        name: The layer's name, for messages.
+        held: (out, in) of the module on this rank.
+        whole: (out, in) of the stored layer.
+        rank: The rank.
+        world: How many ranks there are.
+
+    Raises:
+        FormatError: The sizes are not those of one slice of the layer.
+    """
+    if held == whole:
+        return None
+    axis = 0 if held[0] != whole[0] else 1
+    count = whole[axis] // held[axis] if held[axis] else 0
+    if held[1 - axis] != whole[1 - axis] or count * held[axis] != whole[axis] or not 1 < count <= world:
+        raise FormatError(
+            "A packed layer does not fit its place in the FMS model; nothing was loaded.", tensor=name,
+            expected=f"[{held[0]}, {held[1]}] on each of {world} ranks", found=f"[{whole[0]}, {whole[1]}] stored",
+            fix="check config.json against the checkpoint, or use another number of ranks",
+        )  # fmt: skip
+    start = rank * count // world * held[axis]
+    return LayerSlice("in" if axis else "out", start, start + held[axis], whole[axis])
+
+
+def _described(module: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Tensors in memory as a header would describe them."""
+    return {
+        local: TensorInfo(
+            f"{module}.{local}", safetensors_dtype(tensor.dtype), tuple(tensor.shape), ByteRange("", 0, tensor.nbytes)
+        )
+        for local, tensor in tensors.items()
+    }
+
+
+def _cut(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start).contiguous()

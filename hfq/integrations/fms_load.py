@@ -1,0 +1,241 @@
+"""`hfq.fms.load`: FMS's skeleton on meta, hfq's layers in the place of its linear ones, and every tensor accounted for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fms.models import get_model
+from fms.modules.tp import TPModule
+from torch import nn
+
+from hfq.checkpoint import Reader
+from hfq.errors import FormatError, SetupError, nearest
+from hfq.integrations.fms_config import Source, read_source
+from hfq.integrations.fms_layers import Layers, rank_slice_of
+from hfq.integrations.fms_layout import Layout, find_layout
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import is_mappable, map_tensor, read_tensor
+
+__all__ = ["TESTED", "dense_tensors", "load_model", "make_skeleton"]
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
+"""FMS architectures whose logits are compared with transformers' by the tests."""
+
+
+def load_model(
+    path: str | os.PathLike,
+    data_type: Any,
+    device: torch.device,
+    fused: bool | None,
+    strategy: str | None,
+    group: Any,
+    config: HfqConfig | None,
+) -> nn.Module:
+    """See `hfq.fms.load`."""
+    started, config = time.perf_counter(), config or HfqConfig()
+    dtype = _dtype(data_type)
+    _check_options(strategy, fused, config)
+    source = read_source(path)
+    reader = Reader(source.checkpoint)
+    model, layout = _lay_out(source, reader, dtype or source.dtype, fused, strategy, group)
+    layers, problems = Layers(source, layout, config, reader), list[str]()
+    for name in layout.layers:
+        _place_layer(model, name, layers, device, problems)
+    _place_dense(model, layout.dense, dtype or source.dtype, device, problems)
+    _raise(problems, source)
+    model.post_init()
+    _check_complete(model, source)
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    formats = ", ".join(sorted({module.weight_format.describe() for module in packed}))
+    reordered = sum(part.order is not None for parts in layout.layers.values() for part in parts)
+    logger.info(
+        "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order", path,
+        time.perf_counter() - started, len(packed), formats or "none", reordered,
+    )  # fmt: skip
+    return model.eval()
+
+
+def _lay_out(
+    source: Source, reader: Reader, dtype: torch.dtype | None, fused: bool | None, strategy: str | None, group: Any
+) -> tuple[Any, Layout]:
+    """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has not said otherwise."""
+    if source.architecture not in TESTED:
+        logger.warning(
+            "hfq: FMS's %s has not been compared with transformers' model of the same name (those that have: %s)",
+            source.architecture, ", ".join(TESTED),
+        )  # fmt: skip
+    dense, first = dense_tensors(source, reader), None
+    for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
+        model = make_skeleton(source, dtype, is_fused, strategy, group)
+        try:
+            return model, find_layout(source.architecture, model.config, source.match, dense, source.head_dim)
+        except FormatError as error:
+            first = first or error
+    raise first  # type: ignore[misc]  # there was at least one attempt
+
+
+def make_skeleton(source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any) -> Any:
+    """FMS's model on meta, with plain linear layers.
+
+    Raises:
+        SetupError: FMS refuses to build it, as for ranks that do not divide the heads.
+    """
+    params = source.params | {"fused_weights": fused}
+    try:
+        return get_model(
+            source.architecture,
+            device_type="meta",
+            data_type=dtype,
+            distributed_strategy=strategy or "none",
+            group=group,
+            **params,
+        )
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        raise SetupError(
+            "FMS cannot build this model; nothing was loaded.", file=source.checkpoint.root, found=f"{type(error).__name__}: {error}",
+            expected="a config, and a number of ranks, that FMS takes", fix="read the cause above",
+        ) from error  # fmt: skip
+
+
+def dense_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
+    """Every stored tensor that is not packed and has a place, by its name on disk; mapped where it is aligned."""
+    packed = {info.part_of or info.name for found in source.match.packed.values() for info in found.infos.values()}
+    left_out = {*packed, *source.match.unused, *source.match.kept}
+    return {
+        name: map_tensor(reader, info) if is_mappable({name: info}) else read_tensor(reader, info)
+        for name, info in source.checkpoint.tensors.items()
+        if name not in left_out
+    }
+
+
+def _place_layer(model: nn.Module, name: str, layers: Layers, device: torch.device, problems: list[str]) -> None:
+    parent, _, local = name.rpartition(".")
+    try:
+        replaced = model.get_submodule(name)
+    except AttributeError:
+        names = [other for other, _ in model.named_modules()]
+        problems.append(f"{name}: packed, and FMS's model has no such layer{nearest(name, names)}")
+        return
+    rank, world = _ranks(model, name)
+    held = (getattr(replaced, "out_features", None), getattr(replaced, "in_features", None))
+    if isinstance(replaced, nn.Embedding):
+        held = (replaced.num_embeddings, replaced.embedding_dim)
+    whole = layers.sizes(name)
+    if held[0] is None or held[1] is None or (held != whole and world == 1):
+        problems.append(
+            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, {held[1]}]"
+        )
+        return
+    module = layers.build(name)
+    layers.fill(name, module, device, rank_slice_of(name, (held[0], held[1]), whole, rank, world))
+    module.train(replaced.training)
+    setattr(model.get_submodule(parent), local, module)
+
+
+def _place_dense(
+    model: nn.Module, dense: Mapping[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device, problems: list[str]
+) -> None:
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for name, stored in dense.items():
+        parent, _, local = name.rpartition(".")
+        owner = owners.get(parent)
+        place = None if owner is None else owner._parameters.get(local, owner._buffers.get(local))
+        if owner is None or place is None:
+            problems.append(f"{name}: stored, and FMS's model has no place for it")
+            continue
+        rank, world = _ranks(model, name)
+        tensor = _part_of(stored, place, rank, world)
+        if tensor is None:
+            problems.append(f"{name}: expected {list(place.shape)}, found {list(stored.shape)}")
+            continue
+        weight = dense.get(f"{parent}.weight")
+        is_cut = isinstance(owner, nn.Linear) and weight is not None and weight.shape[-1] != owner.in_features
+        if local == "bias" and is_cut and rank > 0:
+            tensor = torch.zeros_like(tensor)  # the inputs of each rank give a partial sum, to which the first adds the bias
+        tensor = tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        if local in owner._parameters:
+            owner._parameters[local] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[local] = tensor
+
+
+def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -> torch.Tensor | None:
+    """What a rank holds of a dense tensor; None where it does not fit."""
+    if place.dim() != stored.dim():
+        return None
+    cut = [dim for dim in range(stored.dim()) if place.shape[dim] != stored.shape[dim]]
+    if not cut:
+        return stored
+    held = place.shape[cut[0]]
+    count = stored.shape[cut[0]] // held if held else 0
+    if len(cut) > 1 or count * held != stored.shape[cut[0]] or not 1 < count <= world:
+        return None
+    return stored.narrow(cut[0], rank * count // world * held, held).contiguous()
+
+
+def _ranks(model: nn.Module, name: str) -> tuple[int, int]:
+    """(rank, number of ranks) of the innermost module around a name that ranks share; (0, 1) where none is."""
+    found = (0, 1)
+    path = name.split(".")
+    for end in range(1, len(path) + 1):
+        try:
+            module = model.get_submodule(".".join(path[:end]))
+        except AttributeError:
+            break
+        if isinstance(module, TPModule):
+            found = (module.rank, module.world_size)
+    return found
+
+
+def _check_complete(model: nn.Module, source: Source) -> None:
+    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    _raise([f"{name}: missing, expected {list(tensor.shape)}" for name, tensor in state if tensor.is_meta], source)
+
+
+def _raise(problems: list[str], source: Source) -> None:
+    if problems:
+        raise FormatError(
+            "The checkpoint does not match FMS's model; no model was returned.", file=source.checkpoint.root, problems=problems,
+            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+        )  # fmt: skip
+
+
+def _dtype(data_type: Any) -> torch.dtype | None:
+    found = getattr(torch, data_type, None) if isinstance(data_type, str) else data_type
+    is_float = isinstance(found, torch.dtype) and found.is_floating_point
+    if (data_type is not None and found is None) or (found is not None and not is_float):
+        raise SetupError(
+            f"hfq.fms.load(data_type={data_type!r}) is no float dtype.", expected="torch.float32, bfloat16 or float16, or its name",
+            found=repr(data_type), fix="correct data_type, or leave it out for the checkpoint's own",
+        )  # fmt: skip
+    return found
+
+
+def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) -> None:
+    if strategy not in (None, "tp"):
+        raise SetupError(
+            f"hfq.fms.load does not know distributed_strategy={strategy!r}.", expected="None or 'tp'", found=repr(strategy),
+            fix="pass 'tp' in a process group, or leave it out",
+        )  # fmt: skip
+    if strategy == "tp" and fused:
+        raise SetupError(
+            "hfq.fms.load cuts no fused layers.", expected="fused_weights=False", found="True", fix="leave fused_weights out"
+        )
+    if strategy == "tp" and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise SetupError(
+            "hfq.fms.load(distributed_strategy='tp') needs a process group.", expected="torch.distributed.init_process_group",
+            found="none", fix="start the script with torchrun, and call init_process_group first",
+        )  # fmt: skip
+    if not isinstance(config, HfqConfig) or config.backing == "shared":
+        raise SetupError(
+            "hfq.fms.load cannot use this config.", expected="HfqConfig with backing auto, mapped or arena",
+            found=repr(getattr(config, "backing", config))[:80], fix="correct or leave out config",
+        )  # fmt: skip

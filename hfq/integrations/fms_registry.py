@@ -1,0 +1,190 @@
+"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who asks for them.
+
+Four places of FMS 1.13 are met:
+
+1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get `hfq`. FMS gives a factory
+   no name, so that it returns an `UninitializedModule`, which FMS initializes by name once the model is built.
+2. `hf_config_to_fms_config_params` of the one `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): a config that names a
+   quantization would be handed to fms-model-optimizer, which must be installed and knows compressed-tensors FP8 alone.
+3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps at the end, where FMS's step for RoPE has taken
+   words of packed zero points for features, or failed on them. hfq's step comes first, and takes the packed layers out.
+4. What the step returns for layers that ranks cut, FMS hands to `TPModule.load_weights`, and that to the sharding of type `hfq`.
+
+Dense tensors go FMS's own way. FMS casts what it copies to `data_type`, so packed tensors are given to their modules, and not to FMS.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fms.models.hf.config_utils import _FMS_MODEL_CONFIG_REGISTRY
+from fms.modules import UninitializedModule, linear
+from fms.utils import serialization
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hfq.checkpoint import Reader
+from hfq.errors import FormatError, PlacementError, SetupError
+from hfq.integrations.fms_config import read_source
+from hfq.integrations.fms_layers import Layers, rank_slice_of
+from hfq.integrations.fms_layout import find_layout, stored_name
+from hfq.integrations.fms_load import dense_tensors, make_skeleton
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.linear import PackedLinear
+
+__all__ = ["ARCHITECTURES", "TYPE", "install"]
+
+TYPE = "hfq"
+ARCHITECTURES = ("llama", "granite", "mistral")
+"""FMS architectures that ask the registry for all linear layers of their blocks."""
+
+_LAYERS = "hfq_layers"
+_options: list[HfqConfig] = []
+
+
+def install(config: HfqConfig | None) -> None:
+    """See `hfq.fms.register`."""
+    is_installed = bool(_options)
+    _options[:] = [config or HfqConfig()]
+    if is_installed:
+        return
+    linear.register_linear_type_to_module_map(TYPE, _Unnamed)
+    linear.register_linear_type_to_sharding_map(TYPE, _shard)
+    registry = _FMS_MODEL_CONFIG_REGISTRY
+    registry.hf_config_to_fms_config_params = _asking(registry.hf_config_to_fms_config_params)  # type: ignore[method-assign]
+    adapters = vars(serialization)["__adapters"]
+    for architecture in ARCHITECTURES:
+        adapters[architecture]["hf"] = functools.partial(_adapt, adapters[architecture]["hf"])
+
+
+class Placed:
+    """The packed layers of one model that FMS builds.
+
+    Attributes:
+        layers: Builds and fills them.
+        modules: Those that FMS has asked for, by FMS's name: the module, and (out, in) that FMS wants of it.
+        stored: The layers' names on disk, with FMS's.
+    """
+
+    def __init__(self, layers: Layers, stored: Mapping[str, str]) -> None:
+        self.layers, self.stored = layers, dict(stored)
+        self.modules: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+
+    def __deepcopy__(self, memo: dict) -> Placed:
+        return self  # FMS copies its configs, and with them what they refer to
+
+    def fill(self, name: str, device: torch.device, rank: int = 0, world: int = 1) -> None:
+        """Gives a layer its bytes, or this rank's slice of them."""
+        module, held = self.modules[name]
+        part = rank_slice_of(name, held, self.layers.sizes(name), rank, world)
+        self.layers.fill(name, module, device, part)
+        module.is_away, module.fetch = False, None  # type: ignore[assignment]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether ranks hold slices of a layer."""
+        return self.modules[name][1] != self.layers.sizes(name)
+
+
+class _Unnamed(UninitializedModule):
+    """What FMS's registry gets before a layer has a name."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, linear_config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
+        self.placed: Placed | None = linear_config.get(_LAYERS)
+
+    def initialize(self, name: str) -> nn.Module:
+        if self.placed is None:
+            raise SetupError(
+                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.", tensor=name, found="none",
+                expected="hf_pretrained, and a config.json that names a quantization",
+                fix="leave linear_config out, or call hfq.fms.load(path)",
+            )  # fmt: skip
+        if name not in self.placed.layers.layout.layers:
+            return nn.Linear(self.in_features, self.out_features, self.has_bias)
+        module = self.placed.layers.build(name)
+        if isinstance(
+            module, PackedLinear
+        ):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
+            module.hold({})
+            module.is_away, module.fetch = True, functools.partial(_refuse, name)
+        self.placed.modules[name] = module, (self.out_features, self.in_features)
+        return module
+
+
+def _asking(original: Any) -> Any:
+    """Makes a quantized checkpoint ask for hfq's layers."""
+
+    @functools.wraps(original)
+    def hf_config_to_fms_config_params(config: PreTrainedConfig, model_path: str | None) -> dict[str, Any]:
+        if getattr(config, "quantization_config", None) is None:
+            return original(config, model_path)
+        source = read_source(model_path or config.name_or_path, config)
+        if source.architecture not in ARCHITECTURES:
+            raise SetupError(
+                f"FMS's {source.architecture} does not ask its registry for its linear layers; nothing was loaded.",
+                expected=", ".join(ARCHITECTURES), found=source.architecture, fix="call hfq.fms.load(path)",
+            )  # fmt: skip
+        reader = Reader(source.checkpoint)
+        plain = make_skeleton(source, None, False, None, None).config
+        layout = find_layout(source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim)
+        stored = {stored_name(source.match.packed[part.name]): name for name, parts in layout.layers.items() for part in parts}
+        placed = Placed(Layers(source, layout, _options[0], reader), stored)
+        chosen = {"linear_type": TYPE, _LAYERS: placed}
+        params = source.params | {"linear_config": chosen, "fused_weights": False}
+        return params | {"architecture": source.architecture, "model_path": model_path}
+
+    return hf_config_to_fms_config_params
+
+
+def _adapt(
+    original: Any, state: Mapping[str, torch.Tensor], model_config: Any = None, **kwargs: Any
+) -> Mapping[str, torch.Tensor]:
+    """The step before FMS's own: takes packed layers out of a part of the checkpoint, and fills those that no ranks share."""
+    placed: Placed | None = (getattr(model_config, "linear_config", None) or {}).get(_LAYERS)
+    if placed is None:
+        return original(state, model_config=model_config, **kwargs)
+    found: dict[str, torch.device] = {}
+    rest = {}
+    for key, tensor in state.items():
+        name = placed.stored.get(key.rpartition(".")[0])
+        if name is None:
+            rest[key] = tensor
+        else:
+            found[name] = tensor.device
+    adapted = dict(original(rest, model_config=model_config, **kwargs))
+    for name, device in found.items():
+        if name not in placed.modules:
+            raise FormatError(
+                "A layer is stored packed, and FMS has not asked its registry for it; no model was returned.", tensor=name,
+                expected="a linear layer of a block", found="another layer", fix="call hfq.fms.load(path)",
+            )  # fmt: skip
+        if placed.is_cut(name):
+            adapted[f"{name}.{TYPE}"] = torch.empty(0, device=device)  # for `_shard`, which knows the rank
+        else:
+            placed.fill(name, device)
+    return adapted
+
+
+def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, Any]) -> set[str] | None:
+    """Fills this rank's slices of the layers of one attention or MLP; dense ones are cut as FMS cuts them."""
+    dense = {short: info for short, info in infos.items() if not isinstance(info.linear_module, PackedLinear)}
+    marks = {key for key in tensors if key.endswith(f".{TYPE}")}
+    for info in infos.values():
+        module = info.linear_module
+        mark = f"{getattr(module, 'name', '')}.{TYPE}"
+        if isinstance(module, PackedLinear) and mark in marks:
+            placed: Placed = tp_module.linear_config[_LAYERS]
+            placed.fill(module.name, tensors[mark].device, tp_module.rank, tp_module.world_size)
+    others = {key: tensor for key, tensor in tensors.items() if key not in marks}
+    return linear.shard_torch_linear(others, tp_module, dense) if dense else set(others)
+
+
+def _refuse(name: str) -> Mapping[str, torch.Tensor]:
+    raise PlacementError(
+        "A packed layer was used before its weights were loaded.", tensor=name, expected="weights", found="none",
+        fix="load the model with get_model('hf_pretrained', …) and a device_type other than meta",
+    )  # fmt: skip

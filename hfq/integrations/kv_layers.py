@@ -1,0 +1,87 @@
+"""What each layer of a model caches, from its config and its skeleton.
+
+transformers decides which layers keep a window (`DynamicCache`); the sizes of keys and values are those of the layers that make them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hfq.placement.kv_cache import Activations, KvLayer
+
+__all__ = ["activation_sizes", "kv_layers"]
+
+
+def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
+    """What each layer of the decoder caches, and how many layers keep a state that is not counted (convolutions, recurrences).
+
+    Args:
+        model: The model, or its skeleton on meta; its projections may be packed.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cached = DynamicCache(config=config).layers
+    attentions = _attentions(model)
+    layers, uncounted = [], 0
+    per_layer = getattr(config, "per_layer_config", None) or [config] * len(cached)
+    for index, layer in enumerate(cached):
+        kind = type(layer).__name__
+        uncounted += "Linear" in kind
+        if kind == "DummyLayer" or not hasattr(layer, "is_sliding"):
+            continue
+        keys, values = _sizes(per_layer[index], attentions.get(index))
+        window = getattr(layer, "sliding_window", None)
+        extra = getattr(config, "index_head_dim", 0) if "Indexed" in kind else 0
+        layers.append(KvLayer(keys, values, int(window) if window is not None else None, extra))
+    return layers, uncounted
+
+
+def activation_sizes(model: PreTrainedModel) -> Activations:
+    """The sizes that decide how much a forward holds beside weights and cache."""
+    config = model.config.get_text_config(decoder=True)
+    hidden = int(config.hidden_size)
+    widest = hidden
+    for module in model.modules():
+        outs = [_out(child) for name, child in module.named_children() if name in ("gate_proj", "up_proj", "w1", "w3")]
+        attention = [_out(child) for name, child in module.named_children() if name in ("q_proj", "k_proj", "v_proj")]
+        one = [_out(child) for _, child in module.named_children() if not (outs or attention) and _out(child) > hidden]
+        widest = max(widest, sum(outs), sum(attention), *[size for size in one if size != config.vocab_size], 0)
+    return Activations(hidden, widest, int(config.vocab_size), int(config.num_hidden_layers))
+
+
+def _attentions(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention of each layer, by the index under which it asks the cache."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        is_attention = any(hasattr(module, child) for child in ("k_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
+        if isinstance(index, int) and is_attention and "cross" not in name.lower():
+            found.setdefault(index, module)
+    return found
+
+
+def _sizes(config: Any, attention: nn.Module | None) -> tuple[int, int]:
+    """(elements of a token's keys, elements of its values), over all heads."""
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
+        if attention is None or hasattr(
+            attention, "expand_kv"
+        ):  # transformers 5.23 caches latents, earlier ones what they expand to
+            return config.kv_lora_rank, config.qk_rope_head_dim
+        heads = config.num_attention_heads
+        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), heads * config.v_head_dim
+    keys, values = _out(getattr(attention, "k_proj", None)), _out(getattr(attention, "v_proj", None))
+    if keys:
+        return keys, values or keys
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        heads = 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return heads * size, heads * size
+
+
+def _out(module: Any) -> int:
+    """The outputs of a linear layer, packed or not; 0 for what is none."""
+    found = getattr(module, "out_features", None) or getattr(module, "nf", 0)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,150 @@
+"""`hfq plan`: a checkpoint measured by its headers, through the loader's own skeleton, match and plan."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hfq.formats import Format
+from hfq.integrations.auto_map import map_of
+from hfq.integrations.kv_layers import activation_sizes, kv_layers
+from hfq.integrations.loading import Loading
+from hfq.integrations.skeleton import load_skeleton
+from hfq.modules.linear import PackedLinear
+from hfq.placement.estimate import Estimate, ModelSizes
+from hfq.placement.ladder import Shapes
+from hfq.placement.plan import Plan
+
+__all__ = ["PlannedModel", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A checkpoint that can be planned: its sizes, and what turns a budget into the loader's own plan.
+
+    Attributes:
+        loading: The load, stopped at its skeleton.
+        sizes: What a placement needs to know.
+        uncounted: Layers whose state is not counted.
+    """
+
+    loading: Loading
+    sizes: ModelSizes
+    uncounted: int
+
+    def device_map(self, estimate: Estimate) -> dict[str, Any]:
+        """The map that `from_pretrained` takes, with accelerators by their number."""
+        main = estimate.budget.main
+        computing = int(main.partition(":")[2]) if main.startswith("cuda:") else main
+        return map_of(estimate.budget, self.loading.model, computing)
+
+    def spread_map(self, homes: Mapping[str, str]) -> dict[str, int]:
+        """The map over several accelerators, by their number; tied weights are with their source."""
+        device_map = {name: int(home.partition(":")[2]) for name, home in homes.items()}
+        for target, source in self.loading.model.all_tied_weights_keys.items():
+            device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
+        return device_map
+
+    def plan(self, device_map: Mapping[str, Any]) -> Plan:
+        """The loader's own plan of a map; its devices need not be here."""
+        named = {name: f"cuda:{home}" if isinstance(home, int) else home for name, home in device_map.items()}
+        return self.loading.plan_for(named)
+
+    def weights_by_home(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
+        """The bytes of the plan in each home, and of the buffers that no file holds where the model computes."""
+        plan, model = self.plan(device_map), self.loading.model
+        planned = {entry.name for entry in plan.entries}
+        computed = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in planned)
+        homes = plan.nbytes_by_home()
+        return homes | {main: homes.get(main, 0) + computed}
+
+    def shapes(self) -> Shapes:
+        """The model's layers whatever they are stored as, for the ladder of formats."""
+        model, layers, bits = self.loading.model, [], []
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                layers.append((module.out_features, module.in_features))
+                bits.append(sum(info.nbytes for info in module.infos.values()) * 8)
+            elif isinstance(module, nn.Linear) and "lm_head" not in name:
+                layers.append((module.out_features, module.in_features))
+                bits.append(module.weight.numel() * module.weight.element_size() * 8)
+        count = sum(out * into for out, into in layers)
+        other = sum(unit.nbytes for unit in self.sizes.units) - sum(bits) // 8
+        return Shapes(layers, max(other, 0), sum(bits) / max(count, 1))
+
+    def describe(self) -> dict:
+        """What the checkpoint is, as JSON-ready data."""
+        loading = self.loading
+        return {
+            "path": loading.checkpoint.root, "class": type(loading.model).__name__, "dialects": loading.describe_formats(),
+            "file_nbytes": loading.checkpoint.nbytes, "packed_modules": len(loading.packed), "dtype": self.sizes.dtype,
+            "layers": self.sizes.layers, "layers_with_an_uncounted_state": self.uncounted,
+        }  # fmt: skip
+
+
+def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
+    """A checkpoint, from its config and headers alone.
+
+    Args:
+        path: Its folder, or the name of a model of the hub that is in the cache.
+        dtype: The dtype that it will be loaded in, as in `from_pretrained`.
+
+    Raises:
+        HfqError: Whatever a load would refuse before it reads weights.
+    """
+    loading = load_skeleton(path, dtype)
+    sizes, uncounted = measure_sizes(loading)
+    return PlannedModel(loading, sizes, uncounted)
+
+
+def measure_sizes(loading: Loading) -> tuple[ModelSizes, int]:
+    """The sizes of a model whose load has come to its skeleton or further, and how many layers have a state that is not counted."""
+    model = loading.model
+    layers, uncounted = kv_layers(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    routed = routed_share(model.config.get_text_config(decoder=True))
+    units = tuple(loading.gather_units())
+    sizes = activation_sizes(model)
+    weights = count_products(model, dtype, routed)
+    return ModelSizes(units, tuple(layers), sizes, weights, routed, dtype, sizes.layers), uncounted
+
+
+def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, tuple[int, int]]:
+    """{kind of weight: (weights, bytes)} that a step multiplies by: packed and dense linear layers, of experts a share.
+
+    Args:
+        model: The model or its skeleton.
+        dtype: The dtype of its activations.
+        routed: The share of its experts that a token is routed to.
+    """
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, module in model.named_modules():
+        share = routed if ".experts." in f".{name}." else 1.0
+        if isinstance(module, PackedLinear):
+            kind, nbytes = kind_of_weight(module.weight_format, dtype), sum(info.nbytes for info in module.infos.values())
+            entry = found[kind]
+            entry[0] += share * module.in_features * module.out_features
+            entry[1] += share * nbytes
+        elif isinstance(module, nn.Linear):
+            entry = found[f"dense {dtype}"]
+            entry[0] += share * module.weight.numel()
+            entry[1] += share * module.weight.numel() * module.weight.element_size()
+    return {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in found.items()}
+
+
+def kind_of_weight(weight_format: Format, dtype: str) -> str:
+    """What a calibration profile calls products with such weights and activations of this dtype."""
+    return f"{weight_format.name} {weight_format.bits_per_code}-bit {dtype}"
+
+
+def routed_share(config: Any) -> float:
+    """The share of a layer's experts that a token is routed to; 1 where there are none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None)
+    return min(1.0, chosen / experts) if experts and chosen else 1.0

@@ -1,0 +1,94 @@
+"""A model as a load sees it before its first weight byte: transformers' skeleton on meta, matched with the headers, packed modules in.
+
+It is reached by the loader's own way, so that what is planned is what is loaded: `from_pretrained` runs until the skeleton stands, and
+is left there by an exception that no `except Exception` takes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from hfq.errors import CheckpointError, SetupError
+
+if TYPE_CHECKING:
+    from hfq.integrations.loading import Loading
+
+__all__ = ["SkeletonReached", "load_skeleton", "stop_at_skeleton"]
+
+stop_at_skeleton: ContextVar[bool] = ContextVar("hfq_stop_at_skeleton", default=False)
+
+
+class SkeletonReached(BaseException):
+    """Leaves `from_pretrained` when the skeleton stands.
+
+    Args:
+        loading: The load, with its skeleton and its match; no homes are settled.
+    """
+
+    def __init__(self, loading: Loading) -> None:
+        super().__init__()
+        self.loading = loading
+
+
+def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
+    """The load of a checkpoint, from its config and headers alone.
+
+    Args:
+        path: Its folder, or the name of a model of the hub that is in the cache; nothing is downloaded.
+        dtype: As in `from_pretrained`.
+
+    Raises:
+        HfqError: Whatever a load would refuse before it reads weights.
+    """
+    folder = _folder(path)
+    cls = _model_class(folder)
+    from hfq.integrations.transformers import HfqConfig
+
+    token = stop_at_skeleton.set(True)
+    try:
+        # an automatic map is inferred later, and keeps the load from reading ahead; the reference kernel needs no compiler
+        cls.from_pretrained(folder, quantization_config=HfqConfig(kernel="reference"), device_map="auto", dtype=dtype)
+    except SkeletonReached as reached:
+        return reached.loading
+    finally:
+        stop_at_skeleton.reset(token)
+    raise SetupError(
+        "transformers loaded a model and did not ask hfq.", file=folder, expected="a call of HfqQuantizer", found=cls.__name__,
+        fix="report this; the versions of transformers that hfq is tested with are in constraints.txt",
+    )  # fmt: skip
+
+
+def _folder(path: str | os.PathLike) -> str:
+    """The local folder of a checkpoint, which a model of the hub has in the cache."""
+    text = os.fspath(path)
+    if os.path.lexists(text) or text.count("/") != 1 or text.startswith((".", "~", "/")):
+        return text
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(text, local_files_only=True)
+    except Exception as error:  # of the hub's many kinds, each means that it is not there
+        raise CheckpointError(
+            "The model is neither a folder nor in the cache of the hub; hfq plan downloads nothing.", file=text,
+            expected="a folder with config.json and *.safetensors", found=type(error).__name__,
+            fix=f"check the path; for a model of the hub: hf download {text}",
+        ) from error  # fmt: skip
+
+
+def _model_class(folder: str) -> Any:
+    """The class that config.json names, else a causal language model."""
+    import transformers
+
+    from hfq.checkpoint import Checkpoint
+
+    config = Checkpoint.open(folder).config
+    names = config.get("architectures") or []
+    if config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
+        raise SetupError(
+            "This model brings code of its own, which hfq plan does not run.", file=folder, found=", ".join(map(str, names)),
+            expected="a model class of transformers", fix="plan a model that transformers knows",
+        )  # fmt: skip
+    known = [getattr(transformers, str(name)) for name in names if hasattr(transformers, str(name))]
+    return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)

@@ -1,0 +1,94 @@
+"""What a loaded model was predicted to take, beside what it took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hfq.integrations.loading import Loading
+from hfq.integrations.planning import count_products, routed_share
+from hfq.placement.profile import Profile, read_profile
+from hfq.placement.roofline import TERMS, Work, predict
+
+__all__ = ["SpeedReport", "report_speed"]
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """Predicted and achieved seconds of a load and of a step of one token.
+
+    Attributes:
+        load_predicted: Of a load that brings in what this one had to bring in.
+        load_achieved: From the skeleton to the placed model.
+        step_predicted: Of one token, with a short context.
+        step_achieved: The median of three; None where it was not measured.
+        dominant: What decides the predicted step.
+        source: Where the rates come from: `measured` by `hfq calibrate`, or the limits of standards.
+    """
+
+    load_predicted: float
+    load_achieved: float
+    step_predicted: float
+    step_achieved: float | None
+    dominant: str
+    source: str
+
+    def __str__(self) -> str:
+        achieved = "not measured" if self.step_achieved is None else f"achieved {1 / self.step_achieved:.3g} tokens/s"
+        return (
+            f"load: predicted {self.load_predicted:.3g} s, achieved {self.load_achieved:.3g} s\n"
+            f"one token: predicted {1 / self.step_predicted:.3g} tokens/s, {achieved}; decided by {self.dominant}\n"
+            f"rates: {self.source}"
+        )
+
+
+def report_speed(loading: Loading, measure: bool = False, profile: Profile | None = None) -> SpeedReport | None:
+    """What was predicted, and what was achieved; None for a model whose ranks hold parts of it.
+
+    Args:
+        loading: The load of the model.
+        measure: Also run the model on one token, three times.
+        profile: The machine's rates; None for what `hfq calibrate` wrote, or the limits of standards.
+
+    Raises:
+        SetupError: The profile cannot be read.
+    """
+    if type(loading) is not Loading or loading.load_seconds is None:
+        return None
+    rates = read_profile() if profile is None else profile
+    prediction = predict(_work(loading), rates)
+    return SpeedReport(
+        prediction.load_seconds, loading.load_seconds, prediction.step_seconds, _time_step(loading) if measure else None,
+        TERMS[prediction.dominant], rates.source,
+    )  # fmt: skip
+
+
+def _work(loading: Loading) -> Work:
+    """The work of one token of a loaded model, and of its load."""
+    model, streamer, read = loading.model, loading.streamer, loading.read_report
+    config = model.config.get_text_config(decoder=True)
+    dtype = str(model.dtype).removeprefix("torch.")
+    weights = count_products(model, dtype, routed_share(config))
+    moved = 0 if streamer is None else streamer.pass_nbytes
+    is_on_cpu, is_cached = loading.main == "cpu", streamer is not None and streamer.source.mode == "buffered"
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    return Work(weights, moved, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
+
+
+def _time_step(loading: Loading) -> float | None:
+    """Seconds of a forward of one token; None for a model that takes more than tokens."""
+    model = loading.model
+    if model.config.is_encoder_decoder or getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    tokens, seconds = torch.zeros(1, 1, dtype=torch.long, device=loading.main), []
+    with torch.inference_mode():
+        model(tokens)
+        for _ in range(_STEPS):
+            started = time.perf_counter()
+            float(model(tokens)[0].flatten()[0])  # waits for an accelerator
+            seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[_STEPS // 2]

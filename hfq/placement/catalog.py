@@ -1,0 +1,141 @@
+"""Machines with their cost, ranked for a model: a YAML file that users edit. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfq.errors import PlacementError, SetupError, nearest
+from hfq.placement.estimate import ModelSizes, Workload, estimate_placement
+from hfq.placement.hardware import Hardware, parse_gpus, parse_size
+from hfq.placement.profile import Profile
+from hfq.placement.roofline import TERMS
+
+__all__ = ["SHIPPED", "Catalog", "Machine", "rank_machines", "read_catalog"]
+
+SHIPPED = "shipped"
+_FILE = Path(__file__).parent / "catalog.yaml"
+_GPU_FIELDS = ("memory", "memory_rate")
+_MACHINE_FIELDS = ("name", "gpus", "cpu", "memory_rate", "link_rate", "disk_rate", "cost", "source")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine.
+
+    Attributes:
+        name: What it is called.
+        hardware: Its memory.
+        profile: Its rates: limits as they are published, not achieved ones.
+        cost: What an hour costs, in the catalog's unit.
+        note: Where the figures come from.
+    """
+
+    name: str
+    hardware: Hardware
+    profile: Profile
+    cost: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All machines of a file, and the accelerators by name."""
+
+    date: str
+    machines: tuple[Machine, ...]
+    gpus: Mapping[str, int]
+
+    def memories(self) -> dict[str, int]:
+        """The memory of each accelerator by its name, in bytes."""
+        return dict(self.gpus)
+
+
+def read_catalog(file: str | Path) -> Catalog:
+    """A catalog; `shipped` is the file of examples that comes with hfq.
+
+    Raises:
+        SetupError: The file cannot be read, or a field is missing or makes no sense.
+    """
+    path = _FILE if str(file) == SHIPPED else Path(file)
+    try:
+        import yaml
+
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ImportError, ValueError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}", "a YAML file") from error
+    except Exception as error:
+        raise _refused(path, f"{type(error).__name__}: {str(error).splitlines()[0]}", "a YAML file") from error
+    if not isinstance(stored, dict):
+        raise _refused(path, type(stored).__name__, "a mapping of date, gpus and machines")
+    _check_fields(path, "the catalog", stored, ("date", "gpus", "machines"))
+    for name, gpu in stored["gpus"].items():
+        _check_fields(path, f"accelerator {name}", gpu, _GPU_FIELDS)
+    memories = {name: parse_size(gpu["memory"], f"memory of {name}") for name, gpu in stored["gpus"].items()}
+    machines = tuple(_machine(path, entry, stored["gpus"], memories) for entry in stored["machines"])
+    return Catalog(str(stored["date"]), machines, memories)
+
+
+def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
+    """What the model would cost on each machine, cheapest tokens first; those that it does not fit come last, with the reason.
+
+    A machine of several accelerators is planned as one of them with the host: hfq offloads with one accelerator.
+    """
+    ranked, refused = [], []
+    for machine in catalog.machines:
+        entry: dict[str, Any] = {"name": machine.name, "cost": machine.cost, "note": machine.note}
+        try:
+            found = estimate_placement(sizes, machine.hardware, workload, machine.profile)
+        except PlacementError as error:
+            refused.append(entry | {"refused": error.found or error.what})
+            continue
+        rate = found.prediction.tokens_per_second
+        ranked.append(entry | {
+            "tokens_per_second": rate, "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
+            "dominant": TERMS[found.prediction.dominant], "homes": dict(found.budget.resting),
+        })  # fmt: skip
+    ranked.sort(key=lambda entry: (entry["cost_of_a_million_tokens"], entry["name"]))
+    return ranked + refused
+
+
+def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapping[str, int]) -> Machine:
+    _check_fields(path, "a machine", entry, _MACHINE_FIELDS)
+    name, cost = str(entry["name"]), entry["cost"]
+    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 < cost < 1e9:
+        raise _refused(path, f"cost: {cost!r}", f"a positive number as the cost of {name}")
+    rates = {field: _rate(path, name, field, entry[field]) for field in ("memory_rate", "disk_rate")}
+    link = None if entry["link_rate"] is None else _rate(path, name, "link_rate", entry["link_rate"])
+    used = parse_gpus([str(text) for text in entry["gpus"]], memories)
+    memory = rates["memory_rate"]
+    if used:
+        first = str(entry["gpus"][0])
+        kind = next((known for known in gpus if first.casefold().startswith(known.casefold())), None)
+        if kind is None:
+            raise _refused(path, first, f"an accelerator of this file{nearest(first, gpus)}")
+        memory = _rate(path, kind, "memory_rate", gpus[kind]["memory_rate"])
+    profile = Profile("published limits of the catalog", rates["disk_rate"], rates["memory_rate"] / 2, memory, link)
+    return Machine(
+        name, Hardware(used, parse_size(entry["cpu"], f"cpu of {name}")), profile, float(cost), str(entry["source"])
+    )
+
+
+def _rate(path: Path, name: str, field: str, value: Any) -> float:
+    """Bytes per second of `3350 GB` a second."""
+    try:
+        return float(parse_size(value, f"{field} of {name}"))
+    except PlacementError as error:
+        raise _refused(path, f"{field}: {value!r}", f"bytes per second of {name}, as 1008GB") from error
+
+
+def _check_fields(path: Path, what: str, entry: Any, fields: tuple[str, ...]) -> None:
+    if not isinstance(entry, dict):
+        raise _refused(path, f"{what}: {type(entry).__name__}", "a mapping")
+    missing = [field for field in fields if field not in entry]
+    if missing:
+        raise _refused(path, f"{what} has no {', '.join(missing)}", ", ".join(fields))
+
+
+def _refused(path: Path, found: str, expected: str) -> SetupError:
+    return SetupError("The catalog cannot be used.", file=path, expected=expected, found=found, fix="correct the file")

@@ -1,0 +1,86 @@
+"""The best format whose weights fit a budget of memory: a ladder of formats, by what they keep of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hfq.errors import PlacementError
+from hfq.formats import Format
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.placement.estimate import ModelSizes, Workload
+from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
+from hfq.spec import DTYPE_BITS
+
+__all__ = ["LADDER", "Shapes", "choose_format"]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model's weights, whatever they are stored as.
+
+    Attributes:
+        packed: (out_features, in_features) of each layer that is packed or could be.
+        other_nbytes: The bytes of everything else, as it is loaded.
+        bits: The bits of a weight in this checkpoint; 16 or 32 where it is not packed.
+    """
+
+    packed: Sequence[tuple[int, int]]
+    other_nbytes: int
+    bits: float
+
+
+LADDER: Mapping[str, Format | None] = {
+    "bf16": None,
+    "fp8, a scale for each 128×128": Fp8(strategy="block", block_structure=(128, 128)),
+    "gptq int4 g128": Gptq(4, 128, False, "stored"),
+    "gptq int3 g128": Gptq(3, 128, False, "stored"),
+    "gptq int2 g128": Gptq(2, 128, False, "stored"),
+}
+"""Best first; of formats of one size the better one. What a format loses depends on the model: measure it (`hfq.evaluate`) before
+you rely on a rung."""
+
+
+def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget: int) -> dict:
+    """Each rung with its bytes, and the first that fits, as JSON-ready data.
+
+    Args:
+        shapes: The model's weights.
+        sizes: What a forward adds.
+        workload: What the model does.
+        budget: Bytes for weights, KV cache and activations together.
+
+    Raises:
+        PlacementError: No rung fits.
+    """
+    adding = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
+    adding += activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
+    rungs = []
+    for name, weight_format in LADDER.items():
+        weights = shapes.other_nbytes + sum(_layer_nbytes(weight_format, *shape) for shape in shapes.packed)
+        total = weights + adding
+        rungs.append({"name": name, "weights_nbytes": weights, "total_nbytes": total, "fits": total <= budget})
+    best = next((rung["name"] for rung in rungs if rung["fits"]), None)
+    if best is None:
+        least = min(int(rung["total_nbytes"]) for rung in rungs)  # type: ignore[call-overload]
+        raise PlacementError(
+            "No format on the ladder fits this budget.", expected=f"at least {least:,} B ({rungs[-1]['name']})", found=f"{budget:,} B",
+            fix=f"pass --budget {least}, a shorter --context, or plan a placement that offloads (leave --budget out)",
+        )  # fmt: skip
+    note = f"This checkpoint has {shapes.bits:.3g} bits a weight: a better rung has to be made from the original weights."
+    return {"budget": budget, "best": best, "rungs": rungs, "note": note}
+
+
+def _layer_nbytes(weight_format: Format | None, out_features: int, in_features: int) -> int:
+    if weight_format is None or in_features % 128 or out_features % 32:  # what groups of 128 do not divide stays as it is
+        return out_features * in_features * 2
+    nbytes = 0
+    for spec in weight_format.tensor_specs(in_features, out_features):
+        if spec.optional or spec.role == "bias":
+            continue
+        numel = 1
+        for size in spec.shape:
+            numel *= size
+        nbytes += numel * DTYPE_BITS[spec.dtypes[0]] // 8
+    return nbytes

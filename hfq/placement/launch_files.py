@@ -1,0 +1,100 @@
+"""What a placement implies, ready to use: the call of `from_pretrained`, a DeepSpeed config, an accelerate config. Pure data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["LIVE_ELEMENTS", "accelerate_yaml", "deepspeed_config", "loading_code"]
+
+_PREFETCHED, _LIVE = 50_000_000, 500_000_000
+LIVE_ELEMENTS = _PREFETCHED + _LIVE
+"""The most elements that ZeRO-3 gathers on a device with `deepspeed_config`: live ones, and those that are prefetched."""
+
+_AIO = {
+    "block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 8, "single_submit": False, "overlap_events": True,
+    "use_gds": False,
+}  # fmt: skip
+
+
+def deepspeed_config(offload: str = "none", nvme_path: str | None = None, dtype: str = "bfloat16", batch: int = 1) -> dict:
+    """A DeepSpeed config for inference under ZeRO-3; configs/deepspeed/README.md says why each value.
+
+    Args:
+        offload: Where shards rest: `none`, `cpu` or `nvme`.
+        nvme_path: The folder that swap files would go to, for `nvme`.
+        dtype: The dtype that the model is loaded in.
+        batch: Sequences of one rank.
+    """
+    zero: dict[str, Any] = {
+        "stage": 3, "stage3_prefetch_bucket_size": _PREFETCHED, "stage3_param_persistence_threshold": 16384,
+        "stage3_max_live_parameters": _LIVE, "stage3_max_reuse_distance": 0,
+        "stage3_gather_16bit_weights_on_model_save": False, "stage3_use_all_reduce_for_fetch_params": False,
+        "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
+    }  # fmt: skip
+    if offload == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if offload == "nvme":
+        path = nvme_path or ".nvme"
+        zero["offload_param"] = {
+            "device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 5, "buffer_size": 100_000_000,
+        }  # fmt: skip
+    sections = {"bfloat16": "bf16", "float16": "fp16"}
+    config: dict[str, Any] = {sections[dtype]: {"enabled": True}} if dtype in sections else {}
+    config["zero_optimization"] = zero
+    if offload == "nvme":
+        config["aio"] = dict(_AIO)
+    return config | {"train_micro_batch_size_per_gpu": batch}
+
+
+def accelerate_yaml(ranks: int, deepspeed_file: str | None = None, nodes: int = 1, on_cpu: bool = False) -> str:
+    """An accelerate config, for `accelerate launch --config_file`.
+
+    Args:
+        ranks: All processes.
+        deepspeed_file: The DeepSpeed config, for ZeRO-3; None for one process and a device map.
+        nodes: Machines.
+        on_cpu: Whether accelerators are to be left alone.
+    """
+    kind = "DEEPSPEED" if deepspeed_file else '"NO" # quoted: YAML reads a bare NO as false'
+    lines = [
+        "compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", f"num_machines: {nodes}", "machine_rank: 0",
+        f"num_processes: {ranks}",
+    ]  # fmt: skip
+    if deepspeed_file:
+        lines += ["deepspeed_config:", f"  deepspeed_config_file: {json.dumps(deepspeed_file)}", "  zero3_init_flag: true"]
+    else:
+        lines += ['mixed_precision: "no"']
+    lines += [f"use_cpu: {'true' if on_cpu else 'false'}"]
+    return "\n".join(lines) + "\n"
+
+
+def loading_code(path: str, dtype: str, max_memory: Mapping[str, int] | None, kv_dtype: str = "auto") -> str:
+    """The call that loads the model as planned.
+
+    Args:
+        path: The checkpoint.
+        dtype: The dtype that it computes in.
+        max_memory: The bytes of weights and ring that each home may hold; None for a load without a map.
+        kv_dtype: The dtype of the KV cache.
+    """
+    limits = ""
+    if max_memory is not None:
+        keys = {home: home.partition(":")[2] or json.dumps(home) for home in max_memory if home != "disk"}
+        limits = (
+            ', device_map="auto", max_memory={' + ", ".join(f"{key}: {max_memory[home]}" for home, key in keys.items()) + "}"
+        )
+    lines = [
+        "from hfq import HfqConfig", "from transformers import AutoModelForCausalLM", "",
+        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(path)}, dtype={json.dumps(dtype)},",
+        f"    quantization_config=HfqConfig(){limits})",
+    ]  # fmt: skip
+    if kv_dtype != "auto":
+        options = {
+            "fp8": '{"backend": "fp8"}',
+            "int4": '{"backend": "quanto", "nbits": 4}',
+            "int2": '{"backend": "quanto", "nbits": 2}',
+        }
+        lines.append(f'# model.generate(..., cache_implementation="quantized", cache_config={options[kv_dtype]})')
+    return "\n".join(lines)

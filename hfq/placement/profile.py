@@ -1,0 +1,132 @@
+"""A machine's rates: what `hfq calibrate` measured, or, where it has not run, the limits that public standards state. Pure data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hfq.errors import SetupError
+
+__all__ = ["PUBLISHED", "Profile", "profile_path", "read_profile"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates in bytes per second, but where another unit is named; None is a rate that is not known.
+
+    Attributes:
+        source: `measured`, or the standards that the rates are taken from.
+        disk: Reads past the page cache.
+        page_cache: Reads of files that are in the page cache.
+        memory: Reads of the memory of the device that computes.
+        host_to_device: Copies from the host's memory to an accelerator.
+        products: {kind of weight: {rows of activations: weights per second}}, the kinds as `kind_of_weight` names them.
+        layer_seconds: What one layer's forward costs beside its products: Python, norms, attention of a short context.
+        load_seconds: What a load costs beside its bytes, and for each layer.
+        machine: What was measured: facts as text by what they are.
+    """
+
+    source: str
+    disk: float
+    page_cache: float
+    memory: float
+    host_to_device: float | None = None
+    products: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    layer_seconds: float = 0.0
+    load_seconds: tuple[float, float] = (0.0, 0.0)
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it comes from `hfq calibrate`."""
+        return self.source == "measured"
+
+    def product_rate(self, kind: str, rows: int) -> float | None:
+        """Weights per second that a product with so many rows of activations goes through; interpolated, None if not known."""
+        known = sorted(self.products.get(kind, {}).items())
+        if not known:
+            return None
+        seconds = [(count, 1 / rate) for count, rate in known]
+        if rows <= seconds[0][0] or len(seconds) == 1:
+            return known[0][1]
+        low, high = seconds[-2:]
+        for first, second in itertools.pairwise(seconds):
+            if first[0] <= rows <= second[0]:
+                low, high = first, second
+                break
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        return 1 / max(low[1] + slope * (rows - low[0]), 1e-30)
+
+    def to_json(self) -> str:
+        """The profile as `read_profile` takes it."""
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=2)
+
+
+PUBLISHED = Profile(
+    source="limits of standards (disk on PCIe 4.0 ×4, two channels of DDR4-3200, accelerator on PCIe 4.0 ×16)",
+    disk=16e9 * 4 * 128 / 130 / 8, page_cache=3200e6 * 8, memory=3200e6 * 8 * 2, host_to_device=16e9 * 16 * 128 / 130 / 8,
+)  # fmt: skip
+"""16 GT/s a lane with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC, JESD79-4). A read through
+the page cache is a copy, which reads and writes."""
+
+
+def profile_path() -> Path:
+    """Where `hfq calibrate` writes: `hfq/profile.json` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "profile.json"
+
+
+def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = None) -> Profile:
+    """A profile that `hfq calibrate` wrote, or `PUBLISHED` where none is asked for and none was written.
+
+    Args:
+        path: The file; None for `profile_path()`.
+        machine: Facts of this machine that must be those of the profile's, such as its processor.
+
+    Raises:
+        SetupError: The file cannot be read, is no profile, or is of another machine.
+    """
+    file = path or profile_path()
+    if path is None and not file.exists():
+        return PUBLISHED
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        profile = _from_json(stored)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SetupError(
+            "The calibration profile cannot be used.", file=file, expected=f"a profile of version {_VERSION}",
+            found=f"{type(error).__name__}: {error}", fix="run `hfq calibrate` again, or remove the file",
+        ) from error  # fmt: skip
+    for what, value in (machine or {}).items():
+        if profile.machine.get(what) != value:
+            raise SetupError(
+                "The calibration profile is of another machine.", file=file, expected=f"{what}: {value}",
+                found=profile.machine.get(what), fix="run `hfq calibrate` here, or name another profile with --profile",
+            )  # fmt: skip
+    return profile
+
+
+def _from_json(stored: dict) -> Profile:
+    if stored.pop("version") != _VERSION:
+        raise ValueError("another version")
+    products = {
+        kind: {int(rows): _rate(rate) for rows, rate in rates.items()} for kind, rates in stored.pop("products").items()
+    }
+    fixed, per_layer = stored.pop("load_seconds")
+    profile = Profile(products=products, load_seconds=(float(fixed), float(per_layer)), **stored)
+    for rate in (profile.disk, profile.page_cache, profile.memory):
+        _rate(rate)
+    if profile.host_to_device is not None:
+        _rate(profile.host_to_device)
+    return profile
+
+
+def _rate(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e18:
+        raise ValueError(f"{value!r} is no rate")
+    return float(value)

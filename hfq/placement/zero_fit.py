@@ -1,0 +1,114 @@
+"""Inference under ZeRO-3: the nearest home of the shards that fits each rank and node. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hfq.errors import PlacementError
+from hfq.placement.estimate import ModelSizes, Workload
+from hfq.placement.hardware import Hardware
+from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
+from hfq.placement.launch_files import LIVE_ELEMENTS
+from hfq.placement.zero_memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
+
+__all__ = ["ZeroFit", "fit_zero3"]
+
+
+@dataclass(frozen=True)
+class ZeroFit:
+    """What each rank holds.
+
+    Attributes:
+        memory: The shards and the buffers that swap them in.
+        parts: {part: {home: bytes}} on one rank: those of `memory`, and what a forward adds on the device.
+        gathered: The bytes of weights that a forward gathers on every rank.
+        ranks_on_cpu: Whether ranks compute on CPUs, so that their device is the node's memory.
+    """
+
+    memory: ZeroMemory
+    parts: Mapping[str, Mapping[Home, int]]
+    gathered: int
+    ranks_on_cpu: bool
+
+    def per_rank(self) -> dict[Home, int]:
+        """The bytes of one rank in each home."""
+        return {home: sum(homes.get(home, 0) for homes in self.parts.values()) for home in HOMES}
+
+    def to_dict(self) -> dict:
+        """The fit as JSON-ready data."""
+        setup = self.memory.setup
+        return {
+            "ranks": setup.ranks, "ranks_per_node": setup.on_a_node, "offload_param": setup.offload_param,
+            "per_rank": self.per_rank(), "parts_per_rank": {name: dict(homes) for name, homes in self.parts.items()},
+            "gathered_nbytes_a_forward": self.gathered, "ranks_on_cpu": self.ranks_on_cpu,
+        }  # fmt: skip
+
+
+def fit_zero3(
+    states: ModelStates,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    workload: Workload,
+    ranks: int,
+    ranks_per_node: int | None = None,
+    has_nvme: bool = False,
+) -> ZeroFit:
+    """Puts shards on the devices, else in CPU memory, else on NVMe: the first that fits.
+
+    Args:
+        states: The model's weights.
+        sizes: What a forward adds.
+        hardware: One node; without accelerators, ranks compute on its CPU.
+        workload: What each rank does: batch is that of one rank.
+        ranks: All ranks.
+        ranks_per_node: Those of one node; None for all.
+        has_nvme: Whether shards may rest on NVMe.
+
+    Raises:
+        PlacementError: None fits, or there are fewer accelerators than ranks on a node.
+    """
+    on_a_node = ZeroSetup(3, ranks, ranks_per_node, "none").on_a_node
+    if hardware.gpus and len(hardware.gpus) < on_a_node:
+        raise PlacementError(
+            "There are fewer accelerators than ranks on a node.", expected=f"{on_a_node}", found=f"{len(hardware.gpus)}",
+            fix=f"pass --gpu {hardware.gpus[0]}×{on_a_node}, or fewer --ranks",
+        )  # fmt: skip
+    tried = []
+    for offload in ("none", "cpu", *(["nvme"] if has_nvme else [])):
+        fit = _fit(states, sizes, workload, ZeroSetup(3, ranks, ranks_per_node, "none", offload_param=offload), hardware)
+        lacking = _lacking(fit, hardware, on_a_node)
+        if not lacking:
+            return fit
+        tried.append(f"offload_param {offload}: {lacking}")
+    least = fit.per_rank()
+    node = (least["cpu"] + (0 if hardware.gpus else least["device"])) * on_a_node
+    ways = [f"--cpu {node}"] if node > hardware.cpu else []
+    ways += [f"--gpu {least['device']}×{on_a_node}"] if hardware.gpus and least["device"] > min(hardware.gpus) else []
+    raise PlacementError(
+        "The model does not fit under ZeRO-3; nothing was loaded.", expected="room on each rank and node", problems=tried,
+        found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
+        fix=f"pass {' and '.join(ways)}" + ("" if has_nvme else ", or --nvme FOLDER, or more --ranks"),
+    )  # fmt: skip
+
+
+def _fit(states: ModelStates, sizes: ModelSizes, workload: Workload, setup: ZeroSetup, hardware: Hardware) -> ZeroFit:
+    memory = estimate_zero(states, setup)
+    whole = sum(states.packed) + sum(states.frozen) * states.itemsize
+    kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
+    adding = {
+        "gathered weights, at most": min(whole, LIVE_ELEMENTS * states.itemsize),
+        "KV cache": kv, "activations": activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype),
+    }  # fmt: skip
+    parts: dict[str, Mapping[Home, int]] = dict(memory.parts)
+    parts |= {name: {"device": nbytes} for name, nbytes in adding.items()}
+    return ZeroFit(memory, parts, whole, not hardware.gpus)
+
+
+def _lacking(fit: ZeroFit, hardware: Hardware, on_a_node: int) -> str:
+    """What there is too little of; nothing where all fits."""
+    held = fit.per_rank()
+    if hardware.gpus and held["device"] > min(hardware.gpus):
+        return f"{held['device']:,} B on a device of {min(hardware.gpus):,} B"
+    node = (held["cpu"] + (0 if hardware.gpus else held["device"])) * on_a_node
+    return f"{node:,} B in CPU memory of {hardware.cpu:,} B" if node > hardware.cpu else ""

@@ -1,0 +1,35 @@
+"""`hfq calibrate --quick`: a profile with every rate, which hfq plan reads."""
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from hfq.benchmarks.calibrate import calibrate
+from hfq.cli.main import app
+from hfq.errors import SetupError
+from hfq.placement.profile import read_profile
+
+GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
+
+
+def test_a_profile_is_measured_written_and_used(tmp_path):
+    file = tmp_path / "profile.json"
+    done = CliRunner().invoke(app, ["calibrate", GPTQ, "--quick", "--folder", str(tmp_path / "disk"), "--out", str(file)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "GB/s" in done.output
+    profile = read_profile(file)
+    assert profile.is_measured
+    assert min(profile.disk, profile.page_cache, profile.memory) > 0
+    assert {"dense float32", "dense bfloat16", "gptq 4-bit bfloat16", "fp8 8-bit float32", "awq 4-bit bfloat16"} <= set(
+        profile.products
+    )
+    assert profile.layer_seconds >= 0
+    assert list((tmp_path / "disk").iterdir()) == []
+    planned = CliRunner().invoke(app, ["plan", GPTQ, "--cpu", "1GB", "--profile", str(file)])
+    assert "rates: measured" in planned.output
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="disk cannot be measured"):
+        calibrate(tmp_path / "file" / "below", lambda _: None, quick=True)

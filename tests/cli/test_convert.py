@@ -1,0 +1,41 @@
+"""`hfq convert`: what it prints, in text and JSON, and its errors."""
+
+import json
+
+import tiny_models
+from typer.testing import CliRunner
+
+from hfq.cli.main import app
+
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+
+def test_it_converts_and_says_what_it_wrote(tmp_path):
+    done = run(GPTQ, tmp_path / "v2", "--to", "gptq_v2")
+    assert done.exit_code == 0, done.output
+    files = list((tmp_path / "v2").iterdir())
+    nbytes = sum(file.stat().st_size for file in files)
+    told = f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-equal; {len(files)} files, {nbytes:,} bytes\n"
+    assert done.stdout == told
+    assert done.stderr == ""
+
+
+def test_json_says_the_same(tmp_path):
+    report = json.loads(run(GPTQ, tmp_path / "packed", "--to", "pack-quantized", "--json").stdout)
+    files = list((tmp_path / "packed").iterdir())
+    assert report == {
+        "path": str(tmp_path / "packed"), "to": "pack-quantized", "layers": 28, "files": len(files),
+        "nbytes": sum(file.stat().st_size for file in files), "source_nbytes": (GPTQ / "model.safetensors").stat().st_size,
+        "left_out": ["quantize_config.json"],
+    }  # fmt: skip
+
+
+def test_what_cannot_be_held_is_an_error(tmp_path):
+    done = run(GPTQ, tmp_path / "fp8", "--to", "fp8")
+    assert done.exit_code == 1
+    assert "without loss" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,93 @@
+"""`hfq doctor`: what it finds here, configs it refuses, leftovers it removes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from hfq.checkpoint import leftovers
+from hfq.cli.doctor import TESTED
+from hfq.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+GPTQ = tiny_models.DATA / "tiny-llama-gptq"
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Nothing outside of the test's folder is looked at or removed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    find = leftovers.find_leftovers
+    monkeypatch.setattr(leftovers.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leftovers, "find_leftovers", lambda folders: find(folders, tmp_path / "shm", 0.0))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def findings(*arguments, exit_code=0) -> list[dict]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == exit_code, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def texts(found: list[dict], section: str) -> str:
+    return "\n".join(finding["text"] for finding in found if finding["section"] == section)
+
+
+def test_versions_are_those_of_the_constraints():
+    def pinned(file: str) -> dict[str, str]:
+        return dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE))
+
+    oldest, newest = pinned("constraints-oldest.txt"), pinned("constraints.txt")
+    assert {name: (oldest.get(name, newest[name]), newest[name]) for name in TESTED} == TESTED
+
+
+def test_it_tells_what_is_here_and_names_nobody(tmp_path):
+    found = findings(GPTQ)
+    assert {"environment", "versions", "devices", "kernels", "DeepSpeed operators", "disk", "checkpoint", "leftovers"} == {
+        finding["section"] for finding in found
+    }
+    assert "28 × gptq v1 int4 g128 sym by panels (native: HFQ_NATIVE=0; reference: panels comes first)" in texts(
+        found, "checkpoint"
+    )
+    assert "native does not run: HFQ_NATIVE=0" in texts(found, "kernels")
+    assert "HFQ_NATIVE=0" in texts(found, "environment")
+    assert "page cache" in texts(found, "disk")
+    block = run(GPTQ).stdout
+    assert block.startswith("```\n")
+    assert str(tmp_path) not in block
+    assert str(Path.home()) not in block
+
+
+def test_a_damaged_checkpoint_is_an_error_with_its_fix(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    errors = [finding for finding in findings(tmp_path, exit_code=1) if finding["status"] == "error"]
+    assert len(errors) == 1
+    assert errors[0]["section"] == "checkpoint"
+    assert errors[0]["fix"]
+
+
+def test_configs_are_checked_and_all_their_faults_told(tmp_path):
+    good = [ROOT / "configs" / "deepspeed" / "zero3.json", ROOT / "configs" / "accelerate" / "inference_zero3_nvme.yaml"]
+    bad = tmp_path / "bad.json"
+    zero = {"stage": 2, "zero_quantized_weights": True, "zero_hpz_partition_size": 4}
+    bad.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, "fp16": {"enabled": True}}))
+    found = findings(*(f"--config={file}" for file in [*good, bad]), exit_code=1)
+    told = [finding for finding in found if finding["section"] == "configs"]
+    assert [finding["status"] for finding in told] == ["ok", "ok", "error", "error", "error", "error"]
+    assert {finding["text"].partition(":")[0] for finding in told[2:]} == {"bad.json"}
+    assert "fix: set it to false" in run("--config", bad).stdout
+
+
+def test_leftovers_are_told_and_removed(tmp_path):
+    left = tmp_path / ".model.safetensors.abcd1234.tmp"
+    left.write_bytes(b"1234")
+    assert ".model.safetensors.abcd1234.tmp, 4 bytes, of a save" in texts(findings(tmp_path, exit_code=1), "leftovers")
+    assert left.exists()
+    assert "removed .model.safetensors.abcd1234.tmp" in texts(findings(tmp_path, "--clean", exit_code=1), "leftovers")
+    assert not left.exists()

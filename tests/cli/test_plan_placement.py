@@ -1,0 +1,130 @@
+"""`hfq plan CHECKPOINT`: tables, JSON, files and errors. Its bytes are compared with loads in tests/integrations/test_planning.py."""
+
+import json
+
+import pytest
+import tiny_models
+import yaml
+from typer.testing import CliRunner
+
+from hfq.cli.main import app
+from hfq.placement.profile import Profile
+
+GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", GPTQ, *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+def report(*arguments) -> dict:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_a_table_names_homes_moves_and_what_decides():
+    text = " ".join(run("--cpu", "800kB", "--context", "16", "--batch", "2").stdout.split())
+    for said in (
+        "4 layers, gptq v1 int4 g128 sym",
+        "│ cpu",
+        "│ disk",
+        "from disk",
+        "tokens/s",
+        "decided by",
+        "# load.py",
+        "max_memory=",
+    ):
+        assert said in text
+
+
+def test_one_accelerator_takes_blocks_from_the_host():
+    planned = report("--gpu", "700kB", "--cpu", "10MB", "--context", "16")
+    homes = planned["homes"]
+    assert set(homes) == {"cuda:0", "cpu"}
+    assert homes["cuda:0"]["total"] <= 700_000
+    assert homes["cuda:0"]["ring"] > 0
+    assert planned["device_map"][""] == 0
+    assert {0, "cpu"} == set(planned["device_map"].values())
+    assert planned["moved"]["copied_nbytes_a_step"] > 0
+    assert planned["moved"]["streamed_nbytes_a_step"] == 0
+    assert planned["prediction"]["terms"]["link"] > 0
+
+
+def test_several_accelerators_hold_the_model_alone():
+    planned = report("--gpu", "RTX-4090×2")
+    assert planned["machine"]["gpus"] == [24 * 10**9] * 2
+    assert set(planned["device_map"].values()) == {0, 1}
+    assert sum(home["weights"] for home in planned["homes"].values()) == report("--cpu", "1GB")["homes"]["cpu"]["weights"]
+
+
+def test_a_named_profile_predicts(tmp_path):
+    from hfq.benchmarks.machine import machine_facts
+
+    facts = {"processor": machine_facts(tmp_path)["processor"]}
+    rates = {"gptq 4-bit bfloat16": {1: 1e9}, "dense bfloat16": {1: 1e9}}
+    profile = Profile("measured", 1e9, 2e9, 3e9, None, rates, 0.001, (0.5, 0.1), facts)
+    file = tmp_path / "profile.json"
+    file.write_text(profile.to_json())
+    found = report("--cpu", "1GB", "--profile", file)["prediction"]
+    assert found["source"] == "measured"
+    assert found["terms"]["layers"] == pytest.approx(0.004)
+    assert found["load_seconds"] > 0.9
+    file.write_text(profile.to_json().replace(facts["processor"], "another processor"))
+    refused = run("--cpu", "1GB", "--profile", file)
+    assert "another machine" in str(refused.exception)
+
+
+def test_zero3_prints_configs_that_their_readers_take(tmp_path):
+    planned = report("--launcher", "zero3", "--ranks", 2, "--gpu", "1GB×2", "--cpu", "1GB", "--out", tmp_path / "out")
+    assert planned["zero3"]["offload_param"] == "none"
+    config = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
+    assert config["zero_optimization"]["stage"] == 3
+    assert yaml.safe_load((tmp_path / "out" / "accelerate.yaml").read_text())["num_processes"] == 2
+    tight = report("--launcher", "zero3", "--ranks", 2, "--gpu", "13MB×2", "--cpu", "1GB", "--nvme", "/scratch")
+    assert tight["zero3"]["offload_param"] == "cpu"
+    assert "ZeRO-3, 2 ranks" in run("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB").stdout
+
+
+def test_the_catalog_and_the_ladder():
+    ranked = report("--catalog", "shipped")["catalog"]
+    costs = [entry["cost_of_a_million_tokens"] for entry in ranked]
+    assert costs == sorted(costs)
+    assert "workstation with an RTX 4090" in run("--catalog", "shipped").stdout
+    ladder = report("--budget", "1GB")["ladder"]
+    assert ladder["best"] == "bf16"
+    assert "4.16 bits" in ladder["note"] or "bits a weight" in ladder["note"]
+    assert "best that fits" in run("--budget", "1GB").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cpu", "1kB"], "planned and fits"),
+        (["--gpu", "RTX-409", "--cpu", "1GB"], "--gpu 24GiB"),
+        (["--cpu", "many"], "--cpu 24GiB"),
+        (["--cpu", "-5"], "--cpu 24GiB"),
+        (["--cpu", "1GB", "--batch", "0"], "--batch 1"),
+        (["--cpu", "1GB", "--context", "-1"], "--context 1"),
+        (["--cpu", "1GB", "--kv-dtype", "fp9"], "--kv-dtype"),
+        (["--cpu", "1GB", "--launcher", "zero4"], "--launcher"),
+        (["--cpu", "1GB", "--dtype", "bf16"], "--dtype"),
+        (["--cpu", "1GB", "--ranks", "2"], "--launcher zero3"),
+        (["--cpu", "1GB", "--lora-rank", "8"], "--zero 3"),
+        (["--cpu", "1GB", "--zero", "3"], "leave --zero out"),
+        (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "correct the file"),
+        (["--cpu", "1GB", "--budget", "1kB"], "--budget"),
+        (["--launcher", "zero3", "--ranks", "2", "--gpu", "1GB", "--cpu", "1GB"], "--gpu 1000000000×2"),
+        (["--launcher", "zero3", "--ranks", "2", "--cpu", "1kB"], "--cpu"),
+        (["--cpu", "1GB", "--profile", "nowhere.json"], "hfq calibrate"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_with_a_way_out(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert said in done.exception.fix

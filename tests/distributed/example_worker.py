@@ -1,0 +1,29 @@
+"""One rank of an example, run several times with other arguments, as if it was started so each time.
+
+deepspeed --num_gpus 2 tests/distributed/example_worker.py examples/finetune_lora.py runs.json
+"""
+
+import gc
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from accelerate.state import AcceleratorState
+
+
+def main() -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    torch.set_num_threads(1)
+    rank, script, runs = sys.argv[1:]  # the launcher names the rank first
+    for arguments in json.loads(Path(runs).read_text()):
+        sys.argv = [script, rank, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

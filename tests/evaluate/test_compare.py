@@ -1,0 +1,156 @@
+"""`hfq.verify`: the same model in other placements and other bytes, and every way of not being the same."""
+
+import json
+import shutil
+
+import pytest
+import tiny_models
+import torch
+from contract.cases import CASES
+from transformers import AutoModelForCausalLM
+
+import hfq
+from hfq import HfqConfig, SetupError
+from hfq.checkpoint import write_safetensors
+
+HALF = {"": "cpu", "model.layers.1": "disk"}
+ROWS = {case.id: case for case in CASES}
+Q_PROJ = f"{tiny_models.FIRST}.weight"
+
+
+def write(folder, tensors, config):
+    return tiny_models.write_model(folder, tensors, config)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Checkpoints of one random model: v1, and v2 with the same numbers, fp8, and dense with the numbers of v1."""
+    folder = tmp_path_factory.mktemp("made")
+    v1 = ROWS["gptq-v1-w4-asym"]
+    tensors = tiny_models.packed_tensors(v1.format)
+    paths = {"v1": write(folder / "v1", tensors, v1.config)}
+    other = dict(tensors)
+    for name in tensors:
+        if name.endswith(".qzeros"):
+            other[name] = tensors[name] + 0x11111111
+    paths["v2"] = write(folder / "v2", other, v1.config | {"checkpoint_format": "gptq_v2"})
+    fp8 = ROWS["fp8-block"]
+    paths["fp8"] = write(folder / "fp8", tiny_models.packed_tensors(fp8.format), fp8.config)
+    model = AutoModelForCausalLM.from_pretrained(paths["v1"], quantization_config=HfqConfig(), dtype=torch.float32)
+    dense = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
+    for name, module in model.hf_quantizer.loading.packed.items():
+        dense[f"{name}.weight"] = module.weight.detach().clone()
+    paths["dense"] = write(folder / "dense", dense, None)
+    return paths
+
+
+def kinds(found) -> dict[str, int]:
+    listed = [each.kind for each in found.differences]
+    return {kind: listed.count(kind) for kind in listed}
+
+
+@pytest.mark.parametrize("placement", ["disk", HALF, json.dumps(HALF)], ids=["disk", "half", "json"])
+def test_placements_of_one_checkpoint_are_the_same_model(made, placement):
+    found = hfq.verify(made["v1"], made["v1"], placement_b=placement)
+    assert found.same
+    assert found.verdict == "the same model"
+    assert found.identical == found.weights == 14 + 4 + 3
+    assert found.logits.is_equal
+    assert found.logits.kl_mean == found.logits.max_abs == 0
+    digests = tiny_models.digests(made["v1"])
+    assert found.digests[Q_PROJ]["qweight"] == (digests[f"{tiny_models.FIRST}.qweight"][2],) * 2
+
+
+def test_loaded_models_can_be_compared(made):
+    model = AutoModelForCausalLM.from_pretrained(
+        made["v1"], quantization_config=HfqConfig(kernel="reference"), dtype=torch.float32, device_map={"": "disk"}
+    )
+    assert hfq.verify(model, made["v1"]).same
+    stock = AutoModelForCausalLM.from_pretrained(made["dense"], dtype=torch.float32)
+    with pytest.raises(SetupError, match="not loaded by hfq"):
+        hfq.verify(made["v1"], stock)
+
+
+def test_the_same_numbers_in_another_dialect_are_the_same_model(made):
+    found = hfq.verify(made["v1"], made["v2"], placement_b="disk")
+    assert found.same
+    assert found.verdict == "the same model: the same numbers in other bytes"
+    assert kinds(found) == {"other dialect": 14}
+    assert all(each.distance.is_equal and each.distance.max_abs == 0 for each in found.differences)
+    assert found.logits.is_equal
+
+
+def test_the_same_bytes_under_another_label_are_another_model(made, tmp_path):
+    path = shutil.copytree(made["v1"], tmp_path / "mislabelled")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    (path / "config.json").write_text(json.dumps(config))
+    found = hfq.verify(made["v1"], path)
+    assert not found.same
+    assert kinds(found) == {"other values": 14}
+
+
+def test_an_inflated_model_is_found_though_its_numbers_are_the_same(made):
+    found = hfq.verify(made["v1"], made["dense"])
+    assert not found.same
+    assert kinds(found) == {"inflated": 14}
+    assert all(each.distance.is_equal for each in found.differences)
+    assert found.differences[0].second == "dense F32"
+    assert kinds(hfq.verify(made["dense"], made["v1"], logits=False)) == {"quantized": 14}
+
+
+def test_distances_are_those_of_the_dequantized_weights(made):
+    found = hfq.verify(made["v1"], made["fp8"])
+    assert not found.same
+    assert kinds(found) == {"other values": 14}
+    weights = [
+        AutoModelForCausalLM.from_pretrained(made[name], quantization_config=HfqConfig(), dtype=torch.float32)
+        .get_submodule(tiny_models.FIRST)
+        .weight
+        for name in ("v1", "fp8")
+    ]
+    (apart,) = (each.distance for each in found.differences if each.name == Q_PROJ)
+    gap = (weights[0] - weights[1]).double()
+    assert apart.max_abs == pytest.approx(float(gap.abs().max()), rel=1e-12)  # a difference of two float32 in float64
+    # sums of float64 in another order
+    assert apart.relative_l2 == pytest.approx(float(gap.norm() / weights[0].double().norm()), rel=1e-9)
+    assert found.logits.kl_mean > 0
+    assert "14 weights other values" in found.verdict
+    json.dumps(found.to_dict())
+
+
+def test_a_weight_of_random_numbers_is_called_re_initialised(made, tmp_path):
+    path = shutil.copytree(made["dense"], tmp_path / "again")
+    tensors = tiny_models.stored_tensors(path)
+    tensors[Q_PROJ] = torch.randn(128, 128, generator=torch.Generator().manual_seed(9)) * 0.08
+    stored = {name: tiny_models.as_stored(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
+    found = hfq.verify(made["dense"], path)
+    assert [(each.name, each.kind) for each in found.differences] == [(Q_PROJ, "re-initialised")]
+    assert found.differences[0].distance.relative_l2 > 1
+    assert not found.same
+
+
+def test_a_wider_copy_of_a_dense_weight_holds_the_same_numbers(made, tmp_path):
+    path = shutil.copytree(made["dense"], tmp_path / "wide")
+    tensors = tiny_models.stored_tensors(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    stored = {name: tiny_models.as_stored(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
+    found = hfq.verify(made["dense"], path)
+    assert [(each.name, each.kind) for each in found.differences] == [("lm_head.weight", "other dtype")]
+    assert found.same
+
+
+def test_a_tied_head_is_missing_and_a_layer_more_is_extra(made, tmp_path):
+    tied = shutil.copytree(made["dense"], tmp_path / "tied")
+    tensors = tiny_models.stored_tensors(tied)
+    del tensors["lm_head.weight"]
+    stored = {name: tiny_models.as_stored(tensor) for name, tensor in tensors.items()}
+    write_safetensors(tied / "model.safetensors", stored, {"format": "pt"})
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = hfq.verify(made["dense"], tied)
+    assert [(each.name, each.kind) for each in found.differences] == [("lm_head.weight", "missing")]
+    assert not found.logits.is_equal
+    assert kinds(hfq.verify(tied, made["dense"])) == {"extra": 1}

@@ -1,0 +1,57 @@
+"""One rank of FMS's tensor parallelism: loads each case through both doors, and compares its logits with those of one process.
+
+python tests/interop/fms_worker.py RANK WORLD FOLDER   (the folder holds cases.pt, and gets store and rank<n>.json)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fms.models import get_model
+
+import hfq
+from hfq import HfqConfig
+from hfq.modules.packed import PackedModule
+
+CONFIG = HfqConfig(kernel="reference")
+
+
+def held(model) -> int:
+    """The bytes of codes that a rank holds."""
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    return sum(module.packed_tensors()[module.weight_format.codes_name].nbytes for module in packed)
+
+
+def run(path: str, tokens: torch.Tensor, expected: torch.Tensor, is_packed: bool) -> dict:
+    doors = {"load": hfq.fms.load(path, data_type=torch.float32, distributed_strategy="tp", config=CONFIG)}
+    if is_packed:
+        doors["registry"] = get_model(
+            "hf_pretrained",
+            model_path=path,
+            data_type=torch.float32,
+            distributed_strategy="tp",
+            linear_config={"linear_type": "hfq"},
+        )
+    result = {}
+    for door, model in doors.items():
+        with torch.no_grad():
+            found = model.eval()(tokens)
+        result[door] = {"error": float((found - expected).norm() / expected.norm()), "held": held(model)}
+    return result
+
+
+def main() -> None:
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    cases = torch.load(folder / "cases.pt")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    hfq.fms.register(CONFIG)
+    results = {id: run(*case) for id, case in cases.items()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""IBM's Foundation Model Stack on packed bytes: transformers' logits, through `hfq.fms.load` and through FMS's `get_model`."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from interop import fms_models
+from transformers import AutoModelForCausalLM
+
+import hfq
+from hfq import HfqConfig
+from hfq.errors import FormatError, PlacementError, SetupError
+from hfq.modules.fused import FusedLinear
+from hfq.modules.packed import PackedModule
+
+pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
+pytestmark = pytest.mark.peers
+
+ROOT = Path(__file__).parents[2]
+TOKENS = torch.tensor([[3, 5, 7, 11, 13, 2], [4, 9, 30, 31, 8, 6]])
+"""Neither of 2 nor of 8 tokens, the numbers of key heads: see `test_stock_fms.py`."""
+CONFIG = HfqConfig(kernel="reference")
+TOLERANCE = 5e-6
+"""Relative L2 in float32: FMS computes attention, RoPE and norms in other orders of operations than transformers."""
+
+
+def identity(case) -> str:
+    return "-".join(map(str, case)) if isinstance(case, tuple) else str(case)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fms")
+
+
+@pytest.fixture(scope="module")
+def paths(folder) -> dict[tuple, Path]:
+    """The checkpoint of each (architecture, format, key heads), made when it is asked for."""
+
+    class Paths(dict):
+        def __missing__(self, case: tuple) -> Path:
+            self[case] = fms_models.write(folder / identity(case), *case)
+            return self[case]
+
+    return Paths()
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(TOKENS)
+    return found.logits if hasattr(found, "logits") else found[0] if isinstance(found, tuple) else found
+
+
+def reference(path: Path, cls=AutoModelForCausalLM) -> torch.Tensor:
+    return logits(cls.from_pretrained(path, quantization_config=CONFIG, dtype=torch.float32).eval())
+
+
+def load(path: Path, **options):
+    return hfq.fms.load(path, **{"data_type": torch.float32, "config": CONFIG, **options})
+
+
+def get_model(path: Path, **options):
+    from fms.models import get_model
+
+    hfq.fms.register(CONFIG)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return get_model("hf_pretrained", model_path=str(path), **{"data_type": torch.float32, **options}).eval()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def packed_of(model) -> dict[str, PackedModule]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+
+
+@pytest.mark.parametrize("case", [*fms_models.PARITY, ("mistral", "gptq-asym", 2), ("mistral", "fp8-tensor", 2)], ids=identity)
+def test_logits_are_those_of_transformers_through_both_doors(case, paths):
+    expected, model = reference(paths[case]), load(paths[case])
+    found = logits(model)
+    print(f"relative error {error(found, expected):.2g}")
+    assert error(found, expected) <= TOLERANCE
+    assert len(packed_of(model)) == 14
+    assert not [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    other = get_model(paths[case], linear_config={"linear_type": "hfq"})
+    assert len(packed_of(other)) == 14
+    assert torch.equal(logits(other), found)
+
+
+@pytest.mark.parametrize("case", fms_models.PARITY[3::7], ids=identity)
+def test_fused_layers_compute_the_same(case, paths):
+    model = load(paths[case], fused_weights=True)
+    assert sum(isinstance(module, FusedLinear) for module in model.modules()) == 4
+    assert torch.equal(logits(model), logits(load(paths[case])))
+
+
+@pytest.mark.parametrize("format", ["dense", "gptq-asym", "fp8-channel"])
+@pytest.mark.parametrize("name", [name for name in fms_models.OTHERS if name != "bamba"])
+def test_what_else_fms_maps(name, format, folder):
+    path = fms_models.write_other(folder / f"{name}-{format}", name, format)
+    model = load(path)
+    assert bool(packed_of(model)) == (format != "dense")
+    assert error(logits(model), reference(path, getattr(transformers, fms_models.OTHERS[name][0]))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["gptq-asym", "fp8-block"])
+def test_bamba_goes_through_transformers(format, folder):
+    path = fms_models.write_other(folder / f"bamba-{format}", "bamba", format)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_config(model.config).eval()
+    packed = packed_of(model)
+    assert {name.rpartition(".")[2] for name in packed} >= {"in_proj", "out_proj", "q_proj", "gate_proj"}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in packed}
+    state |= {f"{name}.weight": module.dequantize() for name, module in packed.items()}
+    plain.load_state_dict(state)
+    assert torch.equal(logits(model), logits(plain))
+    with pytest.raises(FormatError, match="does not match FMS's model"):
+        load(path)
+
+
+def test_packed_bytes_are_the_checkpoints_and_only_reordered_rows_are_copied(paths):
+    path = paths["llama", "gptq-asym", 2]
+    stock, model = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG), load(path, data_type=torch.bfloat16)
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
+    maps = _mapped(path)
+    for name, module in packed_of(model).items():
+        layer, local = re.search(r"layers\.(\d+).*\.(\w+)$", name).groups()
+        tensors = module.resting_tensors()
+        is_reordered = local in ("query", "key")
+        assert {tensor.dtype for tensor in tensors.values()} <= {torch.int32, torch.float16}
+        assert any(start <= tensors["qweight"].data_ptr() < stop for start, stop in maps) != is_reordered
+        if local in names and not is_reordered:
+            other = stock.get_submodule(f"model.layers.{layer}.self_attn.{names[local]}").resting_tensors()
+            assert all(torch.equal(tensor, other[key]) for key, tensor in tensors.items())
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+    assert model.head.weight.dtype == torch.bfloat16
+
+
+def _mapped(path: Path) -> list[tuple[int, int]]:
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    return [tuple(int(part, 16) for part in line[0].split("-")) for line in lines]
+
+
+def test_a_data_type_reaches_no_packed_tensor_of_get_model(paths):
+    model = get_model(paths["granite", "fp8-channel", 2], data_type="bfloat16", linear_config={"linear_type": "hfq"})
+    exact = load(paths["granite", "fp8-channel", 2])
+    for name, module in packed_of(model).items():
+        expected = exact.get_submodule(name).resting_tensors()
+        assert all(torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
+                   for key, tensor in module.resting_tensors().items())  # fmt: skip
+    assert model.base_model.dec_norm.weight.dtype == torch.bfloat16
+
+
+def test_a_quantized_checkpoint_needs_no_linear_config_and_others_stay_stock(paths):
+    assert packed_of(get_model(paths["llama", "gptq-sym", 8]))
+    plain = get_model(paths["llama", "dense", 2], fused_weights=False)
+    assert not packed_of(plain)
+    assert torch.equal(logits(plain), logits(load(paths["llama", "dense", 2])))
+
+
+def test_biases_and_tied_heads(folder):
+    path = fms_models.write(folder / "bias", "llama", "gptq-asym", 2, has_bias=True, tie_word_embeddings=True)
+    model = load(path)
+    assert model.head.weight is model.base_model.embedding.weight
+    assert error(logits(model), reference(path)) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
+    """The cases that two ranks share: path, the logits of one process, and the bytes of its codes."""
+    made = {identity(case): paths[case] for case in fms_models.PARITY}
+    made["bias"] = fms_models.write(folder / "biases", "llama", "gptq-asym", 2, has_bias=True)
+    made["one key head"] = fms_models.write(folder / "one", "granite", "fp8-block", 1)
+    made["dense"] = fms_models.write(folder / "dense", "llama", "dense", 2, has_bias=True)
+    found = {}
+    for id, path in made.items():
+        model = load(path)
+        codes = [module.resting_tensors()[module.weight_format.codes_name] for module in packed_of(model).values()]
+        found[id] = path, logits(model), sum(tensor.nbytes for tensor in codes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, shared) -> list[dict]:
+    """What both ranks of one launch found: all cases run in it."""
+    torch.save(
+        {id: (str(path), expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}, folder / "cases.pt"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
+    command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(folder)], env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(text[-3000:] for text in printed)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", [*map(identity, fms_models.PARITY), "bias", "one key head"])
+def test_two_ranks_compute_what_one_process_does(case, ranks, shared):
+    whole = shared[case][2]
+    if case == "one key head":
+        whole += 2 * 2 * 32 * 256  # the key and value layers of both blocks, which both ranks hold
+    for rank in ranks:
+        for door in ("load", "registry"):
+            assert rank[case][door]["error"] <= TOLERANCE
+            assert rank[case][door]["held"] == whole // 2
+
+
+def test_dense_layers_are_cut_too(ranks):
+    assert all(rank["dense"]["load"]["error"] <= TOLERANCE for rank in ranks)
+
+
+def test_a_missing_tensor_is_named(folder, paths):
+    import safetensors.torch as safetensors
+
+    path = fms_models.write(folder / "missing", "llama", "fp8-tensor", 2)
+    tensors = safetensors.load_file(path / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    safetensors.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    for door in (load, get_model):
+        with pytest.raises(FormatError, match=r"model.layers.1.input_layernorm.weight: missing"):
+            door(path)
+
+
+def test_what_fms_cannot_do_is_refused_by_name(folder, paths):
+    path = paths["llama", "fp8-channel", 2]
+    with pytest.raises(SetupError, match="does not know distributed_strategy='fsdp'"):
+        load(path, distributed_strategy="fsdp")
+    with pytest.raises(SetupError, match="needs a process group"):
+        load(path, distributed_strategy="tp")
+    with pytest.raises(SetupError, match="is no float dtype"):
+        load(path, data_type="int8")
+    with pytest.raises(SetupError, match="reads a folder"):
+        load("ibm-granite/granite-3.1-8b-base")
+    with pytest.raises(SetupError, match="without a quantized checkpoint"):
+        get_model(paths["llama", "dense", 2], linear_config={"linear_type": "hfq"})
+    scaled = fms_models.write(folder / "scaled", "granite", "fp8-channel", 2, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32})  # fmt: skip
+    with pytest.raises(SetupError, match="leave out how this model scales RoPE"):
+        load(scaled)
+    unknown = fms_models.write(folder / "gemma", "llama", "dense", 2, architectures=["GemmaForCausalLM"], model_type="gemma")
+    with pytest.raises(SetupError, match="FMS does not build this model"):
+        load(unknown)
+
+
+def test_an_architecture_that_nobody_compared_is_announced(paths, caplog, monkeypatch):
+    from hfq.integrations import fms_load
+
+    monkeypatch.setattr(fms_load, "TESTED", ("granite",))
+    with caplog.at_level(logging.WARNING, logger="hfq"):
+        load(paths["llama", "fp8-channel", 2])
+    assert "FMS's llama has not been compared" in caplog.text
+
+
+def test_a_layer_that_is_never_filled_says_so(paths):
+    with pytest.raises(PlacementError, match="used before its weights were loaded"):
+        get_model(paths["llama", "fp8-channel", 2], device_type="meta")

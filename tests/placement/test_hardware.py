@@ -1,0 +1,56 @@
+"""Sizes as people write them, and what is no size."""
+
+import pytest
+
+from hfq.errors import PlacementError
+from hfq.placement.hardware import Hardware, parse_gpus, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GiB", 24 << 30),
+        ("64 GB", 64 * 10**9),
+        ("1.5e9", 1_500_000_000),
+        ("512mib", 512 << 20),
+        ("7", 7),
+        (".5TiB", 1 << 39),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_size(text, "--cpu") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "24", "0", "-1GiB", "24 GiBs", "lots", "1e30", "nan", "inf", "GiB", "24GiB×2"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(PlacementError, match="--cpu is no size") as refused:
+        parse_size(text, "--cpu", least=25)
+    assert "24GiB" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("texts", "gpus"),
+    [
+        (["24GiB×2"], (24 << 30, 24 << 30)),
+        (["24GiBx2"], (24 << 30, 24 << 30)),
+        (["80GB*1", "24GiB"], (80 * 10**9, 24 << 30)),
+        (["Small-8GB ×3"], (8, 8, 8)),
+        (["small-8gb"], (8,)),
+        ([], ()),
+    ],
+)
+def test_accelerators(texts, gpus):
+    assert parse_gpus(texts, {"Small-8GB": 8}) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("Smal-8GB", "did you mean 'Small-8GB'"), ("24GiB×0", "too often"), ("24GiB×9999", "too often")]
+)
+def test_unknown_accelerators_are_refused(text, said):
+    with pytest.raises(PlacementError, match=said):
+        parse_gpus([text], {"Small-8GB": 8})
+
+
+def test_the_first_accelerator_computes():
+    assert Hardware(cpu=5).main == "cpu"
+    assert Hardware((3, 4), 5, 6).capacities() == {"cuda:0": 3, "cuda:1": 4, "cpu": 5, "disk": 6}
