@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
+from hfq.benchmarks.kernel_peers import Call, make_peers
 from hfq.benchmarks.report import Record, Report, rotated
 from hfq.formats import Format
+from hfq.formats.awq import Awq
+from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.table import KERNELS, explain_kernels
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
@@ -34,8 +39,13 @@ FORMATS: dict[str, Format] = {
     "gptq3 g128": Gptq(3, 128, False, "stored"),
     "gptq2 g128": Gptq(2, 128, False, "stored"),
     "gptq8 g128": Gptq(8, 128, False, "stored"),
+    "awq g128": Awq(group_size=128),
+    "awq gemv g128": Awq(version="gemv", group_size=128),
+    "mxfp4": Mxfp4(scale_dtype="F8_E8M0"),
+    "nvfp4": Nvfp4(),
+    "int8 tensor": IntQuantized(codes_dtype="I8", scale_shape=(1,)),
 }
-READ, DENSE, WIDE, PEER = "read", "bf16 F.linear", "f32 F.linear", "torch int4pack"
+READ, DENSE, WIDE = "read", "bf16 F.linear", "f32 F.linear"
 FLUSH_NBYTES = 128 << 20
 FLUSHED_ROWS = 16
 SLOW_SECONDS = 0.5
@@ -84,10 +94,11 @@ def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds
     layers = {weights: random_layer(weight_format, *shape) for weights, weight_format in FORMATS.items()}
     dense = torch.randn(out_features, in_features).to(torch.bfloat16)
     wide, flush = dense.to(torch.float32), torch.zeros(FLUSH_NBYTES // 4)
+    peers = make_peers(dense)
     records: list[Record] = []
     for count in rows:
         activations = torch.randn(count, in_features).to(torch.bfloat16)
-        methods = [*_methods(activations, dense, wide, layers), Method(READ, "-", FLUSH_NBYTES, flush.sum)]
+        methods = [*_methods(activations, dense, wide, layers, peers), Method(READ, "-", FLUSH_NBYTES, flush.sum)]
         for record in _measure(methods, rounds, flush if count <= FLUSHED_ROWS else None):
             records.append(record | {"shape": name, "rows": count})
     return records
@@ -98,23 +109,26 @@ def random_layer(weight_format: Format, out_features: int, in_features: int) -> 
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for spec in weight_format.tensor_specs(in_features, out_features):
-        if spec.role == "codes" and not spec.dtypes[0].startswith("I"):
-            signs = torch.randint(0, 2, spec.shape, generator=generator, dtype=torch.uint8) << 7
-            codes = torch.randint(0, 120, spec.shape, generator=generator, dtype=torch.uint8) | signs
-            tensors[spec.name] = codes.view(torch_dtype(spec.dtypes[0]))
-        elif spec.role in ("codes", "zero_point"):
-            tensors[spec.name] = torch.randint(-(1 << 31), (1 << 31) - 1, spec.shape, generator=generator, dtype=torch.int32)
+        dtype = torch_dtype(spec.dtypes[0])
+        if spec.role in ("codes", "zero_point"):
+            shape = (*spec.shape[:-1], spec.shape[-1] * dtype.itemsize)
+            codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+            tensors[spec.name] = (codes % 120 | codes & 128 if dtype.is_floating_point else codes).view(dtype)
+        elif spec.role == "scale" and dtype.itemsize == 1:  # E4M3 or powers of two, up to one
+            low, high = (48, 57) if spec.dtypes[0] == "F8_E4M3" else (118, 128)
+            tensors[spec.name] = torch.randint(low, high, spec.shape, generator=generator, dtype=torch.uint8).view(dtype)
         elif spec.role == "index":
             order = torch.randperm(in_features, generator=generator)
             tensors[spec.name] = (order % (spec.bound or 1)).to(torch.int32)
         elif spec.role == "scale":
-            tensors[spec.name] = (torch.rand(spec.shape, generator=generator) * 0.01).to(torch_dtype(spec.dtypes[0]))
+            tensors[spec.name] = (torch.rand(spec.shape, generator=generator) * 0.01).to(dtype)
     return tensors
 
 
 def _methods(
-    activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
-) -> list[Method]:
+    activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]],
+    peers: Mapping[tuple[str, str], tuple[int, Call]],
+) -> list[Method]:  # fmt: skip
     linear, widened = torch.nn.functional.linear, activations.to(torch.float32)
     methods = [
         Method(DENSE, "bf16", dense.nbytes, lambda: linear(activations, dense)),
@@ -126,21 +140,11 @@ def _methods(
             if explain_kernels(kernel.name, weight_format, dense.shape[1], dense.shape[0])[kernel.name] is None:
                 run = functools.partial(kernel.linear, activations, tensors, weight_format)
                 methods.append(Method(kernel.name, weights, nbytes, run))
-    return methods + _peers(activations, dense)
-
-
-def _peers(activations: torch.Tensor, dense: torch.Tensor) -> list[Method]:
-    """torch's own 4-bit product, after the conversion that it needs."""
-    out_features, in_features = dense.shape
-    try:
-        codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.int32)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        scales = torch.rand(in_features // 128, out_features, 2).to(torch.bfloat16)
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        multiply(activations[:1], packed, 128, scales)
-    except (AttributeError, RuntimeError):
-        return []
-    return [Method(PEER, "int4 g128", packed.nbytes + scales.nbytes, lambda: multiply(activations, packed, 128, scales))]
+    others = [
+        Method(tool, weights, nbytes, functools.partial(call, activations))
+        for (tool, weights), (nbytes, call) in peers.items()
+    ]
+    return methods + others
 
 
 def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None) -> list[Record]:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from hfq.benchmarks.kernels import DENSE, PEER, READ, WIDE
+from hfq.benchmarks.kernel_peers import PEER, missing_peers
+from hfq.benchmarks.kernels import DENSE, READ, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
 from hfq.kernels.native.library import library, reason_missing
@@ -52,7 +53,12 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "memory read": ", ".join(rates),
         "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
         "activations": "bfloat16",
+        "not measured": ", ".join(f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()) or "none",
     }
+
+
+def _measured(records: list[Record]) -> dict[tuple[str, str], None]:
+    return dict.fromkeys((record["method"], record["weights"]) for record in records)
 
 
 def _table(records: list[Record], threads: int) -> Table:

@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream` and `kernels`: what hfq costs here, against the machine's limits and other tools."""
+"""`hfq bench load`, `stream`, `kernels` and `generate`: what hfq costs here, against the machine's limits and other tools."""
 
 from __future__ import annotations
 
@@ -86,6 +86,27 @@ def kernels(
         shape, rows, rounds = ["MoE expert"], [1, 8], 1
     counts = threads or sorted({1, torch.get_num_threads()})
     _show(bench_kernels(shape or list(SHAPES), rows or ROWS, rounds, counts, _say), "kernels", as_json, out)
+
+
+@bench.command("generate")
+def generate(
+    folder: Folder = None,
+    size: Size = 2.4e9,
+    rounds: Rounds = 3,
+    threads: Annotated[list[int] | None, typer.Option(min=1, help="Threads; by default one, and all.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Tokens per second of a whole model on this CPU: packed weights in hfq against bfloat16 in plain transformers."""
+    import torch
+
+    from hfq.benchmarks.generate import bench_generate
+    from hfq.benchmarks.models import default_folder
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    counts = threads or sorted({1, torch.get_num_threads()})
+    _show(bench_generate(folder or default_folder(), size, rounds, counts, _say), "generate", as_json, out)
 
 
 def _say(text: str) -> None:

@@ -9,22 +9,21 @@ the values, the sizes and the processor alone: not of the memory that the bytes 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hfq.errors import CheckpointError
 from hfq.formats import Format
-from hfq.formats.awq import Awq
 from hfq.formats.buffers import thread_buffer
-from hfq.formats.gptq import Gptq
 from hfq.kernels import panels
 from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library
+from hfq.kernels.native.structure import AWQ, GPTQ
 
-__all__ = ["FUSED_ROWS", "linear", "linear_grad"]
+__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
 
-FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
+FUSED_ROWS = {torch.float32: 32, torch.bfloat16: 8}
 """The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
 
 
@@ -52,6 +51,42 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     return result
 
 
+def grouped_linear(
+    activations: torch.Tensor, counts: Sequence[int], layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]]
+) -> torch.Tensor | None:
+    """`linear` of one layer after the other, each for its own rows, in one call and bit for bit: the experts of a layer.
+
+    Args:
+        activations: [rows, in_features], sorted by layer.
+        counts: The rows of each layer, all of them together; none is zero.
+        layers: (tensors, format) of each, all of one size.
+
+    Returns:
+        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this.
+    """
+    native = library()
+    if native is None or not layers or max(counts) > FUSED_ROWS[panels.product_dtype(activations.dtype)]:
+        return None
+    described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
+    found = [layer for layer in described if layer is not None]
+    if len(found) < len(layers) or len({(layer.in_features, layer.out_features) for layer in found}) != 1:
+        return None
+    rows, out_features, number = activations.contiguous(), found[0].out_features, len(found)
+    result = rows.new_empty(rows.shape[0], out_features)
+    here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
+    scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_grouped_scratch(here, sizes, number))
+    status = native.hfq_grouped(
+        here, sizes, number, rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
+        out_features, scratch.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if status != 0:
+        return None  # `linear` of the layer that is at fault says what is wrong with it
+    for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
+        if tensors.get("bias") is not None:
+            part += tensors["bias"].to(part.dtype)
+    return result
+
+
 def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
     """As `reference.linear_grad`, by panels that the compiled part dequantizes."""
     native, layer = library(), _layer(grad, tensors, weight_format)
@@ -72,7 +107,7 @@ def _filler(
     native: ctypes.CDLL, layer: NativeLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> panels.Fill:
     """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of inputs."""
-    is_transposed = isinstance(weight_format, Gptq | Awq)
+    is_transposed = layer.kind in (GPTQ, AWQ)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
@@ -88,9 +123,10 @@ def _check(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor])
     """Refuses an index that would be followed out of the layer's memory: its file changed since it was checked."""
     if status == 0:
         return
-    index = tensors["g_idx"]
+    name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
+    index = tensors[name]
     raise CheckpointError(
-        "The groups of a layer changed after the model was loaded.", tensor="g_idx", expected=f"0 to {layer.groups - 1}",
+        "The groups of a layer changed after the model was loaded.", tensor=name, expected=f"0 to {layer.groups - 1}",
         found=f"{int(index.min())} to {int(index.max())}",
         fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
     )  # fmt: skip

@@ -39,6 +39,7 @@ class Kernel:
         refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
         refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features, out_features) → why it
             cannot; None where it can. None for a kernel that multiplies floats, rounded before or not.
+        grouped_linear: Rows times one layer after the other in one call, see `hfq.kernels.cpu.grouped_linear`; None if it has none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kernel:
     lacks: Callable[[], str | None] = _nothing
     refuses: Callable[[Format, int, int], str | None] = _nothing
     refuses_scheme: Callable[[Format, ActivationScheme, int, int], str | None] | None = None
+    grouped_linear: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def rounds(self) -> bool:
@@ -68,7 +70,14 @@ KERNELS = {
         Kernel("reference", reference.linear, reference.linear_grad),
         Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
         Kernel(
-            "native", cpu.linear, cpu.linear_grad, devices=("cpu",), priority=20, lacks=reason_missing, refuses=reason_against
+            "native",
+            cpu.linear,
+            cpu.linear_grad,
+            devices=("cpu",),
+            priority=20,
+            lacks=reason_missing,
+            refuses=reason_against,
+            grouped_linear=cpu.grouped_linear,
         ),
         Kernel(
             "int8",

@@ -51,8 +51,12 @@ class PackedExperts(nn.ModuleList):
         Returns:
             [tokens, hidden] in the dtype of the hidden states.
         """
-        result = torch.zeros_like(hidden_states)
         routed = [expert for expert in top_k_index.unique().tolist() if 0 <= expert < len(self)]
+        if self._is_groupable(routed, hidden_states):
+            result = self._compute_grouped(routed, hidden_states, top_k_index, top_k_weights)
+            if result is not None:
+                return result
+        result = torch.zeros_like(hidden_states)
         if self.prefetch is not None:
             self.prefetch(
                 layer for expert in routed for layer in self[expert].values() if layer.is_away and layer.at_home is None
@@ -63,10 +67,54 @@ class PackedExperts(nn.ModuleList):
             result.index_add_(0, token, output.to(result.dtype))
         return result
 
+    def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
+        """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at hand."""
+        if not routed or (torch.is_grad_enabled() and hidden_states.requires_grad):
+            return False
+        layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
+        kernel = getattr(layers[0], "kernel", None)
+        return getattr(kernel, "grouped_linear", None) is not None and all(
+            type(layer) is PackedLinear and layer.kernel is kernel and layer.scheme is None and layer.fetch is None
+            and not layer.is_away and "forward" not in vars(layer) and not layer._forward_hooks and not layer._forward_pre_hooks
+            for layer in layers
+        )  # fmt: skip
+
+    def _compute_grouped(
+        self, routed: Sequence[int], hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As the loop over experts, with tokens sorted by expert and one call for each projection; None where the kernel declines."""
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        experts = torch.tensor(routed)
+        start, stop = (int(torch.searchsorted(chosen, bound)) for bound in (0, len(self)))
+        counts = torch.searchsorted(chosen, experts, right=True) - torch.searchsorted(chosen, experts)
+        token = order[start:stop] // top_k_index.shape[1]
+
+        def multiply(local: str, activations: torch.Tensor) -> torch.Tensor | None:
+            layers = [self[expert][local] for expert in routed]  # type: ignore[index]
+            described = [(layer.packed_tensors(), layer.weight_format) for layer in layers]
+            return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)
+
+        rows = hidden_states[token]
+        names = ("gate_up_proj",) if "gate_up_proj" in self[routed[0]] else ("gate_proj", "up_proj")  # type: ignore[operator]
+        parts = []
+        for name in names:
+            part = multiply(name, rows)
+            if part is None:
+                return None
+            parts.append(part)
+        output = multiply("down_proj", self._apply_gate(self._join(parts)))
+        if output is None:
+            return None
+        weighted = output * top_k_weights.flatten()[order[start:stop], None]
+        return torch.zeros_like(hidden_states).index_add_(0, token, weighted.to(hidden_states.dtype))
+
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gate and up channels, as the model's gating takes them."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack(list(parts), -1).flatten(-2) if self.is_interleaved else torch.cat(list(parts), -1)
+
     def _compute(self, layers: nn.Module, activations: torch.Tensor) -> torch.Tensor:
-        if "gate_up_proj" in layers:  # type: ignore[operator]
-            both = layers["gate_up_proj"](activations)  # type: ignore[index]
-        else:
-            parts = layers["gate_proj"](activations), layers["up_proj"](activations)  # type: ignore[index]
-            both = torch.stack(parts, -1).flatten(-2) if self.is_interleaved else torch.cat(parts, -1)
+        names = ("gate_up_proj",) if "gate_up_proj" in layers else ("gate_proj", "up_proj")  # type: ignore[operator]
+        both = self._join([layers[name](activations) for name in names])  # type: ignore[index]
         return layers["down_proj"](self._apply_gate(both))  # type: ignore[index]

@@ -28,6 +28,19 @@ def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(smal
     assert text.count("not measured") >= 4  # M=128 and M=512
 
 
+def test_peers_are_measured_where_they_are_installed_and_named_where_not(small):
+    from hfq.benchmarks.kernel_peers import PEERS, make_peers, missing_peers
+
+    found = make_peers(torch.randn(256, 256).to(torch.bfloat16))
+    assert set(found) <= set(PEERS)
+    assert all(
+        nbytes > 0 and call(torch.ones(3, 256, dtype=torch.bfloat16)).shape == (3, 256) for nbytes, call in found.values()
+    )
+    missing = missing_peers(found)
+    assert {tool for tool, _ in found} | set(missing) == {tool for tool, _ in PEERS} | {"gptqmodel"}
+    assert set(missing.values()) <= {"not installed", "does not run here"}
+
+
 def test_the_number_of_threads_is_put_back(small):
     before = torch.get_num_threads()
     kernels.bench_kernels(["small"], (1,), 1, [before + 1], print)

@@ -6,10 +6,14 @@ import torch
 
 from hfq.formats import Format
 from hfq.formats.awq import Awq
-from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
+from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
+from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
+from hfq.formats.quanto import QuantoBytes
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
@@ -30,7 +34,8 @@ class Case:
         weight = torch.randn(self.out_features, self.in_features, generator=generator) * 0.1 + 0.03
         tensors = self.format.quantize(weight)
         if self.scatter:
-            tensors["g_idx"] = tensors["g_idx"][torch.randperm(self.in_features, generator=generator)]
+            name = next(name for name in tensors if name.endswith("g_idx"))
+            tensors[name] = tensors[name][torch.randperm(self.in_features, generator=generator)]
         if self.dtype is not None:
             tensors["scales"] = tensors["scales"].to(self.dtype)
         return self.format.resolve("m", tensors), tensors
@@ -40,6 +45,18 @@ def gptq(
     bits: int, group_size: int, reading: str = "stored", symmetric: bool = False, out_features: int = 96, **options
 ) -> Case:
     return Case(Gptq(bits, group_size, symmetric, reading, g_idx_length=GPTQ_IN), GPTQ_IN, out_features, **options)
+
+
+def packed(in_features: int, out_features: int, groups: int, scatter: bool = False, **options) -> Case:
+    layout = PackQuantized(4, scale_shape=(out_features, groups), width=-(-in_features // 8), **options)
+    return Case(layout.sized(in_features, out_features), in_features, out_features, scatter)
+
+
+def bnb(in_features: int, out_features: int, blocksize: int, **options) -> Case:
+    layout = Bnb4Bit(blocks=in_features * out_features // blocksize, state_nbytes=1, **options).sized(
+        in_features, out_features
+    )
+    return Case(layout, in_features, out_features)
 
 
 def fp8(in_features: int, out_features: int, **options) -> Case:
@@ -73,6 +90,29 @@ CASES = {
     "pack-quantized groups of 26": Case(PackQuantized(4, scale_shape=(5, 3), width=10).sized(78, 5), 78, 5),
     "pack-quantized channel, 301 inputs": Case(PackQuantized(4, scale_shape=(37, 1), width=38).sized(301, 37), 301, 37),
     "pack-quantized tensor": Case(PackQuantized(4, scale_shape=(1,), width=44).sized(352, 1), 352, 1),
+    "pack-quantized g32 asym": packed(352, 37, 11, is_symmetric=False),
+    "pack-quantized g64 asym": packed(320, 37, 5, is_symmetric=False),
+    "pack-quantized groups of 26 asym": packed(78, 5, 3, is_symmetric=False),
+    "pack-quantized channel asym, 301 inputs": packed(301, 37, 1, is_symmetric=False),
+    "pack-quantized act-order": packed(352, 37, 11, has_g_idx=True, scatter=True),
+    "pack-quantized act-order asym": packed(352, 37, 11, has_g_idx=True, is_symmetric=False, scatter=True),
+    "gpt-oss": Case(GptOssMxfp4(), 352, 37),
+    "nvfp4": Case(Nvfp4(), 336, 37),
+    "nvfp4 modelopt": Case(Nvfp4(stored_codes_name="weight", group_size=32), 352, 37),
+    "awq gemv g32": Case(Awq(version="gemv", group_size=32), 352, 37),
+    "awq gemv g128": Case(Awq(version="gemv", group_size=128), 384, 37),
+    "awq gemv g64": Case(Awq(version="gemv", group_size=64), 320, 37),
+    "awq gemv channel": Case(Awq(version="gemv", group_size=-1), 72, 5),
+    "awq gemv_fast g64": Case(Awq(version="gemv_fast", group_size=64), 320, 36),
+    "awq gemv_fast channel": Case(Awq(version="gemv_fast", group_size=-1), 192, 36),
+    "nf4": bnb(320, 37, 64),
+    "nf4 double-quantized": bnb(384, 37, 128, is_nested=True),
+    "fp4 in blocks of 32, stored as bf16": bnb(352, 37, 32, quant_type="fp4", storage="BF16"),
+    "int8 channel": Case(IntQuantized(codes_dtype="I8", scale_shape=(37, 1)), 301, 37),
+    "int8 groups asym": Case(IntQuantized(codes_dtype="I8", scale_shape=(37, 11), zero_dtype="I8"), 352, 37),
+    "int8 tensor": Case(IntQuantized(codes_dtype="I8", scale_shape=(1,)), 301, 37),
+    "int8 of bitsandbytes": Case(BnbInt8(scale_shape=(37,)), 301, 37),
+    "e4m3 of quanto": Case(QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(37, 1)), 301, 37),
     "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
     "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
     "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),

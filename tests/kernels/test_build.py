@@ -86,6 +86,19 @@ def test_another_compiler_another_library(runs, tmp_path, monkeypatch):
     assert building.build() != first
 
 
+def test_a_compiler_with_arguments_is_run_with_them(runs, monkeypatch):
+    plain = building.build()
+    monkeypatch.setenv("CXX", f"env FAKE_ARGUMENT='1 2' {os.environ['CXX']}")
+    assert building.build() != plain
+    assert runs() == 2
+
+
+@pytest.mark.parametrize("wanted", ["no-such-compiler -O3", "'g++"])
+def test_a_compiler_that_was_asked_for_and_is_not_there_is_named(runs, settle, monkeypatch, wanted):
+    monkeypatch.setenv("CXX", wanted)
+    assert wanted in str(settle().reason)
+
+
 def test_nothing_but_the_library_is_left_behind(runs):
     made = building.build()
     made.unlink()

@@ -5,10 +5,11 @@ import pytest
 from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.base import FORMATS
-from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.bitsandbytes import Bnb4Bit
+from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
-from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
+from hfq.formats.hqq import Hqq
 from hfq.kernels import panels, reference
 from hfq.kernels.table import KERNELS, check_kernel, choose_kernel, explain_kernels
 
@@ -33,7 +34,8 @@ def test_auto_takes_the_compiled_kernel_where_it_reads_the_format(native):
         (Gptq(), "native"),
         (Awq(), "native"),
         (Gptq(5, is_planar=True), "panels"),
-        (Awq("gemv"), "panels"),
+        (Awq("gemv"), "native"),
+        (Hqq(), "panels"),
     ):
         assert choose_kernel("auto", weight_format, 256, 256).name == name
         assert choose_kernel("native", weight_format, 256, 256).name == name
@@ -62,10 +64,10 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
 @pytest.mark.parametrize(
     "weight_format",
     [
-        PackQuantized(8, scale_shape=(8, 1), width=8), PackQuantized(4, scale_shape=(8, 1), is_symmetric=False),
-        PackQuantized(4, scale_shape=(8, 2), has_g_idx=True), PackQuantized(4, scale_shape=(8, 4)), Awq(num_bits=3), GptOssMxfp4(),
+        PackQuantized(8, scale_shape=(8, 1), width=8), PackQuantized(4, scale_shape=(8, 4)), Awq(num_bits=3),
+        Awq("gemv_fast", group_size=12), Bnb4Bit(blocksize=64), IntQuantized(has_columns=True),
     ],
-    ids=["8 bits", "zero points", "act-order", "groups of odd size", "awq of 3 bits", "gpt-oss"],
+    ids=["8 bits", "groups of odd size", "awq of 3 bits", "gemv_fast of odd groups", "nf4 across rows", "scales of columns"],
 )  # fmt: skip
 def test_what_the_compiled_kernel_cannot_read_is_not_given_to_it(native, weight_format):
     assert choose_kernel("auto", weight_format, 36, 8).name == "panels"

@@ -1,5 +1,6 @@
 """PackedExperts computes what transformers' fused experts do with the dequantized weights, with the routed experts alone."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.cpu import FUSED_ROWS
+from hfq.kernels.table import KERNELS, choose_kernel
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 
@@ -30,7 +32,7 @@ FORMATS = {"fp8": Fp8(strategy="channel"), "gptq": Gptq(4, 32, True, "stored", g
 
 def linear(weight_format, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[PackedLinear, torch.Tensor]:
     """(a packed layer, the weight that it stands for)."""
-    tensors = weight_format.quantize(weight)
+    tensors = {local: tensor.contiguous() for local, tensor in weight_format.quantize(weight).items()}
     found = tiny_models.settled(weight_format, tensors, {"checkpoint_format": "gptq_v2"}, tuple(weight.shape))
     tensors |= {} if bias is None else {"bias": bias}
     module = PackedLinear(
@@ -219,3 +221,53 @@ def test_nothing_is_announced_where_no_token_is_routed(pair):
     experts.prefetch = lambda layers: announced.extend(layers)
     experts(torch.empty(0, HIDDEN), torch.empty(0, CHOSEN, dtype=torch.int64), torch.empty(0, CHOSEN))
     assert announced == []
+
+
+@pytest.fixture
+def grouped(native, pair):
+    """(packed experts of the compiled kernel, what it was asked to multiply in one call)."""
+    _, experts = pair
+    asked, kernel = [], KERNELS["native"]
+
+    def grouped_linear(activations, counts, layers):
+        asked.append(list(counts))
+        return kernel.grouped_linear(activations, counts, layers)
+
+    spied = dataclasses.replace(kernel, grouped_linear=grouped_linear)
+    for layers in experts:
+        for layer in layers.values():
+            layer.kernel = spied
+    return experts, asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_that_are_multiplied_in_one_call_equal_the_loop_bit_for_bit(grouped, inputs, dtype):
+    experts, asked = grouped
+    hidden, chosen, weights = inputs
+    chosen = chosen.clone()
+    chosen[0, 0], chosen[1] = -1, EXPERTS  # left out
+    chosen[2, 1] = chosen[2, 0]
+    found = experts(hidden.to(dtype), chosen, weights.to(dtype))
+    routed = chosen[(chosen >= 0) & (chosen < EXPERTS)].bincount()
+    assert asked == [routed[routed > 0].tolist()] * len(experts[0])
+    experts[int(routed.nonzero()[0])]["down_proj"].register_forward_hook(lambda *_: None)  # hooks are not left out
+    asked.clear()
+    assert torch.equal(experts(hidden.to(dtype), chosen, weights.to(dtype)), found)
+    assert not asked
+
+
+def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grouped, inputs):
+    experts, asked = grouped
+    hidden, chosen, weights = inputs
+    expected = experts(hidden, chosen, weights)
+    asked.clear()
+    hidden.requires_grad_()
+    found = experts(hidden, chosen, weights)
+    assert torch.equal(found, expected)
+    assert not asked
+    found.sum().backward()
+    assert hidden.grad.abs().sum() > 0
+    times = FUSED_ROWS[torch.float32]
+    many = experts(*(part.detach().repeat(times, 1) for part in inputs))
+    assert len(asked) == 1  # and declined
+    assert (many - expected.repeat(times, 1)).norm() <= 1e-5 * many.norm()  # panels are multiplied by torch, in another order

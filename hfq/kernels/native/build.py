@@ -10,12 +10,13 @@ import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
@@ -54,12 +55,23 @@ def build(source: Path | None = None) -> Path:
     return target
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: `$CXX`, or what is found under the usual names."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        found = shutil.which(name) if name else None
+def find_compiler() -> list[str] | None:
+    """The C++ compiler, as the first words of a command: `$CXX`, or what is found under the usual names.
+
+    Raises:
+        BuildError: `$CXX` names a program that is not there.
+    """
+    wanted = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(wanted)  # `ccache g++`, `g++ -m64`
+    except ValueError as error:
+        raise BuildError(f"CXX={wanted!r} is no command: {error}") from error
+    for program, *arguments in [words] if words else [["c++"], ["g++"], ["clang++"]]:
+        found = shutil.which(program)
         if found is not None:
-            return found
+            return [found, *arguments]
+    if words:
+        raise BuildError(f"CXX={wanted!r} names a compiler that is not there")
     return None
 
 
@@ -81,14 +93,14 @@ def cache_folder() -> Path:
     return folder
 
 
-def _key(compiler: str, source: Path) -> str:
+def _key(compiler: Sequence[str], source: Path) -> str:
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{compiler} --version failed: {error}") from error
+        raise BuildError(f"{' '.join(compiler)} --version failed: {error}") from error
     parts = (
         source.read_bytes(),
-        compiler.encode(),
+        "\0".join(compiler).encode(),
         version,
         " ".join(FLAGS).encode(),
         platform.machine().encode(),
@@ -109,20 +121,20 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
     for left in target.parent.glob(f"{target.stem}.*.tmp"):  # by a process that ended while it compiled; the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
         try:
             done = subprocess.run(
-                [compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
+                [*compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{compiler} took longer than {SECONDS:g} s") from error
+            raise BuildError(f"{' '.join(compiler)} took longer than {SECONDS:g} s") from error
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), "without a word")
-            raise BuildError(f"{compiler} failed: {first}")
+            raise BuildError(f"{' '.join(compiler)} failed: {first}")
         checksum.write_text(_checksum(made))
         os.replace(made, target)
         os.replace(checksum, target.with_suffix(".sha256"))

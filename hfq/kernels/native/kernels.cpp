@@ -21,31 +21,45 @@
 
 namespace {
 
-enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, GPTQ = 3, AWQ = 4 };
-enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3 };
+enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, INT8 = 3, QUADS = 4, GPTQ = 5, AWQ = 6 };
+enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3, E4M3_SCALED = 4, NESTED = 5 };
 enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
+enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 4 };
 
 // One packed layer; hfq/kernels/native/layers.py fills it in.
-// Rows of codes (E4M3, E5M2, NIBBLES): W[n, k] = value(codes[n, k]) * scales[n / block_out * scale_stride + k / block_in].
-// NIBBLES: two codes a byte, the lower half first; `zeros` are the 16 floats that they stand for.
-// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]), g = index[k] or, without an index, k / block_in.
+// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step with
+// g = index[k] or, without an index, k / block_in.
+//   NIBBLES: two codes a byte, the lower half first unless `high_first`; `values` are the 16 floats that they stand for. Where those
+//   are integers, times a power of two, `integers` are 16 bytes, value / unit + offset; with zero points the unit is 1, the offset 15.
+//   INT8: times `shared`. QUADS (AWQ's gemv_fast): four rows share a word of 16 bits, and W = code * scale + zero.
+// Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves: nested_values[code] *
+// nested_scales[place / nested_size] + shared.
+// Zero points of rows: GROUP_WORDS has nibbles along the groups, `zero_words` words a row; OUTPUT_WORDS nibbles less 8 along the
+// outputs, [outputs / 8, groups] words; BYTES are signed and lie as the scales do; ADDED are floats that are added.
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]).
 // AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
-    const char *codes, *scales, *zeros, *index;
+    const char *codes, *scales, *zeros, *index, *values, *integers, *nested_scales, *nested_values;
     int64_t in_features, out_features;
-    int64_t block_out, block_in, scale_stride;
+    int64_t block_out, block_in, scale_stride, scale_step, nested_size;
     int64_t groups, zero_words, row_nbytes;
+    float shared, unit;
     int32_t kind, bits, scale_dtype, divides, zero_reading, index_nbytes;
+    int32_t row_zeros, zero_dtype, high_first, offset;
 };
 
-// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features; `sums` the activations' sums by group.
+// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `digits` are the activations as integers, three
+// bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of digits.
 struct Call {
     const Layer *layer;
-    const float *x32, *sums;
+    const float *x32;
     int64_t rows, stride, width;
     char *y;
     int64_t y_stride;
     int32_t y_dtype;
+    const char *digits;
+    const float *units;
+    const int32_t *totals;
 };
 
 #ifdef __clang__
@@ -64,6 +78,10 @@ const int64_t STEP = 256;            // input channels of a tile of decoded weig
 const int64_t TILE_ROWS = 16;        // output rows of such a tile
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
 const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
+const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
+const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
+const int64_t DIGITS = 3;            // bytes of an activation as an integer
+const int64_t DIGIT_ROWS = 4;        // the most activation rows for which rows of codes are multiplied as integers
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -105,15 +123,40 @@ HFQ_INLINE float code_value(uint8_t code, int kind) {
     return code & 0x80 ? -value : value;
 }
 
-HFQ_INLINE float scale_at(const Layer &layer, int64_t place) {
-    switch (layer.scale_dtype) {
-        case F32: return as_float(load32(layer.scales + 4 * place));
-        case BF16: return as_float((uint32_t)load16(layer.scales + 2 * place) << 16);
-        case F16: return half_to_float(load16(layer.scales + 2 * place));
+HFQ_INLINE float float_at(const char *values, int32_t dtype, int64_t place) {
+    switch (dtype) {
+        case F32: return as_float(load32(values + 4 * place));
+        case BF16: return as_float((uint32_t)load16(values + 2 * place) << 16);
+        case F16: return half_to_float(load16(values + 2 * place));
     }
-    uint32_t exponent = (uint8_t)layer.scales[place];  // 2**(exponent - 127)
+    uint32_t exponent = (uint8_t)values[place];  // E8M0: 2**(exponent - 127)
     if (exponent == 255) return as_float(0x7FC00000);
     return as_float(exponent ? exponent << 23 : 0x00400000);
+}
+
+HFQ_INLINE float scale_at(const Layer &layer, int64_t place) {
+    if (layer.scale_dtype == E4M3_SCALED) {
+        float scale = code_value((uint8_t)layer.scales[place], E4M3);
+        return layer.divides ? scale / layer.shared : scale * layer.shared;
+    }
+    if (layer.scale_dtype != NESTED) return float_at(layer.scales, layer.scale_dtype, place);
+    float value = float_at(layer.nested_values, F32, (uint8_t)layer.scales[place]);
+    return value * float_at(layer.nested_scales, F32, place / layer.nested_size) + layer.shared;
+}
+
+HFQ_INLINE int64_t scale_place(const Layer &layer, int64_t n, int64_t group) {
+    return n / layer.block_out * layer.scale_stride + group * layer.scale_step;
+}
+
+// What is taken off, or for QUADS added to, the codes of a row's group.
+HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
+    switch (layer.row_zeros) {
+        case GROUP_WORDS: return (float)(load32(layer.zeros + 4 * (n * layer.zero_words + group / 8)) >> group % 8 * 4 & 15);
+        case OUTPUT_WORDS: return (float)(load32(layer.zeros + 4 * (n / 8 * layer.groups + group)) >> n % 8 * 4 & 15) - 8.0f;
+        case BYTES: return (float)(int8_t)layer.zeros[scale_place(layer, n, group)];
+        case ADDED: return float_at(layer.zeros, layer.zero_dtype, scale_place(layer, n, group));
+    }
+    return 0;
 }
 
 HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
@@ -170,18 +213,40 @@ bool has_groups(const Layer &layer) {
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
 HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
-// GPTQ's activations come in passes of 1, PASS / 2 or PASS rows.
+// Columns are multiplied by activations in passes of 1, PASS / 2 or PASS rows.
 HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
     int64_t rest = rows % PASS;
     if (!has_columns(layer) || rest <= 1) return rows;
     return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
 }
 
-// Output columns that one part of a GPTQ multiplication covers.
-HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads) {
-    if (is_scattered(layer)) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    int64_t share = (layer.out_features / most(threads, 1) + 63) / 64 * 64;
-    return most(64, least(rows == 1 ? 1024 : 256, share));
+// Whether the codes are integers, and a group's scale can be taken out of the sum.
+HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
+    if (has_columns(layer)) return !is_scattered(layer);
+    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > DIGIT_ROWS) return false;
+    if (layer.row_zeros > OUTPUT_WORDS || layer.scale_step != 1) return false;
+    bool is_single = layer.block_in >= layer.in_features;
+    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 || layer.block_in == 16;
+}
+
+HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Of one activation row as integers: bytes of digits, spans with a unit of their own, and totals.
+HFQ_INLINE int64_t group_chunks(const Layer &layer) { return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK; }
+HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
+HFQ_INLINE int64_t digits_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
+    return DIGITS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
+}
+HFQ_INLINE int64_t spans(const Layer &layer) {
+    return has_columns(layer) ? layer.groups * group_spans(layer) : up(layer.in_features, SPAN) / SPAN;
+}
+HFQ_INLINE int64_t totals(const Layer &layer) { return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8); }
+
+// Output columns that one part of a multiplication by columns covers.
+HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers) {
+    if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
+    int64_t share = up(layer.out_features / most(threads, 1), 128);
+    return most(128, least(rows == 1 ? 1024 : 256, share));
 }
 
 // Output columns of a part of a panel.
@@ -312,7 +377,7 @@ int detect() {
     __builtin_cpu_init();
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 29 & 1)) return 0;  // F16C
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    return __builtin_cpu_supports("avx512f") ? 2 : 1;
+    return __builtin_cpu_supports("avx512bw") ? 2 : 1;
 #else
     return 0;
 #endif
@@ -329,11 +394,18 @@ const Work linear_works[][2] = {
     {avx512::rows_part, avx512::columns_part},
 #endif
 };
-void (*const widens[])(const Layer &, const char *, int32_t, int64_t, int64_t, int64_t, float *) = {
+bool (*const widens[])(const Layer &, const char *, int32_t, int64_t, int64_t, int64_t, float *) = {
     scalar::widen,
 #if defined(__x86_64__)
     avx2::widen,
     avx512::widen,
+#endif
+};
+void (*const counts[])(const Layer &, const float *, int64_t, int64_t, char *, float *, int32_t *) = {
+    scalar::count_activations,
+#if defined(__x86_64__)
+    avx2::count_activations,
+    avx512::count_activations,
 #endif
 };
 const Work panel_works[][2] = {
@@ -344,11 +416,39 @@ const Work panel_works[][2] = {
 #endif
 };
 
+// The activations as the kernels read them, in `scratch`.
+Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
+             int64_t y_stride, float *scratch, int threads) {
+    int64_t stride = padded_columns(layer);
+    bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
+    bool integers = finite && level() > 0 && has_integers(layer, rows);
+    float *units = scratch + padded_rows(layer, rows) * stride;
+    int32_t *sums = (int32_t *)(units + rows * spans(layer));
+    char *digits = (char *)(sums + rows * totals(layer));
+    if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
+    int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : TILE_ROWS;
+    return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums};
+}
+
+int64_t call_parts(const Call &call) { return (call.layer->out_features + call.width - 1) / call.width; }
+
+struct Group {
+    const Call *calls;
+    const int64_t *ends;  // of each call's parts
+};
+
+void group_part(const void *context, int64_t part, float *scratch) {
+    const Group &group = *(const Group *)context;
+    int64_t i = 0;
+    while (group.ends[i] <= part) i++;
+    linear_works[level()][has_columns(*group.calls[i].layer)](&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
+}
+
 }  // namespace
 
 extern "C" {
 
-int hfq_abi() { return 2; }
+int hfq_abi() { return 3; }
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }
@@ -360,7 +460,9 @@ int64_t hfq_most_rows() { return MOST_ROWS; }
 
 // Floats that `scratch` of hfq_linear must hold.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
-    return padded_rows(*layer, rows) * (padded_columns(*layer) + layer->groups);
+    int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
+    if (has_integers(*layer, rows)) floats += rows * (up(digits_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
+    return floats;
 }
 
 // y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows; strides in elements, the last dimension contiguous.
@@ -369,13 +471,40 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
                int64_t y_stride, float *scratch, int threads) {
     if (rows < 1 || rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
-    int64_t stride = padded_columns(*layer);
-    widens[level()](*layer, x, x_dtype, rows, x_stride, stride, scratch);
-    bool columns = has_columns(*layer);
     threads = worthwhile(threads, rows * layer->in_features * layer->out_features);
-    int64_t width = columns ? tile_columns(*layer, rows, threads) : TILE_ROWS;
-    Call call = {layer, scratch, scratch + padded_rows(*layer, rows) * stride, rows, stride, width, y, y_stride, y_dtype};
-    run_parts(linear_works[level()][columns], &call, (layer->out_features + width - 1) / width, threads);
+    Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, threads);
+    run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads);
+    return 0;
+}
+
+// Floats that `scratch` of hfq_grouped must hold.
+int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
+    int64_t floats = 0;
+    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
+    return floats;
+}
+
+// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once.
+int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
+                int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
+    int64_t parts = 0, products = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
+        if (!has_groups(layers[i])) return -2;
+        products += rows[i] * layers[i].in_features * layers[i].out_features;
+    }
+    threads = worthwhile(threads, products);
+    Call *calls = (Call *)scratch;
+    int64_t *ends = (int64_t *)(calls + count);
+    scratch = (float *)(ends + count);
+    for (int64_t i = 0; i < count; i++) {
+        calls[i] = prepare(layers[i], x, x_dtype, rows[i], x_stride, y, y_dtype, y_stride, scratch, threads);
+        ends[i] = parts += call_parts(calls[i]);
+        scratch += hfq_scratch(layers + i, rows[i]);
+        x += rows[i] * x_stride * (x_dtype == F32 ? 4 : 2), y += rows[i] * y_stride * (y_dtype == F32 ? 4 : 2);
+    }
+    Group group = {calls, ends};
+    run_parts(group_part, &group, parts, threads);
     return 0;
 }
 
@@ -404,10 +533,10 @@ int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, 
 #endif
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw")
 #endif
 #endif
 
@@ -427,6 +556,9 @@ typedef uint16_t vuh __attribute__((vector_size(2 * W)));
 typedef int8_t vc __attribute__((vector_size(W)));
 typedef uint8_t vuc __attribute__((vector_size(W)));
 typedef uint8_t vub __attribute__((vector_size(32)));
+typedef uint8_t vb __attribute__((vector_size(4 * W)));
+typedef int8_t vsb __attribute__((vector_size(4 * W)));
+typedef int16_t vs __attribute__((vector_size(4 * W)));
 
 template <class V> static HFQ_INLINE V load(const void *p) {
     V v;
@@ -437,19 +569,72 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
+// W int8 as floats; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
+// in each 128 bits; W floats by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
+static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+static HFQ_INLINE vi dot_shorts(vs a, vs b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+static HFQ_INLINE vb pick_bytes(vb table, vb places) { return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)places); }
+static HFQ_INLINE vf pick_floats(vf table, vi places) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)places); }
+static HFQ_INLINE vb low_bytes(vb a, vb b) { return (vb)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
+static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
+static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+static HFQ_INLINE vi dot_shorts(vs a, vs b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+static HFQ_INLINE vb pick_bytes(vb table, vb places) { return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)places); }
+static HFQ_INLINE vf pick_floats(vf table, vi places) { return (vf)_mm512_permutexvar_ps((__m512i)places, (__m512)table); }
+static HFQ_INLINE vb low_bytes(vb a, vb b) { return (vb)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #else
+static inline vf from_int8(const char *p) { return __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf); }
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
     vf out;
     for (int i = 0; i < W; i++) out[i] = half_to_float(v[i]);
     return out;
 }
+static inline vs dot_bytes(vb a, vsb b) {
+    vs out;
+    for (int i = 0; i < 2 * W; i++) out[i] = (int16_t)(a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1]);
+    return out;
+}
+static inline vi dot_shorts(vs a, vs b) {
+    vi out;
+    for (int i = 0; i < W; i++) out[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return out;
+}
+static inline vb pick_bytes(vb table, vb places) {
+    vb out;
+    for (int i = 0; i < 4 * W; i++) out[i] = table[i / 16 * 16 + places[i] % 16];
+    return out;
+}
+static inline vf pick_floats(vf table, vi places) {
+    vf out;
+    for (int i = 0; i < W; i++) out[i] = table[places[i]];
+    return out;
+}
+static inline vb in_turns(vb a, vb b, int size, int first) {  // of 16 bytes, those from `first` on
+    vb out;
+    for (int i = 0; i < 4 * W; i++) {
+        int unit = i % 16 / size, from = i / 16 * 16 + first + unit / 2 * size + i % size;
+        out[i] = unit % 2 ? b[from] : a[from];
+    }
+    return out;
+}
+static inline vb low_bytes(vb a, vb b) { return in_turns(a, b, 1, 0); }
+static inline vb high_bytes(vb a, vb b) { return in_turns(a, b, 1, 8); }
+static inline vb low_pairs(vb a, vb b) { return in_turns(a, b, 2, 0); }
+static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 #endif
 
 static HFQ_INLINE float sum_of(vf v) {
@@ -460,32 +645,131 @@ static HFQ_INLINE float sum_of(vf v) {
     return half[0];
 }
 
-// The activations as floats, padded with zeros to `stride` channels and `padded` rows; for GPTQ and AWQ also their sums by group.
-static void widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride, int64_t stride, float *out) {
+// The largest magnitude, as bits: 0x7F800000 or more where one is not finite.
+static uint32_t largest_bits(const float *x, int64_t count) {
+    vu largest = {};
+    uint32_t found = 0;
+    int64_t k = 0;
+    for (; k + W <= count; k += W) {
+        vu bits = load<vu>(x + k) & 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
+    }
+    for (; k < count; k++) found = most(found, as_bits(x[k]) & 0x7FFFFFFF);
+    for (int i = 0; i < W; i++) found = most(found, largest[i]);
+    return found;
+}
+
+// The activations as floats, padded with zeros to `stride` channels and `padded` rows; returns whether all are finite.
+static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride, int64_t stride, float *out) {
     int64_t size = layer.in_features, padded = padded_rows(layer, rows);
     for (int64_t m = 0; m < rows; m++) {
         const char *from = x + m * x_stride * (dtype == F32 ? 4 : 2);
         float *to = out + m * stride;
         int64_t k = 0;
-        if (dtype == F32) { __builtin_memcpy(to, from, 4 * size); continue; }
+        if (dtype == F32) __builtin_memcpy(to, from, 4 * size), k = size;
         for (; k + W <= size; k += W) {
             vuh narrow = load<vuh>(from + 2 * k);
             store(to + k, dtype == F16 ? from_half(narrow) : (vf)(__builtin_convertvector(narrow, vu) << 16));
         }
-        for (; k < size; k++) to[k] = dtype == F16 ? half_to_float(load16(from + 2 * k)) : as_float((uint32_t)load16(from + 2 * k) << 16);
+        for (; k < size; k++) to[k] = float_at(from, dtype, k);
+        __builtin_memset(to + size, 0, 4 * (stride - size));
     }
-    for (int64_t m = 0; m < rows; m++) __builtin_memset(out + m * stride + size, 0, 4 * (stride - size));
     __builtin_memset(out + rows * stride, 0, 4 * (padded - rows) * stride);
-    if (!has_columns(layer) || is_scattered(layer)) return;
-    for (int64_t m = 0; m < padded; m++)
-        for (int64_t g = 0; g < layer.groups; g++) {
-            vf sum = all(0.0f);
-            float rest = 0;
-            int64_t k = g * layer.block_in, stop = least(k + layer.block_in, size);
-            for (; k + W <= stop; k += W) sum += load<vf>(out + m * stride + k);
-            for (; k < stop; k++) rest += out[m * stride + k];
-            out[padded * stride + m * layer.groups + g] = sum_of(sum) + rest;
+    return largest_bits(out, rows * stride) < 0x7F800000;
+}
+
+// ---- Activations as integers -------------------------------------------------------------------------------------------
+// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of three digits of eight bits,
+// each with a sign. Products with codes of up to eight bits, their sums and a zero point times the sum of the activations are integers
+// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once.
+
+// Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `digits` are, with signs.
+struct Integers {
+    int32_t values[SPAN], highs[SPAN];
+    uint32_t digits[SPAN];
+    float unit;
+};
+static void to_integers(const float *x, int64_t count, Integers &out) {
+    float padded[SPAN];
+    __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count);
+    uint32_t bits = largest_bits(padded, SPAN);
+    int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);  // the largest is below 127.5 * 2**16
+    if (power > 126) power = 126;
+    vf factor = all(as_float((uint32_t)(127 + power) << 23));
+    for (int64_t k = 0; k < SPAN; k += W) {
+        vf scaled = load<vf>(padded + k) * factor, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
+        vi value = __builtin_convertvector(scaled + half, vi);
+        store(out.values + k, value), store(out.highs + k, (value + 0x8080) >> 16);
+        store(out.digits + k, ((vu)value + 0x808080u) ^ 0x808080u);
+    }
+    out.unit = as_float((uint32_t)(127 - power) << 23);
+}
+
+// The three digits of an integer, the highest first.
+static HFQ_INLINE void put_digits(uint32_t digits, char *to, int64_t apart) {
+    to[0] = (char)(digits >> 16), to[apart] = (char)(digits >> 8), to[2 * apart] = (char)digits;
+}
+
+// The sums of the highest digits, and of what the lower ones make.
+static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, int32_t &high, int32_t &low) {
+    int32_t sum = high = 0;
+    for (int64_t i = first; i < first + count; i++) high += of.highs[i], sum += of.values[i];
+    low = sum - 65536 * high;
+}
+
+// Where the code of a column is among the 32 that are unpacked together: in which of eight vectors, four codes to a lane.
+static HFQ_INLINE int vector_of(const Layer &layer, int k) {
+    if (layer.kind == AWQ || layer.bits == 8) return k / 4;
+    return layer.bits == 4 ? k / 8 * 2 + k % 2 : layer.bits == 2 ? k / 16 * 4 + k % 4 : k % 8;
+}
+static HFQ_INLINE int byte_of(const Layer &layer, int k) {
+    if (layer.kind == AWQ || layer.bits == 8) return k % 4;
+    return layer.bits == 4 ? k % 8 / 2 : layer.bits == 2 ? k % 16 / 4 : k / 8;
+}
+
+// By chunk: [digit][vector][byte]; totals of a span: of the highest digits, and of the two others.
+static void count_columns(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
+    int64_t size = layer.in_features;
+    int place[CHUNK];
+    for (int k = 0; k < CHUNK; k++) place[k] = 4 * vector_of(layer, k) + byte_of(layer, k);
+    for (int64_t group = 0; group < layer.groups; group++) {
+        int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
+        for (int64_t s = 0; s < group_spans(layer); s++, units++, sums += 2) {
+            int64_t k = start + s * SPAN, count = most(0, least(SPAN, stop - k)), left = group_chunks(layer) - s * (SPAN / CHUNK);
+            Integers found;
+            to_integers(x + least(k, size), count, found);
+            *units = found.unit;
+            add_up(found, 0, SPAN, sums[0], sums[1]);
+            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK)
+                for (int64_t j = 0; j < CHUNK; j++) put_digits(found.digits[i + j], digits + i * DIGITS + place[j], CHUNK);
+            digits += least(SPAN, left * CHUNK) * DIGITS;
         }
+    }
+}
+
+// By 8 * W codes: [digit][the first or second code of a byte][bytes]; totals of the highest digits, and of the two others, for each
+// eight codes, times what takes the codes' offset off a sum.
+static void count_rows(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
+    for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {
+        Integers found;
+        to_integers(x + k, least(SPAN, layer.in_features - k), found);
+        *units = found.unit * layer.unit;
+        for (int64_t i = 0; i < SPAN; i += 8 * W, digits += DIGITS * 8 * W, sums += 2 * W) {
+            for (int64_t lane = 0; lane < W; lane++) {
+                int32_t high, low;
+                add_up(found, i + 8 * lane, 8, high, low);
+                sums[lane] = -layer.offset * high, sums[W + lane] = -layer.offset * low;
+            }
+            for (int64_t j = 0; j < 8 * W; j++)
+                put_digits(found.digits[i + j], digits + j / 2 + ((j ^ layer.high_first) & 1) * 4 * W, 8 * W);
+        }
+    }
+}
+
+static void count_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, char *digits, float *units, int32_t *sums) {
+    for (int64_t m = 0; m < rows; m++)
+        (has_columns(layer) ? count_columns : count_rows)(
+            layer, x32 + m * stride, digits + m * digits_nbytes(layer), units + m * spans(layer), sums + m * totals(layer));
 }
 
 // ---- Rows of codes --------------------------------------------------------------------------------------------------
@@ -511,30 +795,84 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 #endif
 }
 
-static HFQ_INLINE vf decode_nibbles(const char *p, const float *values) {
-    vu words, shifts;
-    HFQ_UNROLL
-    for (int i = 0; i < W; i++) words[i] = load32(p + i / 8 * 4), shifts[i] = (uint32_t)(i % 8 * 4);
-    return look_up(words >> shifts & 15u, values);
+static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
+    vu words = (vu){} + load32(p), shifts;
+#if HFQ_PASS == 2
+    uint32_t second = load32(p + 4);
+    for (int i = 8; i < W; i++) words[i] = second;
+#endif
+    for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
+    return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
+// Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next place.
+static HFQ_INLINE vf decode_quads(const char *p, int place) {
+    vu words;
+#if HFQ_PASS == 2
+    uint16_t narrow[8];
+    __builtin_memcpy(narrow, p, 16);
+    for (int i = 0; i < W; i++) words[i] = (uint32_t)narrow[i % 8] >> 4 * (place + i / 8);
+#else
+    words = __builtin_convertvector(load<vuh>(p), vu) >> (uint32_t)(4 * place);
+#endif
+    return to_float(words & 15u);
+}
+
+// The codes of an output row, from a channel on: what `decode_two` and `code_at` read.
+struct Codes {
+    const char *row;
+    float values[16];
+    int first;  // the shift of a byte's first nibble
+};
+
+template <int KIND> static HFQ_INLINE const char *codes_of(const Layer &layer, int64_t n) {
+    if (KIND == QUADS) return layer.codes + 2 * (n / 4 * layer.in_features + n % 4 * 16);
+    return layer.codes + n * layer.row_nbytes;
+}
+
+template <int KIND> static HFQ_INLINE void open_codes(const Layer &layer, Codes &codes) {
+    if (KIND == NIBBLES) __builtin_memcpy(codes.values, layer.values, sizeof(codes.values));
+    codes.first = layer.high_first ? 4 : 0;
+}
+
+// The bytes that hold the codes from channel k on, and of how many; k is even for NIBBLES and a multiple of 16 for QUADS.
+template <int KIND> static HFQ_INLINE const char *codes_at(const char *row, int64_t k) {
+    return row + (KIND == NIBBLES ? k / 2 : KIND == QUADS ? k / 64 * 128 + k / 32 % 2 * 16 : k);
+}
 template <int KIND> constexpr int64_t bytes_of(int64_t codes) { return KIND == NIBBLES ? (codes + 1) / 2 : codes; }
 
-// 2 * W codes.
-template <int KIND> static HFQ_INLINE void decode_two(const char *p, const float *values, vf &low, vf &high) {
+// 2 * W codes from channel k on; e4m3 comes out divided by 256.
+template <int KIND> static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes, vf &low, vf &high) {
+    const char *p = codes_at<KIND>(row, k);
     if constexpr (KIND == NIBBLES) {
-        low = decode_nibbles(p, values), high = decode_nibbles(p + W / 2, values);
+        low = decode_nibbles(p, codes.values, codes.first), high = decode_nibbles(p + W / 2, codes.values, codes.first);
+        return;
+    }
+    if constexpr (KIND == QUADS) {
+        low = decode_quads(p, (int)(k % 32 / 8)), high = decode_quads(p, (int)(k % 32 / 8) + W / 8);
+        return;
+    }
+    if constexpr (KIND == INT8) {
+        low = from_int8(p), high = from_int8(p + W);
         return;
     }
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
-    __m128i codes = _mm_loadu_si128((const __m128i *)p);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3
-        ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16((short)0xBFFF))
-        : _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+        ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF))
+        : _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
     low = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(wide)), high = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1));
 #else
     low = decode<KIND>(p), high = decode<KIND>(p + W);
 #endif
+}
+
+template <int KIND> static float decode_one(const char *row, int64_t k, const Codes &codes) {
+    const char *p = codes_at<KIND>(row, k);
+    if (KIND == NIBBLES) return codes.values[(uint8_t)*p >> (4 * (k % 2) ^ codes.first) & 15];
+    if (KIND == QUADS) return (float)(load16(p + 2 * (k % 8)) >> 4 * (k % 32 / 8) & 15);
+    if (KIND == INT8) return (float)(int8_t)*p;
+    return code_value((uint8_t)*p, KIND);
 }
 
 // Whether any of these e4m3 codes is NaN.
@@ -551,77 +889,183 @@ static bool has_nan(const char *codes, int64_t count) {
     return found | parts[0] | parts[1] | parts[2] | parts[3];
 }
 
-// Weights [k, k + count) of one output row, as the reference computes them.
-template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
-    const char *row = layer.codes + n * layer.row_nbytes;
-    const float *values = (const float *)layer.zeros;
-    int64_t first = n / layer.block_out * layer.scale_stride;
-    for (int64_t at = k, stop; at < k + count; at = stop) {
-        int64_t segment = at / layer.block_in;
-        stop = least(k + count, (segment + 1) * layer.block_in);
-        float scale = scale_at(layer, first + segment);
-        bool slow = KIND == E4M3 && has_nan(row + at, stop - at);
-        int64_t i = at;
-        vf unit = all(KIND == E4M3 ? 256.0f : 1.0f), low, high;
-        if (!slow)
-            for (; i + 2 * W <= stop; i += 2 * W) {
-                decode_two<KIND>(row + bytes_of<KIND>(i), values, low, high);
-                low *= unit, high *= unit;
-                store(out + i - k, layer.divides ? low / scale : low * scale);
-                store(out + i - k + W, layer.divides ? high / scale : high * scale);
-            }
-        for (; i < stop; i++) {
-            float value = KIND == NIBBLES ? values[(uint8_t)row[i / 2] >> i % 2 * 4 & 15] : code_value((uint8_t)row[i], KIND);
-            out[i - k] = layer.divides ? value / scale : value * scale;
-        }
+// A weight, or W of them, as the reference computes it.
+template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V value, V scale, V zero) {
+    if (KIND == QUADS) return value * scale + zero;
+    if (KIND == INT8) return (value - zero) * scale * layer.shared;
+    if (KIND == NIBBLES) return (value - zero) * scale;
+    return layer.divides ? value / scale : value * scale;
+}
+
+// Weights whose groups are scattered over the input.
+template <int KIND> static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
+    Codes codes;
+    open_codes<KIND>(layer, codes);
+    const char *row = codes_of<KIND>(layer, n);
+    for (int64_t i = k; i < k + count; i++) {
+        int64_t group = group_of(layer, i);
+        float scale = scale_at(layer, scale_place(layer, n, group)), zero = row_zero(layer, n, group);
+        out[i - k] = weight_of<KIND, float>(layer, decode_one<KIND>(row, i, codes), scale, zero);
     }
 }
 
-// 4 * W codes times as many activations; the largest magnitude among the codes is kept in `worst`.
-template <int KIND> static HFQ_INLINE void dot_codes(const char *codes, const float *values, const float *x, vf *sum, vub &worst) {
+// Weights [k, k + count) of one output row, as the reference computes them.
+template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
+    if (KIND != E4M3 && KIND != E5M2 && layer.index_nbytes) return decode_scattered<KIND>(layer, n, k, count, out);
+    Codes codes;
+    open_codes<KIND>(layer, codes);
+    const char *row = codes_of<KIND>(layer, n);
+    for (int64_t at = k, stop; at < k + count; at = stop) {
+        int64_t segment = at / layer.block_in;
+        stop = least(k + count, (segment + 1) * layer.block_in);
+        float scale = scale_at(layer, scale_place(layer, n, segment)), zero = row_zero(layer, n, segment);
+        bool slow = KIND == E4M3 && has_nan(row + at, stop - at);
+        int64_t i = at;
+        vf low, high;
+        if (!slow)
+            for (; i + 2 * W <= stop; i += 2 * W) {
+                decode_two<KIND>(row, i, codes, low, high);
+                if (KIND == E4M3) low *= 256.0f, high *= 256.0f;
+                store(out + i - k, weight_of<KIND, vf>(layer, low, all(scale), all(zero)));
+                store(out + i - k + W, weight_of<KIND, vf>(layer, high, all(scale), all(zero)));
+            }
+        for (; i < stop; i++) out[i - k] = weight_of<KIND, float>(layer, decode_one<KIND>(row, i, codes), scale, zero);
+    }
+}
+
+// 4 * W codes, less a zero point, times as many activations; the largest magnitude among e4m3 codes is kept in `worst`.
+template <int KIND>
+static HFQ_INLINE void dot_codes(const char *row, int64_t k, const Codes &codes, vf zero, const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
-        decode_two<KIND>(codes + bytes_of<KIND>(j * W), values, low, high);
+        decode_two<KIND>(row, k + j * W, codes, low, high);
+        if (KIND == INT8 || KIND == NIBBLES) low -= zero, high -= zero;
         sum[j] = fma(low, load<vf>(x + j * W), sum[j]);
         sum[j + 1] = fma(high, load<vf>(x + (j + 1) * W), sum[j + 1]);
     }
     if (KIND != E4M3) return;
     HFQ_UNROLL
     for (int j = 0; j < 4 * W; j += 32) {
-        vub rest = load<vub>(codes + j) & 0x7F;
+        vub rest = load<vub>(row + k + j) & 0x7F;
         worst = rest > worst ? rest : worst;
     }
 }
 
 // The product with one activation row, straight from the codes.
 template <int KIND> static float dot_row(const Layer &layer, int64_t n, const float *x) {
-    const char *row = layer.codes + n * layer.row_nbytes;
-    const float *values = (const float *)layer.zeros;
-    int64_t first = n / layer.block_out * layer.scale_stride, size = layer.in_features;
+    Codes codes;
+    open_codes<KIND>(layer, codes);
+    const char *row = codes_of<KIND>(layer, n);
+    int64_t size = layer.in_features, first = scale_place(layer, n, 0);
+    const char *scales = layer.scales + 4 * first;  // of float32, one after the other
     vf total = all(0.0f);
     vub worst = {};
     for (int64_t at = 0, stop, segment = 0; at < size; at = stop, segment++) {
         stop = least(size, at + layer.block_in);
-        vf sum[4] = {};
+        vf sum[4] = {}, zero = all(KIND == E4M3 || KIND == E5M2 ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
-        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row + bytes_of<KIND>(i), values, x + i, sum, worst);
+        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
         if (i < stop) {
-            char codes[4 * W];
+            char rest[4 * W];
             float part[4 * W];
-            __builtin_memset(codes, 0, sizeof(codes)), __builtin_memset(part, 0, sizeof(part));
-            __builtin_memcpy(codes, row + bytes_of<KIND>(i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
-            dot_codes<KIND>(codes, values, part, sum, worst);
+            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memset(part, 0, sizeof(part));
+            __builtin_memcpy(rest, codes_at<KIND>(row, i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
+            dot_codes<KIND>(rest, 0, codes, zero, part, sum, worst);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        float scale = scale_at(layer, first + segment);
-        total = layer.divides ? total + piece / scale : fma(piece, all(scale), total);
+        float scale = layer.scale_dtype == F32 ? as_float(load32(scales + 4 * segment)) : scale_at(layer, first + segment * layer.scale_step);
+        bool divides = KIND <= E5M2 && layer.divides;
+        total = divides ? total + piece / scale : fma(piece, all(scale), total);
     }
     uint8_t magnitudes[32], found = 0;
     store(magnitudes, worst);
     for (int i = 0; i < 32; i++) found = found > magnitudes[i] ? found : magnitudes[i];
     if (KIND == E4M3 && found == 0x7F) return as_float(0x7FC00000);
-    return KIND == E4M3 ? 256.0f * sum_of(total) : sum_of(total);
+    return sum_of(total) * (KIND == E4M3 ? 256.0f : KIND == INT8 ? layer.shared : 1.0f);
+}
+
+// The scales of an output row's groups.
+static void row_scales(const Layer &layer, int64_t n, int64_t groups, float *out) {
+    int64_t place = scale_place(layer, n, 0), i = 0;
+    if (layer.scale_dtype == F32) { __builtin_memcpy(out, layer.scales + 4 * place, 4 * groups); return; }
+    for (; i + W <= groups && layer.scale_dtype != NESTED; i += W) {
+        const char *at = layer.scales + (place + i) * (layer.scale_dtype == BF16 || layer.scale_dtype == F16 ? 2 : 1);
+        if (layer.scale_dtype == F16) store(out + i, from_half(load<vuh>(at)));
+        else if (layer.scale_dtype == BF16) store(out + i, (vf)(__builtin_convertvector(load<vuh>(at), vu) << 16));
+        else if (layer.scale_dtype == E8M0) {
+            vu exponents = __builtin_convertvector(load<vuc>(at), vu), none = (vu)(exponents == 0), nan = (vu)(exponents == 255);
+            store(out + i, (vf)((exponents << 23 | (none & 0x00400000u)) | (nan & 0x7FC00000u)));
+        } else {
+            vf scales = decode<E4M3>(at) * 256.0f;
+            store(out + i, layer.divides ? scales / layer.shared : scales * layer.shared);
+        }
+    }
+    for (; i < groups; i++) out[i] = scale_at(layer, place + i);
+}
+
+// What is added to the codes of an output row's groups, in each of four bytes: 15 less the zero point.
+static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *out) {
+    int64_t i = 0;
+    vu shifts = (vu){} + (uint32_t)(n % 8 * 4);
+    if (layer.row_zeros == GROUP_WORDS)
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
+    for (; i + W <= groups && layer.row_zeros == OUTPUT_WORDS; i += W)
+        store(out + i, (15u - (load<vu>(layer.zeros + 4 * (n / 8 * layer.groups + i)) >> shifts & 15u)) * 0x01010101u);
+    for (; i + W <= groups && W == 8; i += W)
+        store(out + i, (15u - ((vu){} + load32(layer.zeros + 4 * (n * layer.zero_words + i / 8)) >> shifts & 15u)) * 0x01010101u);
+    for (; i < groups; i++)
+        out[i] = (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
+}
+
+// The products of one output row and ROWS activation rows, all as integers.
+template <int ROWS> static void dot_integers(const Call &call, int64_t row, int64_t n, float *scratch) {
+    const Layer &layer = *call.layer;
+    int64_t size = layer.in_features, padded = up(size, SPAN), group_size = least(layer.block_in, padded);
+    int64_t each = digits_nbytes(layer), groups = (size + group_size - 1) / group_size;
+    const char *codes = codes_of<NIBBLES>(layer, n);
+    const bool has_table = layer.row_zeros == NONE && layer.unit != 1;
+    float *scales = scratch, *shifts = scratch + groups + W;
+    row_scales(layer, n, groups, scales);
+    __builtin_memset(scales + groups, 0, 4 * W);
+    if (layer.row_zeros != NONE) row_shifts(layer, n, groups, (uint32_t *)shifts);
+    vi places;
+    for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
+    vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
+    vb table;
+    for (int lane = 0; lane < W / 4; lane++) __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
+    vf total[ROWS];
+    for (int m = 0; m < ROWS; m++) total[m] = all(0.0f);
+    for (int64_t k = 0; k < size; k += 8 * W) {
+        char rest[4 * W];
+        const char *at = codes + k / 2;
+        if (size - k < 8 * W) {
+            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (size - k + 1) / 2);
+            at = rest;
+        }
+        vb first = (vb)(load<vu>(at) & 0x0F0F0F0Fu), second = (vb)(load<vu>(at) >> 4 & 0x0F0F0F0Fu);
+        if (has_table) first = pick_bytes(table, first), second = pick_bytes(table, second);
+        if (layer.row_zeros != NONE) {
+            vb shift = (vb)pick_floats(load<vf>(shifts + k / group_size), places);
+            first += shift, second += shift;
+        }
+        vf scale = pick_floats(load<vf>(scales + k / group_size), places);
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++) {
+            const char *digits = call.digits + (row + m) * each + DIGITS * k;
+            const int32_t *totals = call.totals + (row + m) * (padded / 4) + k / 4;
+            vs sum[DIGITS];
+            HFQ_UNROLL
+            for (int d = 0; d < DIGITS; d++)
+                sum[d] = dot_bytes(first, load<vsb>(digits + 8 * W * d)) + dot_bytes(second, load<vsb>(digits + 8 * W * d + 4 * W));
+            vi high = dot_shorts(sum[0], ones) + load<vi>(totals);
+            vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + W);
+            vf unit = all(call.units[(row + m) * (padded / SPAN) + k / SPAN]);
+            vf value = fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
+            total[m] = fma(value * unit, scale, total[m]);
+        }
+    }
+    for (int m = 0; m < ROWS; m++) put(call, row + m, n, sum_of(total[m]));
 }
 
 // sums[r][m] += w[r] . x[m] over a step of decoded weights, for 4 output rows and ROWS activation rows.
@@ -672,17 +1116,43 @@ template <int KIND> static void rows_tile(const Call &call, int64_t n, int64_t c
 }
 
 template <int KIND> static void rows_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    if (call.rows > 1) return rows_tile<KIND>(call, n, count, scratch);
-    for (int64_t r = n; r < n + count; r++) put(call, 0, r, dot_row<KIND>(*call.layer, r, call.x32));
+    bool direct = KIND != QUADS && !call.layer->index_nbytes;
+    if (call.rows > 1 || !direct) return rows_tile<KIND>(call, n, count, scratch);
+    if constexpr (KIND != QUADS)
+        for (int64_t r = n; r < n + count; r++) put(call, 0, r, dot_row<KIND>(*call.layer, r, call.x32));
+}
+
+static void integers_of(const Call &call, int64_t n, int64_t count, float *scratch) {
+    for (int64_t row = 0; row < call.rows; row += 4)
+        for (int64_t r = n; r < n + count; r++) switch (call.rows - row) {
+            case 1: dot_integers<1>(call, row, r, scratch); break;
+            case 2: dot_integers<2>(call, row, r, scratch); break;
+            case 3: dot_integers<3>(call, row, r, scratch); break;
+            default: dot_integers<4>(call, row, r, scratch);
+        }
 }
 
 static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
+    if (call.digits) return integers_of(call, n, count, scratch);
     switch (call.layer->kind) {
         case E4M3: return rows_of<E4M3>(call, n, count, scratch);
         case E5M2: return rows_of<E5M2>(call, n, count, scratch);
+        case INT8: return rows_of<INT8>(call, n, count, scratch);
+        case QUADS: return rows_of<QUADS>(call, n, count, scratch);
         default: return rows_of<NIBBLES>(call, n, count, scratch);
+    }
+}
+
+typedef void (*DecodeRow)(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out);
+static DecodeRow row_decoder(const Layer &layer) {
+    switch (layer.kind) {
+        case E4M3: return decode_row<E4M3>;
+        case E5M2: return decode_row<E5M2>;
+        case INT8: return decode_row<INT8>;
+        case QUADS: return decode_row<QUADS>;
+        default: return decode_row<NIBBLES>;
     }
 }
 
@@ -708,9 +1178,7 @@ static void rows_panel(const void *context, int64_t part, float *scratch) {
     for (int64_t r = first; r < stop; r++)
         for (int64_t k = 0; k < layer.in_features; k += 1024) {
             int64_t count = least(1024, layer.in_features - k);
-            if (layer.kind == E4M3) decode_row<E4M3>(layer, panel.start + r, k, count, scratch);
-            else if (layer.kind == E5M2) decode_row<E5M2>(layer, panel.start + r, k, count, scratch);
-            else decode_row<NIBBLES>(layer, panel.start + r, k, count, scratch);
+            row_decoder(layer)(layer, panel.start + r, k, count, scratch);
             store_panel(panel.out, panel.dtype, r * layer.in_features + k, scratch, count);
         }
 }
@@ -733,23 +1201,6 @@ static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     if (P::is_high) return to_float(word >> P::shift);
     if (SHIFTED) return to_float(word >> P::shift & mask);
     return to_float(word & (mask << P::shift));
-}
-
-template <int BITS, int CODE> static void exponents(float *powers) {  // what undoes the codes' exponents
-    powers[CODE] = as_float((uint32_t)(127 - Place<BITS, CODE>::exponent) << 23);
-    if constexpr (CODE > 0) exponents<BITS, CODE - 1>(powers);
-}
-
-// sum[m] += code * spread[code][m], for the codes [CODE, STOP) of one column vector.
-template <int BITS, int ROWS, int PARTS, int CODE, int STOP>
-static HFQ_INLINE void add_codes(const char *words, int64_t pitch, const float *spread, vf (*sum)[PARTS]) {
-    if constexpr (CODE < STOP) {
-        vf code = code_at<BITS, CODE, false>(words, pitch);
-        HFQ_UNROLL
-        for (int m = 0; m < ROWS; m++)
-            sum[m][CODE % PARTS] = fma(code, load<vf>(spread + (CODE * ROWS + m) * W), sum[m][CODE % PARTS]);
-        add_codes<BITS, ROWS, PARTS, CODE + 1, STOP>(words, pitch, spread, sum);
-    }
 }
 
 // The least number of codes that take whole words: those of one word, or all 32 where some lie in two words.
@@ -786,40 +1237,16 @@ static Decode decoder(const Layer &layer) {
     return bits == 2 ? decode_words<2> : bits == 3 ? decode_words<3> : bits == 4 ? decode_words<4> : decode_words<8>;
 }
 
-// sum[m] += code * spread[code][m] for up to 32 codes of one column vector: decoded in registers if BITS is not 0.
-template <int BITS, int ROWS, int PARTS>
-static HFQ_INLINE void add_block(
-    const char *words, int64_t pitch, int64_t codes, const float *spread, vf (*sum)[PARTS], Decode decode_block) {
-    if constexpr (BITS != 0) {
-        for (int64_t c = 0; c < codes; c += unit<BITS>())
-            add_codes<BITS, ROWS, PARTS, 0, unit<BITS>()>(words + c * BITS / 32 * pitch, pitch, spread + c * ROWS * W, sum);
-    } else {
-        float decoded[32 * W];
-        decode_block(words, pitch, codes, decoded);
-        int64_t c = 0;
-        for (; c + PARTS <= codes; c += PARTS)
-            HFQ_UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                vf code = load<vf>(decoded + (c + p) * W);
-                HFQ_UNROLL
-                for (int m = 0; m < ROWS; m++) sum[m][p] = fma(code, load<vf>(spread + ((c + p) * ROWS + m) * W), sum[m][p]);
-            }
-        for (; c < codes; c++)
-            for (int m = 0; m < ROWS; m++)
-                sum[m][0] = fma(load<vf>(decoded + c * W), load<vf>(spread + (c * ROWS + m) * W), sum[m][0]);
-    }
-}
-
-// The scales of `count` columns of a group, padded with zeros to whole vectors.
-static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out) {
+// The scales of `count` columns of a group, padded with zeros to `wide` columns.
+static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
     int64_t place = group * layer.out_features + n, i = 0;
     if (layer.scale_dtype == F16)
         for (; i + W <= count; i += W) store(out + i, from_half(load<vuh>(layer.scales + 2 * (place + i))));
     for (; i < count; i++) out[i] = scale_at(layer, place + i);
-    for (; i % W; i++) out[i] = 0;
+    for (; i < wide; i++) out[i] = 0;
 }
 
-static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out) {
+static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
     int64_t i = 0;
     if (layer.bits == 4) {
         vu shifts, mask = (vu){} + 15u;
@@ -837,93 +1264,226 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
         }
     }
     for (; i < count; i++) out[i] = zero_at(layer, group, n + i);
-    for (; i % W; i++) out[i] = 0;
+    for (; i < wide; i++) out[i] = 0;
 }
 
-// The words of a column vector's codes [k, k + codes); one that is cut off by the last column is copied and padded.
+// The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last column, or the end of a
+// group, is copied and padded.
 struct Words {
     const char *at;
     int64_t pitch;
-    char copy[32 * 4 * W];
-    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns) {
-        int64_t rows = codes, nbytes = columns / 2;
+    char copy[CHUNK * 4 * W];
+    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns, int64_t most_columns, int64_t most_codes) {
+        int64_t rows = codes, nbytes = columns / 2, wide = most_columns / 2;
         if (layer.kind == AWQ) {
             pitch = 4 * layer.zero_words, at = layer.codes + k * pitch + n / 2;
         } else {
-            rows = codes * layer.bits / 32, nbytes = 4 * columns;
+            rows = codes * layer.bits / 32, nbytes = 4 * columns, wide = 4 * most_columns;
             pitch = 4 * layer.out_features, at = layer.codes + k * layer.bits / 32 * pitch + 4 * n;
         }
-        if (columns >= W) return;
+        if (columns >= most_columns && codes >= most_codes) return;
         __builtin_memset(copy, 0, sizeof(copy));
-        for (int64_t r = 0; r < rows; r++) __builtin_memcpy(copy + 4 * W * r, at + pitch * r, nbytes);
-        at = copy, pitch = 4 * W;
+        for (int64_t r = 0; r < rows; r++) __builtin_memcpy(copy + wide * r, at + pitch * r, least(nbytes, wide));
+        at = copy, pitch = wide;
     }
 };
 
-// Rows that were added to fill a pass are left out.
-static void put_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, const float *y, int64_t wide) {
-    for (int64_t m = 0; m < least(rows, call.rows - row); m++)
-        for (int64_t i = 0; i < count; i++) put(call, row + m, n + i, y[m * wide + i]);
+// CHUNK codes of W columns, or of AWQ the next four codes of 8 * W columns: four codes of a column to a lane.
+template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pitch, vb *out) {
+    if constexpr (BITS == 0) {
+        vu row[4];
+        HFQ_UNROLL
+        for (int k = 0; k < 4; k++) row[k] = load<vu>(words + k * pitch);
+        HFQ_UNROLL
+        for (int part = 0; part < 2; part++) {
+            vb codes[4];
+            HFQ_UNROLL
+            for (int k = 0; k < 4; k++) codes[k] = (vb)(row[k] >> 4 * part & 0x0F0F0F0Fu);
+            vb a = low_bytes(codes[0], codes[1]), b = low_bytes(codes[2], codes[3]);
+            vb c = high_bytes(codes[0], codes[1]), d = high_bytes(codes[2], codes[3]);
+            out[4 * part] = low_pairs(a, b), out[4 * part + 1] = high_pairs(a, b);
+            out[4 * part + 2] = low_pairs(c, d), out[4 * part + 3] = high_pairs(c, d);
+        }
+    } else if constexpr (BITS == 3) {  // 24 bits hold eight codes: first the first, second and third bytes of all four such
+        vu w0 = load<vu>(words), w1 = load<vu>(words + pitch), w2 = load<vu>(words + 2 * pitch), low = (vu){} + 0xFFu;
+        vu a = (w0 & low) | (w0 >> 16 & 0xFF00u) | (w1 & 0xFF0000u) | (w2 << 16 & 0xFF000000u);
+        vu b = (w0 >> 8 & low) | (w1 << 8 & 0xFF00u) | (w1 >> 8 & 0xFF0000u) | (w2 << 8 & 0xFF000000u);
+        vu c = (w0 >> 16 & low) | (w1 & 0xFF00u) | (w2 << 16 & 0xFF0000u) | (w2 & 0xFF000000u);
+        vu all_ones = (vu){} + 0x07070707u;
+        out[0] = (vb)(a & all_ones), out[1] = (vb)(a >> 3 & all_ones);
+        out[2] = (vb)((a >> 6 & 0x03030303u) | (b << 2 & 0x04040404u));
+        out[3] = (vb)(b >> 1 & all_ones), out[4] = (vb)(b >> 4 & all_ones);
+        out[5] = (vb)((b >> 7 & 0x01010101u) | (c << 1 & 0x06060606u));
+        out[6] = (vb)(c >> 2 & all_ones), out[7] = (vb)(c >> 5 & all_ones);
+    } else {
+        const int parts = 8 / BITS;
+        HFQ_UNROLL
+        for (int v = 0; v < 8; v++) {
+            vu word = load<vu>(words + v / parts * pitch);
+            out[v] = (vb)(BITS == 8 ? word : word >> BITS * (v % parts) & (BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u));
+        }
+    }
 }
 
-// Groups one after the other: sums of codes first, the group's scale and zero point once at its end.
-template <int BITS, int ROWS> static void columns_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
-    const int PARTS = ROWS == 1 ? 4 : 1;
-    const Layer &layer = *call.layer;
-    int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
-    float *y = scratch, *sums = y + ROWS * wide, *scales = sums + ROWS * wide, *zeros = scales + wide, *spread = zeros + wide;
-    float powers[32];
-    for (int c = 0; c < 32; c++) powers[c] = 1;
-    if constexpr (BITS != 0)
-        for (int c = 0; c < 32; c += unit<BITS>()) exponents<BITS, unit<BITS>() - 1>(powers + c);
-    __builtin_memset(y, 0, sizeof(float) * ROWS * wide);
-    for (int64_t group = 0; group < layer.groups; group++) {
-        int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
-        __builtin_memset(sums, 0, sizeof(float) * ROWS * wide);
-        for (int64_t k = start; k < stop; k += 32) {
-            int64_t codes = least(32, stop - k);
-            for (int64_t c = 0; c < codes; c++)
-                HFQ_UNROLL
-                for (int m = 0; m < ROWS; m++)
-                    store(spread + (c * ROWS + m) * W, all(call.x32[(row + m) * call.stride + k + c] * powers[c]));
-            for (int64_t i = 0; i < wide; i += W) {
-                Words words;
-                words.take(layer, k, codes, n + i, count - i);
-                vf sum[ROWS][PARTS];
-                HFQ_UNROLL
-                for (int m = 0; m < ROWS; m++) {
-                    sum[m][0] = load<vf>(sums + m * wide + i);
-                    HFQ_UNROLL
-                    for (int p = 1; p < PARTS; p++) sum[m][p] = all(0.0f);
-                }
-                add_block<BITS, ROWS, PARTS>(words.at, words.pitch, codes, spread, sum, decoder(layer));
-                HFQ_UNROLL
-                for (int m = 0; m < ROWS; m++) {
-                    vf whole = sum[m][0];
-                    if (PARTS == 4) whole = (sum[m][0] + sum[m][PARTS / 4]) + (sum[m][PARTS / 2] + sum[m][PARTS - 1]);
-                    store(sums + m * wide + i, whole);
-                }
-            }
-        }
-        group_scales(layer, group, n, count, scales);
-        group_zeros(layer, group, n, count, zeros);
+static HFQ_INLINE vsb spread(const char *digits) { return (vsb)((vu){} + load32(digits)); }
+
+// A chunk of codes times the digits of its activations.
+template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+    const vs ones = (vs){} + (int16_t)1;
+    vi sum[DIGITS];
+    HFQ_UNROLL
+    for (int d = 0; d < DIGITS; d++) {
+        vs total = {};
         HFQ_UNROLL
-        for (int m = 0; m < ROWS; m++) {
-            vf shift = all(-call.sums[(row + m) * layer.groups + group]);
-            for (int64_t i = 0; i < wide; i += W) {
-                vf centred = fma(load<vf>(zeros + i), shift, load<vf>(sums + m * wide + i));
-                store(y + m * wide + i, fma(load<vf>(scales + i), centred, load<vf>(y + m * wide + i)));
+        for (int v = 0; v < 8; v++) total += dot_bytes(codes[v], spread(digits + d * CHUNK + 4 * v));
+        sum[d] = dot_shorts(total, d == 1 ? ones * (int16_t)256 : ones);
+    }
+    store(high, load<vi>(high) + sum[0]);
+    store(low, load<vi>(low) + (sum[1] + sum[2]));
+}
+
+// Of eight bits: the halves of a code each by itself, since int16 holds no more.
+template <> HFQ_INLINE void add_chunk<8>(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+    const vs ones = (vs){} + (int16_t)1;
+    vs first[DIGITS] = {}, second[DIGITS] = {};
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        vb lower = (vb)((vu)codes[v] & 0x0F0F0F0Fu), upper = (vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu);
+        HFQ_UNROLL
+        for (int d = 0; d < DIGITS; d++) {
+            vsb x = spread(digits + d * CHUNK + 4 * v);
+            first[d] += dot_bytes(lower, x), second[d] += dot_bytes(upper, x);
+        }
+    }
+    vi sum[DIGITS];
+    HFQ_UNROLL
+    for (int d = 0; d < DIGITS; d++) {
+        vs weight = d == 1 ? ones * (int16_t)256 : ones;
+        sum[d] = dot_shorts(first[d], weight) + dot_shorts(second[d], weight * (int16_t)16);
+    }
+    store(high, load<vi>(high) + sum[0]);
+    store(low, load<vi>(low) + (sum[1] + sum[2]));
+}
+
+// As add_chunk, for the codes of two column vectors, straight from their words.
+template <int BITS> static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
+    const int parts = 8 / BITS;
+    const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
+    vs a[DIGITS] = {}, b[DIGITS] = {};
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        const char *at = words + v / parts * pitch;
+        const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
+        vb first = (vb)(load<vu>(at) >> BITS * (v % parts) & mask), second = (vb)(load<vu>(at + 4 * W) >> BITS * (v % parts) & mask);
+        HFQ_UNROLL
+        for (int d = 0; d < DIGITS; d++) {
+            vsb x = spread(digits + d * CHUNK + 4 * v);
+            a[d] += dot_bytes(first, x), b[d] += dot_bytes(second, x);
+        }
+    }
+    store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
+    store(low, load<vi>(low) + (dot_shorts(a[1], heavier) + dot_shorts(a[2], ones)));
+    store(low + W, load<vi>(low + W) + (dot_shorts(b[1], heavier) + dot_shorts(b[2], ones)));
+}
+
+// As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
+static HFQ_INLINE void add_awq(const vb *codes, const char *digits, int set, int32_t *high, int32_t *low) {
+    const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
+    vsb x[DIGITS];
+    HFQ_UNROLL
+    for (int d = 0; d < DIGITS; d++) x[d] = spread(digits + d * CHUNK + 4 * set);
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        store(high + v * W, load<vi>(high + v * W) + dot_shorts(dot_bytes(codes[v], x[0]), ones));
+        vi rest = dot_shorts(dot_bytes(codes[v], x[1]), heavier) + dot_shorts(dot_bytes(codes[v], x[2]), ones);
+        store(low + v * W, load<vi>(low + v * W) + rest);
+    }
+}
+
+// The column whose sum is the i-th of a tile: AWQ's come out in the order that they are unpacked in.
+template <int BITS> static HFQ_INLINE int64_t column_of(int64_t i) {
+    if (BITS != 0) return i;
+    const int first[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
+    int64_t lane = i % W, vector = i / W % 8;
+    return i / (8 * W) * 8 * W + 8 * (lane / 4 * 4 + vector % 4) + first[vector / 4][lane % 4];
+}
+
+// sum over the chunks of a span of a group, for all columns of a tile.
+template <int BITS>
+static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k, int64_t stop,
+                     const char *digits, int32_t *high, int32_t *low, int64_t wide) {
+    const Layer &layer = *call.layer;
+    const int64_t step = BITS == 0 ? 8 * W : W, each = digits_nbytes(layer);
+    for (; k < stop; k += CHUNK, digits += DIGITS * CHUNK) {
+        int64_t i = 0;
+        if constexpr (BITS == 2 || BITS == 4)
+            if (rows == 1 && stop - k >= CHUNK) {
+                const int64_t pitch = 4 * layer.out_features;
+                const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
+                for (; i + 2 * W <= count; i += 2 * W) add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+            }
+        for (; i < count; i += step) {
+            Words words;
+            vb codes[8];
+            words.take(layer, k, least(CHUNK, stop - k), n + i, count - i, step, CHUNK);
+            if constexpr (BITS == 0) {
+                for (int set = 0; set < 8; set++) {
+                    unpack<0>(words.at + 4 * set * words.pitch, words.pitch, codes);
+                    for (int64_t m = 0; m < rows; m++)
+                        add_awq(codes, digits + (row + m) * each, set, high + m * wide + i, low + m * wide + i);
+                }
+            } else {
+                unpack<BITS>(words.at, words.pitch, codes);
+                for (int64_t m = 0; m < rows; m++)
+                    add_chunk<BITS>(codes, digits + (row + m) * each, high + m * wide + i, low + m * wide + i);
             }
         }
     }
-    put_tile(call, row, ROWS, n, count, y, wide);
+}
+
+// A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points taken off, span by span.
+template <int BITS> static void integer_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *call.layer;
+    const int64_t wide = up(count, BITS == 0 ? 8 * W : W), size = layer.in_features;
+    float *y = scratch, *scales = y + rows * wide, *loose = scales + wide;
+    int32_t *zeros = (int32_t *)(loose + wide), *high = zeros + wide, *low = high + rows * wide;
+    const char *digits = call.digits;
+    __builtin_memset(y, 0, 4 * rows * wide);
+    for (int64_t group = 0, span = 0; group < layer.groups; group++) {
+        int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
+        group_scales(layer, group, n, count, loose, wide);
+        for (int64_t i = 0; i < wide; i++) scales[i] = loose[column_of<BITS>(i)];
+        group_zeros(layer, group, n, count, loose, wide);
+        for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column_of<BITS>(i)];
+        for (int64_t s = 0; s < group_spans(layer); s++, span++) {
+            int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
+            __builtin_memset(high, 0, 8 * rows * wide);
+            add_span<BITS>(call, row, rows, n, count, k, least(k + SPAN, stop), digits, high, low, wide);
+            digits += chunks * DIGITS * CHUNK;
+            for (int64_t m = 0; m < rows; m++) {
+                const int32_t *sums = call.totals + (row + m) * totals(layer) + 2 * span;
+                vf unit = all(call.units[(row + m) * spans(layer) + span]);
+                vu high_sum = (vu){} + (uint32_t)sums[0], low_sum = (vu){} + (uint32_t)sums[1];
+                for (int64_t i = 0; i < wide; i += W) {
+                    vu zero = load<vu>(zeros + i);
+                    vi above = (vi)(load<vu>(high + m * wide + i) - zero * high_sum);
+                    vi below = (vi)(load<vu>(low + m * wide + i) - zero * low_sum);
+                    vf value = fma(__builtin_convertvector(above, vf), all(65536.0f), __builtin_convertvector(below, vf));
+                    store(y + m * wide + i, fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
+                }
+            }
+        }
+    }
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < wide; i++)
+            if (column_of<BITS>(i) < count) put(call, row + m, n + column_of<BITS>(i), y[m * wide + i]);
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
 static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wide, float *scales, float *zeros) {
     for (int64_t group = 0; group < layer.groups; group++) {
-        group_scales(layer, group, n, count, scales + group * wide);
-        group_zeros(layer, group, n, count, zeros + group * wide);
+        group_scales(layer, group, n, count, scales + group * wide, wide);
+        group_zeros(layer, group, n, count, zeros + group * wide, wide);
     }
 }
 
@@ -940,7 +1500,7 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < wide; i += W) {
             Words words;
-            words.take(layer, k, codes, n + i, count - i);
+            words.take(layer, k, codes, n + i, count - i, W, 0);
             decode_block(words.at, words.pitch, codes, decoded);
             vf sum[ROWS];
             HFQ_UNROLL
@@ -954,33 +1514,25 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
             for (int m = 0; m < ROWS; m++) store(y + m * wide + i, sum[m]);
         }
     }
-    put_tile(call, row, ROWS, n, count, y, wide);
-}
-
-template <int ROWS> static void several_rows(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
-    if (is_scattered(*call.layer)) scattered_tile<ROWS>(call, row, n, count, scratch);
-    else columns_tile<0, ROWS>(call, row, n, count, scratch);
-}
-
-static void one_row(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
-    if (is_scattered(*call.layer)) return scattered_tile<1>(call, row, n, count, scratch);
-    if (call.layer->kind == AWQ) return columns_tile<0, 1>(call, row, n, count, scratch);
-    switch (call.layer->bits) {
-        case 2: return columns_tile<2, 1>(call, row, n, count, scratch);
-        case 3: return columns_tile<3, 1>(call, row, n, count, scratch);
-        case 4: return columns_tile<4, 1>(call, row, n, count, scratch);
-        default: return columns_tile<8, 1>(call, row, n, count, scratch);
-    }
+    for (int64_t m = 0; m < least(ROWS, call.rows - row); m++)
+        for (int64_t i = 0; i < count; i++) put(call, row + m, n + i, y[m * wide + i]);
 }
 
 static void columns_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
+    const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
-    for (int64_t row = 0, rest; row < call.rows; row += PASS) {
-        rest = call.rows - row;
-        if (rest == 1) one_row(call, row, n, count, scratch);
-        else if (rest <= PASS / 2) several_rows<PASS / 2>(call, row, n, count, scratch);
-        else several_rows<PASS>(call, row, n, count, scratch);
+    for (int64_t row = 0, rows; row < call.rows; row += PASS) {
+        rows = least(PASS, call.rows - row);
+        if (!call.digits) {
+            if (rows == 1) scattered_tile<1>(call, row, n, count, scratch);
+            else if (rows <= PASS / 2) scattered_tile<PASS / 2>(call, row, n, count, scratch);
+            else scattered_tile<PASS>(call, row, n, count, scratch);
+        } else if (bits == 0) integer_tile<0>(call, row, rows, n, count, scratch);
+        else if (bits == 2) integer_tile<2>(call, row, rows, n, count, scratch);
+        else if (bits == 3) integer_tile<3>(call, row, rows, n, count, scratch);
+        else if (bits == 4) integer_tile<4>(call, row, rows, n, count, scratch);
+        else integer_tile<8>(call, row, rows, n, count, scratch);
     }
 }
 
@@ -996,8 +1548,14 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
         for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0; i < count; i += W) {
             Words words;
-            words.take(layer, k, codes, panel.start + first + i, count - i);
+            words.take(layer, k, codes, panel.start + first + i, count - i, W, 0);
             decode_block(words.at, words.pitch, codes, decoded);
+            if (panel.dtype == F32 && count - i >= W && places[0] == places[codes - 1] && !layer.index_nbytes) {
+                vf scale = load<vf>(scales + places[0] + i), zero = load<vf>(zeros + places[0] + i);
+                float *to = (float *)panel.out + k * panel.count + first + i;
+                for (int64_t c = 0; c < codes; c++, to += panel.count) store(to, (load<vf>(decoded + c * W) - zero) * scale);
+                continue;
+            }
             for (int64_t c = 0; c < codes; c++) {
                 float *code = decoded + c * W;
                 store(code, (load<vf>(code) - load<vf>(zeros + places[c] + i)) * load<vf>(scales + places[c] + i));

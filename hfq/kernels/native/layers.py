@@ -2,86 +2,76 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from hfq.formats import Format
 from hfq.formats.awq import Awq
+from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.formats.fp4 import E2M1
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.formats.mxfp4 import MXINT4, Mxfp4
+from hfq.formats.scaled import ScaledCodes
+from hfq.kernels.native import nibbles
+from hfq.kernels.native.structure import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
 
 __all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Activations that the compiled part reads, and scales, by the numbers it knows them by."""
-
 MOST_GROUPS = 1024
 """The most groups of an input: their scales for a few columns must fit into the memory that each thread keeps."""
-
-_SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3}
-_ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
-_E4M3, _E5M2, _NIBBLES, _GPTQ, _AWQ = range(5)
-_OFFSET = tuple(float(code - 8) for code in range(16))
-_VALUES = {values: (ctypes.c_float * 16)(*values) for values in (_OFFSET, E2M1, MXINT4)}
-"""What 4-bit codes stand for, in memory that outlives every call."""
-
-
-class NativeLayer(ctypes.Structure):
-    """`Layer` of kernels.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "index")),
-        *((name, ctypes.c_int64) for name in ("in_features", "out_features", "block_out", "block_in", "scale_stride")),
-        *((name, ctypes.c_int64) for name in ("groups", "zero_words", "row_nbytes")),
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "scale_dtype", "divides", "zero_reading", "index_nbytes")),
-    )
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
     """Why the compiled part cannot multiply by a layer, or None where it can."""
     if isinstance(weight_format, Fp8) and weight_format.block_offset != (0, 0):
         return "the layer is cut within a block"
-    if type(weight_format) in (Fp8, Mxfp4):  # a subclass may mean its codes otherwise
-        return None
-    if type(weight_format) is PackQuantized:
-        return _against_pack_quantized(weight_format, in_features)
-    if not isinstance(weight_format, Gptq | Awq) or type(weight_format) not in (Gptq, Awq):
+    if _describer(weight_format) is None:
         return f"it does not read {weight_format.name}"
-    if isinstance(weight_format, Awq) and (weight_format.version != "gemm" or weight_format.num_bits != 4):
-        return f"it does not read awq {weight_format.version} of {weight_format.num_bits} bits"
+    if isinstance(weight_format, PackQuantized):
+        return nibbles.against_pack_quantized(weight_format, in_features)
+    if isinstance(weight_format, Bnb4Bit):
+        return nibbles.against_bnb(weight_format, in_features)
+    if isinstance(weight_format, ScaledCodes) and weight_format.has_columns:
+        return "it does not read scales of input channels"
+    return _against_groups(weight_format, in_features) if isinstance(weight_format, Gptq | Awq) else None
+
+
+def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
+    if isinstance(weight_format, Awq) and weight_format.num_bits != 4:
+        return f"it does not read awq of {weight_format.num_bits} bits"
+    if isinstance(weight_format, Awq) and weight_format.version == "gemv_fast" and weight_format.group_size % 32:
+        return None if weight_format.group_size == -1 else "a group ends within 32 interleaved channels"
     if isinstance(weight_format, Gptq) and weight_format.is_planar:
         return "it does not read gptq's bit planes"
     groups = 1 if weight_format.group_size == -1 else -(-in_features // weight_format.group_size)
     return f"{groups} groups are more than {MOST_GROUPS}" if groups > MOST_GROUPS else None
 
 
-def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
-    if weight_format.num_bits != 4 or not weight_format.is_symmetric or weight_format.has_g_idx:
-        return "of pack-quantized it reads 4-bit codes without zero points and act-order"
-    groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
-    return "a group ends within a byte" if groups > 1 and -(-in_features // groups) % 2 else None
-
-
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
     """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read."""
     out_features, in_features = weight_format.shape(tensors)
-    is_strided = not all(tensor.is_contiguous() for tensor in tensors.values())
-    if is_strided or reason_against(weight_format, in_features, out_features) is not None:
+    is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
+    describe = _describer(weight_format)
+    if describe is None or is_strided or reason_against(weight_format, in_features, out_features) is not None:
         return None
-    if isinstance(weight_format, Fp8):
-        return _fp8(weight_format, tensors, out_features, in_features)
-    if isinstance(weight_format, Gptq):
-        return _gptq(weight_format, tensors, out_features, in_features)
-    if isinstance(weight_format, Awq):
-        return _awq(weight_format, tensors, out_features, in_features)
-    if isinstance(weight_format, Mxfp4 | PackQuantized):
-        return _nibbles(weight_format, tensors, out_features, in_features)
-    return None
+    return describe(weight_format, tensors, out_features, in_features)
+
+
+def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
+    """What describes a format's layers; None for a subclass, which may mean its codes otherwise."""
+    if isinstance(weight_format, Awq) and type(weight_format) is Awq:
+        return _awq if weight_format.version == "gemm" else nibbles.awq_rows
+    if isinstance(weight_format, ScaledCodes):
+        kind = type(weight_format)
+        is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
+        return _scaled if is_plain and weight_format.zero_dtype in (None, "I8") else None
+    if nibbles.is_fp4(weight_format):
+        return nibbles.fp4
+    describers: dict[type, Callable[..., NativeLayer]] = {
+        Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
+    }  # fmt: skip
+    return describers.get(type(weight_format))
 
 
 def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
@@ -97,24 +87,25 @@ def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: 
     }[weight_format.strategy]
     return NativeLayer(
         codes=tensors["weight"].data_ptr(), scales=scale.data_ptr(), in_features=in_features, out_features=out_features,
-        row_nbytes=in_features,
-        block_out=block_out, block_in=block_in, scale_stride=stride, scale_dtype=_SCALES[scale.dtype],
-        kind=_E4M3 if weight_format.codes_dtype == "F8_E4M3" else _E5M2, divides=weight_format.reciprocal,
+        row_nbytes=in_features, block_out=block_out, block_in=block_in, scale_stride=stride, scale_step=1,
+        scale_dtype=SCALES[scale.dtype], kind=E4M3 if weight_format.codes_dtype == "F8_E4M3" else E5M2,
+        divides=weight_format.reciprocal,
     )  # fmt: skip
 
 
-def _nibbles(
-    weight_format: Mxfp4 | PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+def _scaled(
+    weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
-    codes, scale = tensors[weight_format.codes_name], tensors["weight_scale"]
+    """int8, or FP8 under another dialect's names."""
+    scale, zero = tensors[weight_format.scale], tensors.get(weight_format.zero) if weight_format.zero_dtype else None
     groups = scale.shape[1] if scale.dim() == 2 else 1
-    is_shared = scale.numel() == 1 and out_features > 1
-    values = _VALUES[weight_format.values if isinstance(weight_format, Mxfp4) else _OFFSET]
+    block_out = weight_format.block[0] if weight_format.block else max(out_features, 1) if scale.numel() == 1 else 1
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=codes.shape[1] * codes.element_size(), scales=scale.data_ptr(),
-        zeros=ctypes.addressof(values), in_features=in_features, out_features=out_features, kind=_NIBBLES, bits=4,
-        block_out=out_features if is_shared else 1, block_in=-(-in_features // groups), scale_stride=groups,
-        scale_dtype=_SCALES[scale.dtype],
+        codes=tensors[weight_format.codes].data_ptr(), scales=scale.data_ptr(), in_features=in_features, out_features=out_features,
+        row_nbytes=in_features, block_out=block_out, scale_stride=groups, scale_step=1, groups=groups,
+        block_in=weight_format.block[1] if weight_format.block else -(-in_features // groups), scale_dtype=SCALES[scale.dtype],
+        kind={"I8": INT8, "F8_E4M3": E4M3, "F8_E5M2": E5M2}[weight_format.codes_dtype], shared=weight_format.multiplier,
+        row_zeros=BYTES if zero is not None else NONE, zeros=zero.data_ptr() if zero is not None else None,
     )  # fmt: skip
 
 
@@ -125,9 +116,9 @@ def _gptq(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features
         codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(),
         index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
         in_features=in_features, out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1],
-        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=_GPTQ,
-        bits=weight_format.num_bits, scale_dtype=_SCALES[scales.dtype],
-        zero_reading=_ZERO_READINGS.index(weight_format.zero_reading),
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=GPTQ,
+        bits=weight_format.num_bits, scale_dtype=SCALES[scales.dtype],
+        zero_reading=ZERO_READINGS.index(weight_format.zero_reading),
     )  # fmt: skip
 
 
@@ -135,6 +126,6 @@ def _awq(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: 
     scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]
     return NativeLayer(
         codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(), in_features=in_features,
-        out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1], bits=weight_format.num_bits, kind=_AWQ,
-        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, scale_dtype=_SCALES[scales.dtype],
+        out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1], bits=weight_format.num_bits, kind=AWQ,
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, scale_dtype=SCALES[scales.dtype],
     )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Layers of rows of 4-bit codes: MXFP4, NVFP4, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hfq.formats.awq import Awq
+from hfq.formats.bitsandbytes import Bnb4Bit
+from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.fp4 import E2M1, PackedFp4
+from hfq.formats.gpt_oss import GptOssMxfp4
+from hfq.formats.mxfp4 import MXINT4, Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels.native.structure import (
+    ADDED,
+    BYTES,
+    DTYPES,
+    GROUP_WORDS,
+    NESTED,
+    NIBBLES,
+    NONE,
+    OUTPUT_WORDS,
+    QUADS,
+    SCALES,
+    NativeLayer,
+)
+
+__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "is_fp4", "pack_quantized"]
+
+_CODES = tuple(float(code) for code in range(16))
+_OFFSET = tuple(float(code - 8) for code in range(16))
+
+
+def _integers(values: Sequence[float], unit: float, offset: int) -> ctypes.Array:
+    return (ctypes.c_uint8 * 16)(*(int(value / unit) + offset for value in values))
+
+
+_VALUES = {values: (ctypes.c_float * 16)(*values) for values in (_CODES, _OFFSET, E2M1, MXINT4)}
+"""What 4-bit codes stand for, in memory that outlives every call."""
+
+_INTEGERS = {
+    values: (_integers(values, unit, offset), unit, offset)
+    for values, unit, offset in ((_OFFSET, 1, 8), (E2M1, 0.5, 12), (MXINT4, 0.25, 7))
+}
+"""The same as integers without sign, with what one is worth and what was added to it."""
+
+_ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
+
+
+def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    """MXFP4, MXINT4, NVFP4 and the experts of gpt-oss."""
+    codes = tensors[weight_format.codes_name]
+    scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4) else "weight_scale"]
+    shared = float(tensors[weight_format.global_name]) if isinstance(weight_format, Nvfp4) else 1.0
+    divides = isinstance(weight_format, Nvfp4) and weight_format.global_name == "weight_global_scale"
+    integers, unit, offset = _INTEGERS[weight_format.values]
+    return NativeLayer(
+        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scale.data_ptr(), in_features=in_features,
+        out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=in_features // scale.shape[1],
+        scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], scale_dtype=SCALES[scale.dtype], shared=shared,
+        divides=divides, values=ctypes.addressof(_VALUES[weight_format.values]), integers=ctypes.addressof(integers), unit=unit,
+        offset=offset,
+    )  # fmt: skip
+
+
+def against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
+    """Why the compiled part cannot multiply by such a layer."""
+    if weight_format.num_bits != 4:
+        return "of pack-quantized it reads 4-bit codes"
+    groups = weight_format.scale_shape[1] if len(weight_format.scale_shape) == 2 else 1
+    is_cut = groups > 1 and not weight_format.has_g_idx and -(-in_features // groups) % 2
+    return "a group ends within a byte" if is_cut else None
+
+
+def pack_quantized(
+    weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
+    codes, scale, zero = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    index = tensors["weight_g_idx"] if weight_format.has_g_idx else None
+    groups = scale.shape[1] if scale.dim() == 2 else 1
+    is_shared = scale.numel() == 1 and out_features > 1
+    row_zeros = NONE if zero is None else OUTPUT_WORDS if weight_format.zero_dtype == "I32" else BYTES
+    integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
+    return NativeLayer(
+        codes=codes.data_ptr(), row_nbytes=codes.shape[1] * 4, scales=scale.data_ptr(), in_features=in_features,
+        out_features=out_features, kind=NIBBLES, bits=4, block_out=out_features if is_shared else 1,
+        block_in=-(-in_features // groups), scale_stride=groups, scale_step=1, groups=groups, scale_dtype=SCALES[scale.dtype],
+        row_zeros=row_zeros, zeros=zero.data_ptr() if zero is not None else None, values=ctypes.addressof(_VALUES[_OFFSET]),
+        integers=ctypes.addressof(integers), unit=unit, offset=offset,
+        index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
+    )  # fmt: skip
+
+
+def awq_rows(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    """gemv, and gemv_fast, whose scales and zero points lie with the outputs side by side."""
+    codes, scales, zeros = tensors["qweight"], tensors["scales"], tensors[weight_format.zeros_name]
+    span = in_features if weight_format.group_size == -1 else weight_format.group_size
+    is_fast = weight_format.version == "gemv_fast"
+    integers, unit, offset = _ASYMMETRIC
+    return NativeLayer(
+        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scales.data_ptr(), zeros=zeros.data_ptr(),
+        in_features=in_features, out_features=out_features, kind=QUADS if is_fast else NIBBLES, bits=4, block_out=1, block_in=span,
+        scale_stride=1 if is_fast else scales.shape[1], scale_step=scales.shape[1] if is_fast else 1, groups=in_features // span,
+        scale_dtype=SCALES[scales.dtype], row_zeros=ADDED if is_fast else GROUP_WORDS, zero_words=zeros.shape[1],
+        zero_dtype=DTYPES[zeros.dtype] if is_fast else 0, values=ctypes.addressof(_VALUES[_CODES]),
+        integers=ctypes.addressof(integers), unit=unit, offset=offset,
+    )  # fmt: skip
+
+
+def against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
+    """Why the compiled part cannot multiply by such a layer: its blocks are those of the flattened weight."""
+    if in_features % 2 or (weight_format.blocksize and in_features % weight_format.blocksize):
+        return f"a row does not end with a block of {weight_format.blocksize}"
+    return None
+
+
+def bnb(weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    """nf4 and fp4, with plain or double-quantized scales."""
+    codes, scale, groups = tensors["weight"], tensors["weight.absmax"], in_features // weight_format.blocksize
+    nested = tensors.get("weight.nested_absmax")
+    return NativeLayer(
+        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scale.data_ptr(), in_features=in_features,
+        out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=weight_format.blocksize, scale_stride=groups,
+        scale_step=1, groups=groups, scale_dtype=SCALES[scale.dtype] if nested is None else NESTED,
+        values=tensors["weight.quant_map"].data_ptr(), high_first=1, shared=weight_format.nested_offset,
+        nested_size=weight_format.nested_blocksize, nested_scales=nested.data_ptr() if nested is not None else None,
+        nested_values=tensors["weight.nested_quant_map"].data_ptr() if nested is not None else None,
+    )  # fmt: skip
+
+
+def is_fp4(weight_format: object) -> bool:
+    """Whether `fp4` describes layers of a format; a subclass may mean its codes otherwise."""
+    return type(weight_format) in (Mxfp4, Nvfp4, GptOssMxfp4)
