@@ -96,10 +96,7 @@ class OutlierReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming where there is any, its speed as predicted and achieved, LLM.int8()'s outliers where asked for.
-
-    `print` it, or take `to_dict`.
-    """
+    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers; `print` it, or take `to_dict`."""
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None

@@ -69,7 +69,7 @@ class PackedExperts(nn.ModuleList):
 
     def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
         """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at hand."""
-        if not routed or (torch.is_grad_enabled() and hidden_states.requires_grad):
+        if not routed or hidden_states.device.type != "cpu" or (torch.is_grad_enabled() and hidden_states.requires_grad):
             return False
         layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
