@@ -81,7 +81,7 @@ const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
 const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
-const int64_t DIGIT_ROWS = 4;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -1333,33 +1333,15 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
     vi sum[DIGITS];
     HFQ_UNROLL
     for (int d = 0; d < DIGITS; d++) {
-        vs total = {};
+        vs weight = d == 1 ? ones * (int16_t)256 : ones, first = {}, second = {};
         HFQ_UNROLL
-        for (int v = 0; v < 8; v++) total += dot_bytes(codes[v], spread(digits + d * CHUNK + 4 * v));
-        sum[d] = dot_shorts(total, d == 1 ? ones * (int16_t)256 : ones);
-    }
-    store(high, load<vi>(high) + sum[0]);
-    store(low, load<vi>(low) + (sum[1] + sum[2]));
-}
-
-// Of eight bits: the halves of a code each by itself, since int16 holds no more.
-template <> HFQ_INLINE void add_chunk<8>(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
-    const vs ones = (vs){} + (int16_t)1;
-    vs first[DIGITS] = {}, second[DIGITS] = {};
-    HFQ_UNROLL
-    for (int v = 0; v < 8; v++) {
-        vb lower = (vb)((vu)codes[v] & 0x0F0F0F0Fu), upper = (vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu);
-        HFQ_UNROLL
-        for (int d = 0; d < DIGITS; d++) {
+        for (int v = 0; v < 8; v++) {  // of eight bits, the halves each by itself: int16 holds no more
             vsb x = spread(digits + d * CHUNK + 4 * v);
-            first[d] += dot_bytes(lower, x), second[d] += dot_bytes(upper, x);
+            first += dot_bytes(BITS == 8 ? (vb)((vu)codes[v] & 0x0F0F0F0Fu) : codes[v], x);
+            if (BITS == 8) second += dot_bytes((vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu), x);
         }
-    }
-    vi sum[DIGITS];
-    HFQ_UNROLL
-    for (int d = 0; d < DIGITS; d++) {
-        vs weight = d == 1 ? ones * (int16_t)256 : ones;
-        sum[d] = dot_shorts(first[d], weight) + dot_shorts(second[d], weight * (int16_t)16);
+        sum[d] = dot_shorts(first, weight);
+        if (BITS == 8) sum[d] += dot_shorts(second, weight * (int16_t)16);
     }
     store(high, load<vi>(high) + sum[0]);
     store(low, load<vi>(low) + (sum[1] + sum[2]));
