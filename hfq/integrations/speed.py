@@ -62,9 +62,10 @@ def report_speed(loading: Loading, measure: bool = False, profile: Profile | Non
         return None
     rates = read_profile() if profile is None else profile
     prediction = predict(_work(loading), rates)
+    where = f" on {rates.machine.get('processor', 'an unnamed processor')}" if rates.is_measured else ""
     return SpeedReport(
         prediction.load_seconds, loading.load_seconds, prediction.step_seconds or None, _time_step(loading) if measure else None,
-        TERMS[prediction.dominant], rates.source,
+        TERMS[prediction.dominant], prediction.source + where,
     )  # fmt: skip
 
 
