@@ -76,9 +76,10 @@ def _work(loading: Loading) -> Work:
     dtype = str(model.dtype).removeprefix("torch.")
     weights = count_products(model, dtype, routed_share(config))
     moved = 0 if streamer is None else streamer.pass_nbytes
+    on_disk = min(moved, loading.plan.nbytes_by_home().get("disk", 0))
     is_on_cpu, is_cached = loading.main == "cpu", streamer is not None and streamer.source.mode == "buffered"
     layers = int(getattr(config, "num_hidden_layers", 0))
-    return Work(weights, moved, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
+    return Work(weights, on_disk, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
 
 
 def _time_step(loading: Loading) -> float | None:
