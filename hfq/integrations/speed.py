@@ -62,9 +62,10 @@ def report_speed(loading: Loading, measure: bool = False, profile: Profile | Non
         return None
     rates = read_profile() if profile is None else profile
     prediction = predict(_work(loading), rates)
+    where = f" on {rates.machine.get('processor', 'an unnamed processor')}" if rates.is_measured else ""
     return SpeedReport(
         prediction.load_seconds, loading.load_seconds, prediction.step_seconds or None, _time_step(loading) if measure else None,
-        TERMS[prediction.dominant], rates.source,
+        TERMS[prediction.dominant], prediction.source + where,
     )  # fmt: skip
 
 
@@ -75,9 +76,10 @@ def _work(loading: Loading) -> Work:
     dtype = str(model.dtype).removeprefix("torch.")
     weights = count_products(model, dtype, routed_share(config))
     moved = 0 if streamer is None else streamer.pass_nbytes
+    on_disk = min(moved, loading.plan.nbytes_by_home().get("disk", 0))
     is_on_cpu, is_cached = loading.main == "cpu", streamer is not None and streamer.source.mode == "buffered"
     layers = int(getattr(config, "num_hidden_layers", 0))
-    return Work(weights, moved, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
+    return Work(weights, on_disk, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
 
 
 def _time_step(loading: Loading) -> float | None:
