@@ -276,3 +276,12 @@ def test_a_sliding_window_that_fms_does_not_know_is_announced(folder, caplog):
         model = load(path)
     assert "beyond 16 tokens it is another model" in caplog.text
     assert error(logits(model), reference(path)) <= TOLERANCE
+
+
+def test_with_a_cache_as_many_tokens_as_key_heads_are_right(paths):
+    """Without one FMS's attention takes heads for tokens there: see `test_stock_fms.py`."""
+    path, tokens = paths["llama", "fp8-channel", 2], TOKENS[:, :2]
+    with torch.no_grad():
+        found = load(path)(tokens, use_cache=True)[0]
+        stock = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG, dtype=torch.float32)
+        assert error(found, stock(tokens).logits) <= TOLERANCE
