@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "layer_major", "prepare_for_training", "report", "take_over",
+    "PlacementError", "SetupError", "layer_major", "prepare_for_training", "quantize", "report", "take_over",
 ]  # fmt: skip
 
 _LAZY = {
@@ -48,8 +48,10 @@ _register()
 def __getattr__(name: str):
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "quantize":  # a package that is called
+        return importlib.import_module("hfq.quantize")
     raise AttributeError(f"module 'hfq' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, "quantize"})

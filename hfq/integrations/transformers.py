@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
+from hfq.formats.recipe import RECIPE_OPTIONS, Recipe
 from hfq.integrations.registration import run_pending
 from hfq.kernels.table import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
@@ -34,7 +35,7 @@ _CHOICES = {
     "load": ("ranges", "broadcast"),
     "nvme": ("in_place", "swap"),
 }
-_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes")
+_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes", *RECIPE_OPTIONS)
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -61,6 +62,8 @@ class HfqConfig(QuantizationConfigMixin):
         nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
+        method: How `hfq.quantize` quantizes a float checkpoint; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`,
+            `group_size`, `symmetric`, `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.
@@ -78,10 +81,11 @@ class HfqConfig(QuantizationConfigMixin):
         load: str = "ranges",
         nvme: str = "in_place",
         source: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        method: str | None = None,
+        **others: Any,
     ) -> None:
-        unknown.pop("quant_method", None)
-        for name in unknown:
+        others.pop("quant_method", None)
+        for name in others.keys() - set(RECIPE_OPTIONS):
             raise SetupError(
                 f"HfqConfig has no option {name!r}{nearest(name, _OPTIONS)}.", expected=", ".join(_OPTIONS), found=name,
                 fix="remove or correct the option",
@@ -103,6 +107,20 @@ class HfqConfig(QuantizationConfigMixin):
         self.load, self.nvme = load, nvme
         self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None
+        self.method = method
+        self._set_recipe(others)
+
+    def _set_recipe(self, options: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and self.method is None:
+            raise SetupError(
+                f"HfqConfig({next(iter(given))}=…) says how to quantize, and no method is given.", expected="method=… beside it",
+                found=", ".join(given), fix="pass method, or leave these out to load a quantized checkpoint",
+            )  # fmt: skip
+        if self.method is not None:
+            Recipe.of({**given, "method": self.method})
+        for name in RECIPE_OPTIONS[1:]:
+            setattr(self, name, given.get(name))
 
     def to_dict(self) -> dict[str, Any]:
         """The source dialect's config once a checkpoint is loaded, so that what is saved stays readable by others."""

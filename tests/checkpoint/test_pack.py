@@ -12,7 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import hfq
-from hfq.checkpoint import Checkpoint, pack, read_header
+from hfq.checkpoint import Checkpoint, read_header
+from hfq.checkpoint import folder as writing
 from hfq.checkpoint.pack import pack_checkpoint
 
 SIZES = {"U8": 1, "F32": 4, "I64": 8, "BF16": 2}
@@ -138,7 +139,7 @@ def test_packing_twice_gives_the_same_bytes(tmp_path, odd):
 
 
 def test_large_tensors_are_copied_in_chunks_and_told_of(tmp_path, odd, monkeypatch):
-    monkeypatch.setattr(pack, "_CHUNK_NBYTES", 100_000)
+    monkeypatch.setattr(writing, "_CHUNK_NBYTES", 100_000)
     told = []
     pack_checkpoint(odd, tmp_path / "packed", told.append)
     assert_packed(odd.root, tmp_path / "packed")

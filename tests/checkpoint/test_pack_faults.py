@@ -10,7 +10,7 @@ from checkpoint.builders import refused, run_python
 from checkpoint.pack_builders import ODD, assert_nothing_left, assert_packed, made_up
 
 import hfq
-from hfq.checkpoint import pack
+from hfq.checkpoint import folder
 from hfq.checkpoint.pack import pack_checkpoint
 
 
@@ -76,7 +76,7 @@ def test_a_short_disk_is_found_before_anything_is_copied(tmp_path, odd, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(pack.Reader, "read_into", lambda *_: pytest.fail("something was copied"))
+    monkeypatch.setattr(folder.Reader, "read_into", lambda *_: pytest.fail("something was copied"))
     with refused("nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free") as caught:
         pack_checkpoint(odd, tmp_path / "packed")
     assert int(caught.value.expected.split()[0]) > odd.nbytes
@@ -162,8 +162,8 @@ def test_a_source_that_changes_is_refused(tmp_path, odd, change, file, moment, m
         path.write_text('{"a": 1}')
     changes = [lambda: change(path)]
     if moment == "before":
-        reserve = pack._reserve
-        monkeypatch.setattr(pack, "_reserve", lambda *args, **options: (reserve(*args, **options), changes.pop()()))
+        reserve = folder._reserve
+        monkeypatch.setattr(folder, "_reserve", lambda *args, **options: (reserve(*args, **options), changes.pop()()))
         pack_it = [None]
     else:
         pack_it = [lambda nbytes: changes and changes.pop()()]

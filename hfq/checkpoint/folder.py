@@ -1,0 +1,276 @@
+"""Writes a checkpoint folder whole or not at all: beside its final name, its room taken first, synced, checked, then renamed.
+
+safetensors forbids holes between tensors, so headers are padded with spaces: a shard's data starts at a multiple of 4096 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hfq.checkpoint.header import Header, open_regular
+from hfq.checkpoint.index import _DANGEROUS_SUFFIXES, Checkpoint, _check_contained
+from hfq.checkpoint.reader import Reader
+from hfq.errors import CheckpointError
+from hfq.spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
+
+__all__ = [
+    "INDEX", "Made", "NewFile", "check_target", "in_order", "index_file", "module_of", "shard_head", "side_files", "write_folder",
+]  # fmt: skip
+
+INDEX = "model.safetensors.index.json"
+_DATA_ALIGNMENT = 4096
+_CHUNK_NBYTES = 16 << 20
+_EXPERT = re.compile(r"(?:.*\.)?experts\.[0-9]+(?=\.|$)")
+_ANY_INDEX = re.compile(r".*\.(safetensors|bin)\.index(\..*)?\.json")
+
+
+@dataclass(frozen=True)
+class Made:
+    """Bytes that are made when they are written, so that no more than one of them is in memory."""
+
+    nbytes: int
+    make: Callable[[], memoryview]
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file to write: its first bytes, then ranges of the source and what is made of it."""
+
+    name: str
+    head: bytes
+    parts: tuple[ByteRange | Made, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole file."""
+        return len(self.head) + sum(part.nbytes for part in self.parts)
+
+
+def write_folder(
+    target: Path,
+    source: Checkpoint,
+    files: Sequence[NewFile],
+    copied: Mapping[str, Header],
+    check: Callable[[Path], None],
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Writes a folder of files.
+
+    Everything is written to a temporary folder beside `target`, whose whole size is taken from the disk first, then synced,
+    checked, and renamed. Whatever fails or interrupts it leaves nothing behind.
+
+    Args:
+        target: The folder to make, as `check_target` gives it.
+        source: The checkpoint that ranges are of.
+        files: What to write.
+        copied: Files of the source's folder to copy as they are (see `side_files`).
+        check: Called with the temporary folder before it gets its name; raises where it is not what it should be.
+        progress: Called with the bytes of `files` written since its last call.
+
+    Returns:
+        The bytes of all files.
+
+    Raises:
+        CheckpointError: The disk is short or unwritable, or the source changed meanwhile.
+    """
+    others = [NewFile(Path(file).name, b"", (ByteRange(file, 0, header.nbytes),)) for file, header in copied.items()]
+    watched = replace(source, headers={**source.headers, **copied})
+    needed, free = sum(file.nbytes for file in (*files, *others)), shutil.disk_usage(target.parent).free
+    try:
+        with tempfile.TemporaryDirectory(".tmp", f".{target.name}.", target.parent, True) as temporary:
+            folder = Path(temporary, target.name)
+            folder.mkdir()
+            _reserve(folder, [*files, *others], is_enough=free >= needed)
+            reader = Reader(watched)
+            _copy(folder, files, reader, progress or (lambda nbytes: None))
+            _copy(folder, others, reader, lambda nbytes: None)
+            _sync_folder(folder)
+            check(folder)
+            _check_unchanged(watched)
+            os.rename(folder, target)
+    except OSError as error:
+        raise CheckpointError(
+            "The new checkpoint could not be written; nothing was left behind.", file=target,
+            expected=f"{needed} bytes of free space in a writable folder", found=f"{error.strerror}; {free} bytes were free",
+            fix="free space or choose another folder",
+        ) from error  # fmt: skip
+    _sync_folder(target.parent)
+    return needed
+
+
+def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
+    """The real path of a folder to make, which must be absent or empty, and outside the source.
+
+    Raises:
+        CheckpointError: It is taken, lies in the source, or has no folder to be in.
+    """
+    target = Path(os.path.realpath(target))
+    if target.is_relative_to(os.path.realpath(source.root)):
+        raise CheckpointError(
+            "A checkpoint cannot be written into its source.", file=target, expected=f"a folder outside {source.root}",
+            found="a folder inside it", fix="choose another folder",
+        )  # fmt: skip
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)):
+        found = "a mount point" if os.path.ismount(target) else "a folder with content" if target.is_dir() else "a file"
+        raise CheckpointError(
+            "The folder of the new checkpoint is taken; nothing was written.", file=target, expected="nothing, or an empty folder",
+            found=found, fix=f"choose a new folder, as {target / 'packed' if target.is_dir() else f'{target}-packed'}",
+        )  # fmt: skip
+    if not target.parent.is_dir():
+        raise CheckpointError(
+            "The new checkpoint has no folder to be in; nothing was written.", file=target,
+            expected=f"the folder {target.parent}", found="no such folder", fix="make it, or choose another",
+        )  # fmt: skip
+    return target
+
+
+def in_order(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """The order of a shard's tensors in which each is aligned to its own element.
+
+    Runs of tensors are sorted by the power of two, up to 16, that divides all sizes of a run, largest first: so it divides
+    the start of every tensor of the run, whatever lies before. Within a run it is no less than the widest element.
+    """
+    modules: dict[str, list[TensorInfo]] = {}
+    for info in infos:
+        modules.setdefault(module_of(info), []).append(info)
+    units: dict[str, list[TensorInfo]] = {}
+    for module, tensors in modules.items():
+        expert = _EXPERT.match(module)
+        units.setdefault(expert[0] if expert else module, []).extend(tensors)
+    runs = []
+    for unit in units.values():
+        widest = max(DTYPE_BITS[info.dtype] // 8 for info in unit) or 1
+        runs.append([info for info in unit if info.nbytes % widest == 0])
+        runs += [[info] for info in unit if info.nbytes % widest]
+    runs.sort(key=lambda run: math.gcd(SEGMENT_ALIGNMENT, *(info.nbytes for info in run)), reverse=True)
+    return [info for run in runs for info in run]
+
+
+def module_of(info: TensorInfo) -> str:
+    """The module that a tensor stands beside, by its name."""
+    return info.name.rpartition(".")[0]
+
+
+def shard_head(infos: Iterable[TensorInfo], metadata: dict[str, str]) -> bytes:
+    """The header of a shard that holds these tensors in this order."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for info in infos:
+        entries[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [end, end + info.nbytes]}
+        end += info.nbytes
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def index_file(shards: Mapping[str, Iterable[TensorInfo]]) -> NewFile:
+    """`model.safetensors.index.json` of the tensors of each shard."""
+    weight_map = {info.name: shard for shard, infos in shards.items() for info in infos}
+    total = sum(info.nbytes for infos in shards.values() for info in infos)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return NewFile(INDEX, json.dumps(index, indent=2).encode())
+
+
+def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
+    """The files to copy as they are, each as a header without tensors, which gives its identity; and what is left out."""
+    copied: dict[str, Header] = {}
+    left_out = []
+    for path in sorted(Path(source.root).iterdir()):
+        if path.is_dir() or path.name.lower().endswith((".safetensors", *_DANGEROUS_SUFFIXES)):
+            left_out.append(path.name)
+        elif not _ANY_INDEX.fullmatch(path.name):
+            _check_contained(Path(source.root), path)
+            try:
+                with open_regular(path) as stream:
+                    status = os.fstat(stream.fileno())
+            except OSError as error:
+                raise CheckpointError(
+                    "A file of the checkpoint's folder cannot be copied; nothing was written.", file=path,
+                    expected="a readable file", found=error.strerror, fix="mend or remove this file",
+                ) from error  # fmt: skip
+            copied[str(path)] = Header(str(path), {}, {}, 0, (status.st_ino, status.st_size, status.st_mtime_ns))
+    own = {Path(os.path.relpath(file, source.root)).parts[0] for file in source.headers}
+    return copied, [name for name in left_out if name not in own]
+
+
+def _reserve(folder: Path, files: Iterable[NewFile], is_enough: bool) -> None:
+    """Takes the whole room from the disk before anything is copied; where that cannot be done, the free space must do."""
+    for file in files:
+        with open(folder / file.name, "xb") as stream:
+            if file.nbytes and not _allocate(stream.fileno(), file.nbytes) and not is_enough:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _allocate(descriptor: int, nbytes: int) -> bool:
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return False
+    return True
+
+
+def _copy(folder: Path, files: Iterable[NewFile], reader: Reader, progress: Callable[[int], None]) -> None:
+    buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    for file in files:
+        with open(folder / file.name, "r+b") as stream:
+            stream.write(file.head)
+            for part in _chunks(file.parts):
+                if isinstance(part, Made):
+                    stream.write(_made(part, file.name))
+                else:
+                    reader.read_into(part, buffer[: part.nbytes])
+                    stream.write(buffer[: part.nbytes])
+                progress(part.nbytes)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _made(part: Made, name: str) -> memoryview:
+    data = part.make()
+    if data.nbytes != part.nbytes:
+        raise CheckpointError(
+            "A tensor was made of another size than its header says; nothing was left behind.", file=name,
+            expected=f"{part.nbytes} bytes", found=f"{data.nbytes} bytes", fix="this is a fault in hfq: report it",
+        )  # fmt: skip
+    return data
+
+
+def _chunks(parts: Iterable[ByteRange | Made]) -> Iterator[ByteRange | Made]:
+    for whole in parts:
+        if isinstance(whole, Made):
+            yield whole
+            continue
+        for done in range(0, whole.nbytes, _CHUNK_NBYTES):
+            yield ByteRange(whole.file, whole.offset + done, min(_CHUNK_NBYTES, whole.nbytes - done))
+
+
+def _check_unchanged(watched: Checkpoint) -> None:
+    """A new reader compares each file with what was validated, even for an empty range."""
+    reader = Reader(watched)
+    for file in watched.headers:
+        reader.read_into(ByteRange(file, 0, 0), memoryview(bytearray()))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes names durable, where the system can sync a folder."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
