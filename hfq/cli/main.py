@@ -7,7 +7,7 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import bench, demo, formats, inspect, pack, plan
+from hfq.cli import bench, demo, formats, inspect, pack, plan, quantize
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
@@ -35,6 +35,7 @@ app.command("demo")(demo.demo)
 app.add_typer(bench.bench, name="bench")
 app.command("pack")(pack.pack)
 app.command("plan")(plan.plan)
+app.command("quantize")(quantize.quantize)
 
 
 def main() -> None:

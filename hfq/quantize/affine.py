@@ -84,7 +84,7 @@ def zero_point(
     least, top = -(1 << (num_bits - 1)), (1 << (num_bits - 1)) - 1
     low, high = blocked.amin((1, 3)), blocked.amax((1, 3))
     scale = (high - low) / (top - least)
-    scale = torch.where(scale == 0, low.abs().clamp(min=1), scale)
+    scale = torch.where(scale == 0, torch.where(low == 0, 1, low.abs()), scale)
     zero = (least - low / scale).round()
     codes = ((blocked / scale[:, None, :, None]).round() + zero[:, None, :, None]).clamp(least, top)
     return Affine(codes.to(torch.int32).reshape(weight.shape), scale, zero, block)

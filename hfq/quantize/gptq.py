@@ -133,10 +133,9 @@ class _Solver:
         out_features, self.size = weight.shape
         self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
         self.top = (1 << weight_format.num_bits) - 1
-        self.rows = self.weight.t()[factor.order].to(torch.float32)
+        self.rows = self.weight.t()[factor.order].to(torch.float32).contiguous()
         self.codes = torch.empty(self.size, out_features, dtype=torch.uint8)
-        self.scales = torch.empty(self.size // self.span, out_features)
-        self.zeros = torch.empty_like(self.scales)
+        self.scales, self.zeros = torch.full((2, self.size // self.span, out_features), torch.nan)
         self.g_idx = torch.empty(self.size, dtype=torch.int64)
         self.loss = torch.zeros(out_features)
 
@@ -160,14 +159,10 @@ class _Solver:
 
     def _halve(self, start: int, stop: int) -> None:
         """Quantizes channels [start, stop) from the last to the first, whose floats hold the errors of all after them."""
-        size = stop - start
-        if size <= self.span and not self.recipe.static_groups:
-            self._group(start, stop)
+        size, unit = stop - start, _LEAF if self.recipe.static_groups else self.span
+        if size <= unit:
+            (self._leaf if self.recipe.static_groups else self._group)(start, stop)
             return
-        if size <= _LEAF:
-            self._leaf(start, stop)
-            return
-        unit = _LEAF if self.recipe.static_groups else self.span
         middle = start + max(size // 2 // unit, 1) * unit
         self._halve(middle, stop)
         self._make_good(start, middle, stop)

@@ -11,7 +11,9 @@ import torch
 __all__ = ["obq"]
 
 
-def obq(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, top: int) -> torch.Tensor:
+def obq(
+    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a small layer on a given grid, one scale and zero point for each row.
 
     Args:
@@ -22,27 +24,30 @@ def obq(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, zeros
         top: The largest code.
 
     Returns:
-        int64 [out, in], codes in [0, top]; a weight is scale * (code - zero).
+        Codes in [0, top], int64 [out, in], where a weight is scale * (code - zero); and the order in which the channels of each row
+        were rounded, int64 [out, in].
     """
     inverse = torch.linalg.inv(hessian.double())
-    return torch.stack([
+    rows = [
         _row(row.double(), inverse, float(scale), float(zero), top)
         for row, scale, zero in zip(weight, scales, zeros, strict=True)
-    ])  # fmt: skip
+    ]
+    return torch.stack([codes for codes, _ in rows]), torch.tensor([order for _, order in rows])
 
 
-def _row(row: torch.Tensor, inverse: torch.Tensor, scale: float, zero: float, top: int) -> torch.Tensor:
+def _row(row: torch.Tensor, inverse: torch.Tensor, scale: float, zero: float, top: int) -> tuple[torch.Tensor, list[int]]:
     row, inverse = row.clone(), inverse.clone()
     codes = torch.empty(len(row), dtype=torch.int64)
-    remaining = list(range(len(row)))
+    remaining, order = list(range(len(row))), []
     while remaining:
         index = torch.tensor(remaining)
         nearest = (row[index] / scale + zero).round().clamp(0, top)
         errors = row[index] - (nearest - zero) * scale
         place = int((errors.square() / inverse[index, index]).argmin())
         channel = remaining.pop(place)
+        order.append(channel)
         codes[channel] = int(nearest[place])
         column = inverse[:, channel] / inverse[channel, channel]
         row -= errors[place] * column
         inverse -= column[:, None] * inverse[channel][None]
-    return codes
+    return codes, order
