@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hfq.quantize.driver import Progress, QuantizeReport
+    from hfq.quantize.report import Progress, QuantizeReport
 
 __all__ = ["quantize"]
 
@@ -22,7 +22,9 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
     method: Annotated[str, typer.Option(help="gptq, rtn (round to nearest) or fp8.")] = "gptq",
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8; by default 4.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
+    ] = None,
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--asymmetric", help="Asymmetric codes are written as GPTQ v2.")
     ] = None,
@@ -35,13 +37,17 @@ def quantize(
     clip_search: Annotated[
         bool | None, typer.Option("--clip-search/--no-clip-search", help="Whether ranges are narrowed where that helps.")
     ] = None,
-    damping: Annotated[float | None, typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05.")] = None,
+    damping: Annotated[
+        float | None, typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05.")
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A module that stays floats; may be given again.")] = None,
     calibration: Annotated[
         str | None, typer.Option(metavar="FILE|DATASET", help="Text, or wikitext2, c4 or c4-new with the package datasets.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of the calibration set.")] = 128,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens of each; by default 2048, or fewer positions.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each; by default 2048, or fewer positions.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes on where it was."""
@@ -55,7 +61,13 @@ def quantize(
     config = HfqConfig(method=method, modules_to_not_convert=skip, **options)
     with _bar() as show:
         report = run(
-            source, config, output=target, calibration=calibration, samples=samples, sequence_length=sequence_length, progress=show
+            source,
+            config,
+            output=target,
+            calibration=calibration,
+            samples=samples,
+            sequence_length=sequence_length,
+            progress=show,
         )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 
@@ -76,7 +88,9 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
             if console.is_terminal:
                 bar.update(task, total=progress.blocks, completed=progress.done, description=_line(progress))
             else:
-                console.print(f"[{progress.done}/{progress.blocks}] {_line(progress)}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"[{progress.done}/{progress.blocks}] {_line(progress)}", markup=False, highlight=False, soft_wrap=True
+                )
 
         yield show
 
@@ -89,9 +103,8 @@ def _line(progress: Progress) -> str:
 
 def _summary(report: QuantizeReport) -> str:
     resumed = f", {report.resumed} blocks taken from an earlier run" if report.resumed else ""
-    return (
-        f"{report.path}: {len(report.layers)} layers as {report.dialect}, {report.nbytes:,} bytes in {report.seconds:,.1f} s{resumed}"
-    )
+    layers = f"{len(report.layers)} layers as {report.dialect}"
+    return f"{report.path}: {layers}, {report.nbytes:,} bytes in {report.seconds:,.1f} s{resumed}"
 
 
 def _as_dict(report: QuantizeReport) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class Recipe:
         group_order: Without `act_order`: groups are quantized by decreasing activation, and so are the channels of each; the file
             is as without. gptqmodel's `act_group_aware`.
         damping: What is added to the Hessian's diagonal, as a share of its mean; grows where a factorization fails.
-        clip_search: Whether GPTQ narrows each range where that lowers the weighted squared error.
+        clip_search: Whether GPTQ narrows each range where that lowers the weighted squared error; None for 2 and 3 bits alone, where
+            it helps most.
 
     Raises:
         SetupError: A value is unusable, or values contradict each other.
@@ -53,7 +54,7 @@ class Recipe:
     static_groups: bool = False
     group_order: bool = True
     damping: float = 0.05
-    clip_search: bool = False
+    clip_search: bool | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -65,10 +66,16 @@ class Recipe:
         if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
             raise _unusable("damping", self.damping, "a number between 0 and 1")
         for option in fields(self):
-            if isinstance(option.default, bool) and not isinstance(getattr(self, option.name), bool):
+            is_choice = isinstance(option.default, bool) or (option.name == "clip_search" and self.clip_search is not None)
+            if is_choice and not isinstance(getattr(self, option.name), bool):
                 raise _unusable(option.name, getattr(self, option.name), "True or False")
         if self.static_groups and not self.act_order:
             raise _unusable("static_groups", True, "act_order=True beside it: groups are static without act_order")
+
+    @property
+    def narrows(self) -> bool:
+        """Whether ranges are narrowed."""
+        return self.num_bits < 4 if self.clip_search is None else self.clip_search
 
     @property
     def needs_calibration(self) -> bool:

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfq.quantize.driver import QuantizeReport
+    from hfq.quantize.report import QuantizeReport
 
 
 class _Callable(ModuleType):

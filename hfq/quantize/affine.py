@@ -48,7 +48,11 @@ class Affine:
 
 
 def absmax(
-    weight: torch.Tensor, num_bits: int = 8, strategy: Strategy = "channel", group_size: int = 128, block: tuple[int, int] = (128, 128)
+    weight: torch.Tensor,
+    num_bits: int = 8,
+    strategy: Strategy = "channel",
+    group_size: int = 128,
+    block: tuple[int, int] = (128, 128),
 ) -> Affine:
     """Symmetric quantization by the largest magnitude.
 
@@ -72,7 +76,11 @@ def absmax(
 
 
 def zero_point(
-    weight: torch.Tensor, num_bits: int = 8, strategy: Strategy = "channel", group_size: int = 128, block: tuple[int, int] = (128, 128)
+    weight: torch.Tensor,
+    num_bits: int = 8,
+    strategy: Strategy = "channel",
+    group_size: int = 128,
+    block: tuple[int, int] = (128, 128),
 ) -> Affine:
     """Asymmetric quantization of the range from the smallest to the largest value; the arguments are those of `absmax`.
 
@@ -100,7 +108,10 @@ def block_of(shape: torch.Size, strategy: Strategy, group_size: int, block: tupl
     blocks = {"tensor": (rows, columns), "channel": (1, columns), "group": (1, group_size), "block": block}
     if strategy not in blocks:
         raise SetupError(
-            "There is no such strategy of quantization.", expected=", ".join(blocks), found=repr(strategy), fix="correct strategy"
+            "There is no such strategy of quantization.",
+            expected=", ".join(blocks),
+            found=repr(strategy),
+            fix="correct strategy",
         )
     found = blocks[strategy]
     if min(found) < 1 or rows % found[0] or columns % found[1]:

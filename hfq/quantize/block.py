@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,32 +16,14 @@ from hfq.formats.recipe import Recipe
 from hfq.quantize.gptq import factorize, solve
 from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
+from hfq.quantize.report import LayerReport
 
-__all__ = ["BlockQuantizer", "LayerReport", "as_weight", "put_weight"]
+__all__ = ["BlockQuantizer", "as_weight", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
 _MOMENTS_NBYTES = 512 << 20
 """Moments that are gathered in one pass; a mixture with many experts takes several."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One quantized layer.
-
-    Attributes:
-        name: Its name in the model.
-        method: How it was quantized.
-        tokens: The calibration tokens that reached it; None where the method needs none.
-        loss: The mean squared error of its outputs on them.
-        damping: The damping that its factorization took.
-    """
-
-    name: str
-    method: str
-    tokens: int | None = None
-    loss: float | None = None
-    damping: float | None = None
 
 
 class BlockQuantizer:
@@ -121,7 +102,12 @@ class BlockQuantizer:
             return
         in_features = len(moments.hessian)
         if is_expert(group[0]) and moments.tokens < in_features:
-            logger.warning("%s: %d calibration tokens reached this expert, fewer than its %d inputs.", group[0], moments.tokens, in_features)
+            logger.warning(
+                "%s: %d calibration tokens reached this expert, fewer than its %d inputs.",
+                group[0],
+                moments.tokens,
+                in_features,
+            )
         tokens = moments.tokens
         factor = factorize(moments.mean(), self.recipe, group[0])
         del moments
@@ -173,13 +159,16 @@ def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
 
 
 def _weight_of(layer: nn.Module) -> torch.Tensor:
-    weight = layer.weight.detach()  # type: ignore[operator, union-attr]
+    weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
     return weight if isinstance(layer, nn.Linear) else weight.t()
 
 
 def _as_gptq(weight_format: Format) -> Gptq:
     if not isinstance(weight_format, Gptq):
         raise SetupError(
-            f"GPTQ cannot be written as {weight_format.describe()}.", expected="GPTQ", found=weight_format.name, fix="correct method"
+            f"GPTQ cannot be written as {weight_format.describe()}.",
+            expected="GPTQ",
+            found=weight_format.name,
+            fix="correct method",
         )
     return weight_format

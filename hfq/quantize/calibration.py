@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 DATASETS = ("wikitext2", "c4", "c4-new")
 """The sets that optimum knows; it loads them with the package datasets."""
 
-Text = Union[str, Path, Sequence[str], Sequence[torch.Tensor], Sequence[Mapping[str, torch.Tensor]]]
+Text = str | Path | Sequence[str] | Sequence[torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 """A file of text, a set of optimum by name, texts, or token ids [1, length] by themselves or as `input_ids`."""
 
 _BATCH_TOKENS = 2048
@@ -49,7 +49,9 @@ class Calibration:
         return list(self.tokens.split(max(1, _BATCH_TOKENS // self.tokens.shape[1])))
 
 
-def calibrate(text: Text, tokenizer: Any, vocabulary: int, samples: int, length: int, longest: int | None = None) -> Calibration:
+def calibrate(
+    text: Text, tokenizer: Any, vocabulary: int, samples: int, length: int, longest: int | None = None
+) -> Calibration:
     """Makes a calibration set.
 
     Text is tokenized as one, and sequences are taken at even distances over all of it. Tokens are taken as they are.
@@ -69,7 +71,9 @@ def calibrate(text: Text, tokenizer: Any, vocabulary: int, samples: int, length:
         if type(value) is not int or value < 1:
             raise _unusable(f"{option} must be positive", "a positive int", repr(value), f"correct {option}")
     if longest is not None and length > longest:
-        raise _unusable("sequences are longer than the model's positions", f"at most {longest}", length, "lower sequence_length")
+        raise _unusable(
+            "sequences are longer than the model's positions", f"at most {longest}", length, "lower sequence_length"
+        )
     tokens, source = _tokens(text, tokenizer, samples, length)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary):
         raise _unusable(
@@ -90,16 +94,21 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise _unusable(
-                f"its file cannot be read: {error}", f"a file of UTF-8 text, or one of {', '.join(DATASETS)}", str(path), "correct the path"
+                f"its file cannot be read: {error}",
+                f"a file of UTF-8 text, or one of {', '.join(DATASETS)}",
+                str(path),
+                "correct the path",
             ) from error
         return _windows([content], tokenizer, samples, length), path.name
-    items = list(text) if isinstance(text, Iterable) else []
+    items: list[Any] = list(text) if isinstance(text, Iterable) else []
     if items and all(isinstance(item, str) for item in items):
         return _windows(["\n\n".join(items)], tokenizer, samples, length), f"{len(items)} texts"
     ids = [item["input_ids"] if isinstance(item, Mapping) and "input_ids" in item else item for item in items]
     if not ids or not all(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in ids):
         found = "nothing" if not items else type(items[0]).__name__
-        raise _unusable("it is neither text nor tokens", "a path, the name of a set, texts, or token ids", found, "pass one of these")
+        raise _unusable(
+            "it is neither text nor tokens", "a path, the name of a set, texts, or token ids", found, "pass one of these"
+        )
     rows = [row for item in ids for row in item.reshape(-1, item.shape[-1]) if len(row) >= length]
     if not rows:
         raise _too_short(max(item.shape[-1] for item in ids), length)
@@ -108,7 +117,9 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
 
 def _windows(texts: Sequence[str], tokenizer: Any, samples: int, length: int) -> torch.Tensor:
     if tokenizer is None:
-        raise _unusable("the model has no tokenizer", "tokenizer files beside the weights", "none", "pass token ids, or add the files")
+        raise _unusable(
+            "the model has no tokenizer", "tokenizer files beside the weights", "none", "pass token ids, or add the files"
+        )
     if not texts[0].strip():
         raise _unusable("the text is empty", "text", "none", "pass a file with text")
     ids = torch.tensor(tokenizer(texts[0])["input_ids"], dtype=torch.int64)
@@ -135,7 +146,10 @@ def _dataset(name: str, tokenizer: Any, samples: int, length: int) -> torch.Tens
 
 def _too_short(found: int, length: int) -> SetupError:
     return _unusable(
-        "it is shorter than one sequence", f"at least {length} tokens", f"{found} tokens", "pass more text, or lower sequence_length"
+        "it is shorter than one sequence",
+        f"at least {length} tokens",
+        f"{found} tokens",
+        "pass more text, or lower sequence_length",
     )
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hfq import __version__
 from hfq.checkpoint import Checkpoint
 from hfq.formats.recipe import Recipe
 from hfq.quantize.calibration import Calibration
-
-if TYPE_CHECKING:
-    from hfq.quantize.driver import QuantizeReport
+from hfq.quantize.report import QuantizeReport
 
 __all__ = ["model_card"]
 
@@ -34,10 +31,13 @@ def model_card(
         calibration: The calibration set, or None.
     """
     body = text.partition(_HEADING)[0].rstrip() or f"# {re.sub(r'[^ -~]', '?', Path(source.root).name)}, quantized"
-    options = {name: value for name, value in recipe.to_dict().items() if recipe.method != "fp8" or name == "method"}
+    recorded = {**recipe.to_dict(), "clip_search": recipe.narrows}
+    options = {name: value for name, value in recorded.items() if recipe.method != "fp8" or name == "method"}
     losses = {layer.name: layer.loss for layer in report.layers if layer.loss is not None and math.isfinite(layer.loss)}
     nearest = [layer.name for layer in report.layers if layer.method != recipe.method]
-    few = [layer.name for layer in report.layers if layer.tokens is not None and layer.damping is not None and layer.tokens < 128]
+    few = [
+        layer.name for layer in report.layers if layer.tokens is not None and layer.damping is not None and layer.tokens < 128
+    ]
     lines = [
         f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers as {report.dialect}.", "",
         "| option | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in options.items()),
@@ -49,7 +49,10 @@ def model_card(
     if losses:
         kind = "of outputs on the calibration set" if calibration is not None else "of weights"
         worst = max(losses, key=lambda name: losses[name])
-        lines += ["", f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}."]
+        lines += [
+            "",
+            f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}.",
+        ]
     for what, names in (("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few)):
         if names:
             lines += ["", f"{what}: {', '.join(names)}."]

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,57 +24,19 @@ from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.row import read_tensor
-from hfq.quantize.block import BlockQuantizer, LayerReport, as_weight, put_weight
+from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
 from hfq.quantize.calibration import Calibration, Text, calibrate
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
 from hfq.quantize.replay import Call, capture, run_block
+from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
 from hfq.spec import DTYPE_BITS, TensorInfo
 
-__all__ = ["Progress", "QuantizeReport", "quantize"]
+__all__ = ["quantize"]
 
 SAMPLES, SEQUENCE_LENGTH = 128, 2048
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One finished block: its name, its number of `blocks`, its layers, the seconds since the start, and an estimate of the rest."""
-
-    block: str
-    done: int
-    blocks: int
-    layers: tuple[LayerReport, ...]
-    seconds: float
-    eta_seconds: float | None
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of its layers, NaN where the method has none."""
-        losses = [layer.loss for layer in self.layers if layer.loss is not None]
-        return sum(losses) / len(losses) if losses else math.nan
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """What was written.
-
-    Attributes:
-        path: The folder.
-        dialect: What its layers are packed as.
-        layers: What is known of each layer.
-        nbytes: The bytes of all tensors.
-        resumed: Blocks that an earlier run had finished.
-        seconds: How long it took.
-    """
-
-    path: Path
-    dialect: str
-    layers: tuple[LayerReport, ...]
-    nbytes: int
-    resumed: int
-    seconds: float
 
 
 def quantize(
@@ -105,7 +67,9 @@ def quantize(
     recipe = _recipe(config)
     source = Source(model_or_path)
     target = check_target(source.checkpoint, output)
-    return _Job(source, recipe, config, target, _calibration(source, recipe, calibration, samples, sequence_length)).run(progress)
+    return _Job(source, recipe, config, target, _calibration(source, recipe, calibration, samples, sequence_length)).run(
+        progress
+    )
 
 
 class _Job:
@@ -126,15 +90,23 @@ class _Job:
         self.format: Format = recipe.weight_format(self.sizes.values())
         self.nbytes = self._check_sizes()
         _check_room(target, self.nbytes)
-        job = {"hfq": __version__, "source": source.digest(), "recipe": recipe.to_dict(), "layers": sorted(self.sizes)}
+        job: dict[str, Any] = {
+            "hfq": __version__,
+            "source": source.digest(),
+            "recipe": recipe.to_dict(),
+            "layers": sorted(self.sizes),
+        }
         job["calibration"] = calibration.digest if calibration else None
         self.journal = Journal(target, job)
 
     def run(self, progress: Callable[[Progress], None] | None) -> QuantizeReport:
-        started, layers = time.perf_counter(), []
+        started = time.perf_counter()
+        layers: list[LayerReport] = []
         done_before = sum(shard in self.journal for shard in self._shards().values())
         self._write_rest()
-        hidden, calls = capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
+        hidden, calls = (
+            capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
+        )
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
@@ -152,7 +124,9 @@ class _Job:
         finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
         return report
 
-    def _block(self, name: str, shard: str, hidden: list[torch.Tensor], calls: tuple[Call, ...] | list[Call], is_last: bool) -> None:
+    def _block(
+        self, name: str, shard: str, hidden: list[torch.Tensor], calls: tuple[Call, ...] | list[Call], is_last: bool
+    ) -> None:
         """Quantizes one block, or takes it as it was finished, and moves the hidden states past it."""
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
@@ -190,7 +164,9 @@ class _Job:
                 entries.append((info.name, _copied(info, self.source.reader)))
                 continue
             full = owners[info.name]
-            entries += [(f"{self.source.stored_module(full)}.{local}", _as_stored(tensor)) for local, tensor in packed[full].items()]
+            entries += [
+                (f"{self.source.stored_module(full)}.{local}", _as_stored(tensor)) for local, tensor in packed[full].items()
+            ]
         return iter(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1][0]]))
 
     def _write_rest(self) -> None:
@@ -244,8 +220,8 @@ def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int
         return None
     if text is None:
         raise SetupError(
-            f"method={recipe.method!r} needs a calibration set.", expected="calibration=: a text file, texts, or token ids", found="None",
-            fix="pass text like that which the model will read, or use method='rtn'",
+            f"method={recipe.method!r} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
+            found="None", fix="pass text like that which the model will read, or use method='rtn'",
         )  # fmt: skip
     from transformers import AutoTokenizer
 

@@ -9,7 +9,6 @@ the channels, so that almost all of the work is in large products.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 
@@ -93,7 +92,9 @@ def factorize(hessian: torch.Tensor, recipe: Recipe, name: str) -> Factor:
     while damping <= _MOST_DAMPING:
         hessian.diagonal().add_(damping * mean - added)
         added = damping * mean
-        factor = hessian[order[:, None], order].mT  # symmetric: the transpose is in LAPACK's own layout, and is factored in place
+        factor = hessian[
+            order[:, None], order
+        ].mT  # symmetric: the transpose is in LAPACK's own layout, and is factored in place
         info = torch.linalg.cholesky_ex(factor, out=(factor, torch.empty((), dtype=torch.int32))).info
         if not info and torch.isfinite(factor.diagonal()).all():
             variances = factor.diagonal().square()
@@ -217,7 +218,7 @@ class _Solver:
         """Settles the scales and zero points of one group [span, out]."""
         low, high = weights.amin(0), weights.amax(0)
         scales, zeros = self.format.scales_and_zeros(low, high)
-        if self.recipe.clip_search:
+        if self.recipe.narrows:
             scales, zeros = self._narrowed(weights, importance[:, None], low, high, scales, zeros)
         self.scales[group], self.zeros[group] = scales, zeros
 
@@ -265,8 +266,3 @@ def _check(weight: torch.Tensor, weight_format: Gptq, name: str) -> None:
             "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
             found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
         )  # fmt: skip
-
-
-def resolved(weight_format: Gptq, recipe: Recipe) -> Gptq:
-    """The dialect of a solved layer, which knows whether its groups are scattered."""
-    return dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)

@@ -67,8 +67,11 @@ class Journal:
         try:
             write_safetensors(self.folder / shard, tensors, {"format": "pt"})
         except CheckpointError as error:
-            error.fix = f"{error.fix}; the layers that are finished are kept in {self.folder}"
-            raise
+            raise CheckpointError(
+                "A shard could not be written; nothing stands under the final name, and the blocks that are finished are kept.",
+                file=self.folder / shard, expected=error.expected, found=error.found,
+                fix="free space, and run it again to go on", problems=(error.what,),
+            ) from error  # fmt: skip
         self.shards[shard] = {"sha256": _digest(self.folder / shard), "tensors": sorted(tensors), "notes": dict(notes)}
         self._save()
 
@@ -90,7 +93,13 @@ class Journal:
         sync_folder(self.target.parent)
 
     def _resume(self) -> None:
-        found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
+        try:
+            found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                "The journal of a quantization that was begun cannot be read; nothing was changed.", file=self.folder / _NAME,
+                expected="what hfq wrote", found=error, fix="remove this folder, and begin again",
+            ) from error  # fmt: skip
         if found["job"] != self.job:
             differing = sorted(key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key))
             raise SetupError(
@@ -104,6 +113,9 @@ class Journal:
                 logger.warning("%s is not as it was written; it is made again.", file)
                 continue
             self.shards[shard] = entry
+        for file in self.folder.iterdir():
+            if file.name not in (_NAME, *self.shards):
+                file.unlink()
         self._save()
 
     def _save(self) -> None:
@@ -129,7 +141,9 @@ class Journal:
 
 def _digest(file: Path) -> str:
     with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest_by_chunks(stream)
+        return (
+            hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest_by_chunks(stream)
+        )
 
 
 def _digest_by_chunks(stream) -> str:

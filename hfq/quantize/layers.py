@@ -101,5 +101,5 @@ def without_number(name: str) -> str:
 
 def size_of(layer: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer or a Conv1D."""
-    rows, columns = layer.weight.shape  # type: ignore[union-attr]
+    rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)

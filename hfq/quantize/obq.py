@@ -1,7 +1,8 @@
 """Optimal Brain Quantization: exact greedy quantization of one row at a time, the oracle that GPTQ approximates.
 
 Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 3. Of the weights that are still floats, the one whose rounding costs least is
-rounded, and the others move to make good for it. Its cost grows with the cube of the row's length for each row: it is for small layers.
+rounded, and the others move to make good for it. Each row costs the
+cube of its length: it is for small layers.
 """
 
 from __future__ import annotations

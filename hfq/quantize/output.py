@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfq import __version__
 from hfq.checkpoint import Checkpoint
@@ -17,10 +17,8 @@ from hfq.formats.recipe import Recipe
 from hfq.quantize.calibration import Calibration
 from hfq.quantize.card import model_card
 from hfq.quantize.journal import Journal
+from hfq.quantize.report import QuantizeReport
 from hfq.quantize.source import Source
-
-if TYPE_CHECKING:
-    from hfq.quantize.driver import QuantizeReport
 
 __all__ = ["finish"]
 
@@ -70,7 +68,9 @@ def _check(folder: Path, source: Source, config: dict[str, Any], report: Quantiz
     packed = {source.stored(f"{layer.name}.weight").name.removesuffix(".weight") for layer in report.layers}
     kept = {name: str(info) for name, info in source.checkpoint.tensors.items() if name.removesuffix(".weight") not in packed}
     if set(found) != packed or any(str(written.tensors.get(name)) != text for name, text in kept.items()):
-        odd = min(set(found) ^ packed, default="") or min(name for name in kept if str(written.tensors.get(name)) != kept[name])
+        odd = min(set(found) ^ packed, default="") or min(
+            name for name in kept if str(written.tensors.get(name)) != kept[name]
+        )
         raise CheckpointError(
             "The quantized checkpoint does not read back as it was written; nothing stands under its name.", file=folder,
             tensor=odd, expected="every layer packed, and all else as it was", found=str(written.tensors.get(odd)),

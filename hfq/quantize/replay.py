@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfq.errors import SetupError
+from hfq.quantize.layers import size_of
 
 __all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "measure", "run_block"]
 
@@ -169,7 +170,11 @@ class Moments:
 
 
 def measure(
-    block: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[torch.Tensor], calls: Sequence[Call], is_last_known: bool
+    block: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    is_last_known: bool,
 ) -> dict[str, Moments]:
     """The moments of the inputs of some layers over all batches.
 
@@ -182,7 +187,7 @@ def measure(
     """
     moments = {}
     for name, layer in layers.items():
-        size = layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]  # type: ignore[union-attr]
+        size = size_of(layer)[1]
         moments[name] = Moments(torch.zeros(size, size))
     for hidden, call in zip(batches, calls, strict=True):
         missing = set(layers)
@@ -201,7 +206,8 @@ def measure(
 @contextlib.contextmanager
 def _watching(layers: Mapping[str, nn.Module], saw: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args, name=name: saw(name, args[0].detach())) for name, layer in layers.items()
+        layer.register_forward_pre_hook(lambda module, args, name=name: saw(name, args[0].detach()))
+        for name, layer in layers.items()
     ]
     try:
         yield

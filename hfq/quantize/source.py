@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.errors import FormatError, SetupError
+from hfq.errors import FormatError
 from hfq.formats.source import source_config
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
@@ -73,7 +73,12 @@ class Source:
         """The stored tensors of a block, in the order of the checkpoint."""
         parameters = [name for name in self._match.dense if name.startswith(f"{block}.")]
         names = {self._match.dense[name].name for name in parameters}
-        names |= {info.name for name, module in self._packed.items() if name.startswith(f"{block}.") for info in module.infos.values()}
+        names |= {
+            info.name
+            for name, module in self._packed.items()
+            if name.startswith(f"{block}.")
+            for info in module.infos.values()
+        }
         return [info for name, info in self.checkpoint.tensors.items() if name in names]
 
     @contextlib.contextmanager
@@ -83,7 +88,9 @@ class Source:
         experts = {local: module for local, module in block.named_modules() if isinstance(module, PackedModule)}
         try:
             for local, module in experts.items():
-                _replace(block, local, nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta"))
+                _replace(
+                    block, local, nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta")
+                )
             yield block
         finally:
             for local, module in experts.items():
@@ -101,8 +108,8 @@ class Source:
                     resting.append((slot, slot.give(read_tensor(self.reader, slot.info).to(torch.float32))))
                 yield block
             finally:
-                for slot, parameter in resting:
-                    slot.give(parameter)
+                for slot, before in resting:
+                    slot.give(before)
 
 
 def _check_floats(checkpoint: Checkpoint) -> None:
@@ -112,11 +119,13 @@ def _check_floats(checkpoint: Checkpoint) -> None:
             "The source is quantized already; nothing was written.", file=checkpoint.root, expected="a checkpoint of floats",
             found=f"quant_method={config.get('quant_method')!r}", fix="quantize the float checkpoint that it was made of",
         )  # fmt: skip
-    coded = next((info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None)
+    coded = next(
+        (info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None
+    )
     if coded is not None:
         raise FormatError(
-            "The source holds codes; nothing was written.", file=coded.range.file, tensor=coded.name, expected="a checkpoint of floats",
-            found=str(coded), fix="quantize the float checkpoint that it was made of",
+            "The source holds codes; nothing was written.", file=coded.range.file, tensor=coded.name, found=str(coded),
+            expected="a checkpoint of floats", fix="quantize the float checkpoint that it was made of",
         )  # fmt: skip
 
 

@@ -52,7 +52,9 @@ def test_constants_are_exact(quantize):
         torch.testing.assert_close(found.dequantize(), torch.full((2, 4), value))
 
 
-@pytest.mark.parametrize("options", [{"strategy": "group", "group_size": 3}, {"strategy": "block", "block": (3, 2)}, {"strategy": "row"}])
+@pytest.mark.parametrize(
+    "options", [{"strategy": "group", "group_size": 3}, {"strategy": "block", "block": (3, 2)}, {"strategy": "row"}]
+)
 def test_what_does_not_divide_is_refused(options):
     with pytest.raises(SetupError):
         absmax(torch.zeros(4, 8), 4, **options)

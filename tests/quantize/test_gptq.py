@@ -138,7 +138,9 @@ def test_a_channel_without_activations_is_rounded_to_nearest():
     recipe = Recipe(group_size=32, clip_search=False)
     weight_format = recipe.weight_format([(32, 32)])
     found = solve(weight, factorize(hessian, recipe, "x"), weight_format, recipe)
-    assert torch.equal(weight_format.pack(found.codes, found.scales, found.zeros)["qweight"], weight_format.quantize(weight)["qweight"])
+    assert torch.equal(
+        weight_format.pack(found.codes, found.scales, found.zeros)["qweight"], weight_format.quantize(weight)["qweight"]
+    )
 
 
 def test_damping_grows_until_the_hessian_factors(layer, caplog):
@@ -165,7 +167,11 @@ def test_unusable_hessians_are_named(hessian, named):
 
 @pytest.mark.parametrize(
     ("weight", "named"),
-    [(torch.zeros(32, 40), "cannot hold"), (torch.zeros(30, 64), "cannot hold"), (torch.full((32, 64), float("nan")), "not finite")],
+    [
+        (torch.zeros(32, 40), "cannot hold"),
+        (torch.zeros(30, 64), "cannot hold"),
+        (torch.full((32, 64), float("nan")), "not finite"),
+    ],
 )
 def test_unusable_weights_are_named(weight, named):
     recipe = Recipe(group_size=32)
