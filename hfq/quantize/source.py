@@ -17,6 +17,7 @@ from hfq.errors import FormatError
 from hfq.formats.source import source_config
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
+from hfq.modules.experts import PackedExperts
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import read_tensor
 from hfq.quantize.layers import find_blocks
@@ -48,6 +49,9 @@ class Source:
         self.model.eval()
         self.reader = Reader(self.checkpoint)
         self.blocks = find_blocks(self.model)
+        for module in self.model.modules():
+            if isinstance(module, PackedExperts):
+                module.prefetch = None  # its layers are brought into memory with their block
         self._match = loading_of(self.model).match
         self._packed = loading_of(self.model).packed
 
