@@ -14,7 +14,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hfq", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Load any quantized checkpoint into any placement: packed everywhere, exact, nothing silent.",
+    help="Load any quantized checkpoint into any placement, or make one: packed everywhere, exact, nothing silent.",
 )  # fmt: skip
 
 

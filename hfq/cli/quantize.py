@@ -51,6 +51,8 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes on where it was."""
+    from transformers.utils import logging
+
     from hfq import HfqConfig
     from hfq.quantize.driver import quantize as run
 
@@ -58,6 +60,7 @@ def quantize(
         "num_bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": act_order, "damping": damping,
         "static_groups": static_groups, "clip_search": clip_search,
     }  # fmt: skip
+    logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
     config = HfqConfig(method=method, modules_to_not_convert=skip, **options)
     with _bar() as show:
         report = run(
