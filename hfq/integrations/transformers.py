@@ -168,6 +168,14 @@ def _check_values(modules: Any, expert_cache_nbytes: Any, source: Any) -> None:
         )  # fmt: skip
 
 
+def _check_no_method(config: HfqConfig) -> None:
+    if config.method is not None:
+        raise SetupError(
+            f"HfqConfig(method={config.method!r}) says how to quantize, and from_pretrained does not; nothing was loaded.",
+            expected="no method", found=config.method, fix="write a quantized checkpoint with hfq.quantize, and load that",
+        )  # fmt: skip
+
+
 class HfqQuantizer(HfQuantizer):
     """The hooks of `from_pretrained`; each hands over to `hfq.integrations.loading.Loading`."""
 
@@ -175,6 +183,7 @@ class HfqQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: HfqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        _check_no_method(quantization_config)
         self.pre_quantized = True
         self.loading: Loading | None = None
         self._dtype: torch.dtype | None = None

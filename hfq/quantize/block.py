@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,10 +34,18 @@ class BlockQuantizer:
         linears: Its layers to quantize, by name.
         weight_format: What they are written in.
         recipe: How they are quantized.
+        read: Reads the weight of a layer that is on meta, by its name.
     """
 
-    def __init__(self, block: nn.Module, linears: Mapping[str, nn.Module], weight_format: Format, recipe: Recipe) -> None:
-        self.block, self.linears, self.format, self.recipe = block, dict(linears), weight_format, recipe
+    def __init__(
+        self,
+        block: nn.Module,
+        linears: Mapping[str, nn.Module],
+        weight_format: Format,
+        recipe: Recipe,
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.block, self.linears, self.format, self.recipe, self.read = block, dict(linears), weight_format, recipe, read
         self.packed: dict[str, dict[str, torch.Tensor]] = {}
         self.reports: list[LayerReport] = []
 
@@ -113,13 +121,13 @@ class BlockQuantizer:
         del moments
         weight_format = _as_gptq(self.format)
         for name in group:
-            solved = solve(_weight_of(self.linears[name]), factor, weight_format, self.recipe, name)
+            solved = solve(self._weight(name), factor, weight_format, self.recipe, name)
             packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
             self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
 
     def _round(self, name: str, tokens: int | None) -> None:
         method = "rtn" if self.recipe.method == "gptq" else self.recipe.method
-        weight = _weight_of(self.linears[name])
+        weight = self._weight(name)
         if not torch.isfinite(weight).all():
             raise SetupError(
                 "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
@@ -135,6 +143,13 @@ class BlockQuantizer:
         self.reports.append(report)
         if self.recipe.needs_calibration:
             put_weight(self.linears[name], as_weight(self.format, self.recipe, packed))
+
+    def _weight(self, name: str) -> torch.Tensor:
+        """float32 [out, in]."""
+        layer = self.linears[name]
+        parameter: torch.Tensor = layer._parameters["weight"]  # type: ignore[assignment]
+        weight = self.read(name) if parameter.is_meta else parameter.detach()
+        return weight if isinstance(layer, nn.Linear) else weight.t()
 
     def _check_reached(self) -> None:
         missing = [name for name in self.linears if name not in self.packed]
@@ -156,11 +171,6 @@ def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
     """Gives a linear layer or a Conv1D a weight [out, in]."""
     value = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
     layer._parameters["weight"] = nn.Parameter(value, requires_grad=False)
-
-
-def _weight_of(layer: nn.Module) -> torch.Tensor:
-    weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
-    return weight if isinstance(layer, nn.Linear) else weight.t()
 
 
 def _as_gptq(weight_format: Format) -> Gptq:

@@ -131,12 +131,12 @@ class _Job:
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
             return
-        with self.source.in_memory(name) as block:
+        with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
             if is_done:
                 self._put_finished(shard, linears)
             else:
-                quantizer = BlockQuantizer(block, linears, self.format, self.recipe)
+                quantizer = BlockQuantizer(block, linears, self.format, self.recipe, self.source.weight)
                 packed, reports = quantizer.run(hidden, calls)
                 notes = {"layers": [asdict(report) for report in reports]}
                 self.journal.add(shard, dict(self._stored(name, packed)), notes)

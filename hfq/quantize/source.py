@@ -73,6 +73,10 @@ class Source:
         is_stored = name in self._packed or weight in self._match.dense
         return self.stored(weight).name.removesuffix(".weight") if is_stored else name
 
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight of a layer as it is stored, [out, in] but for a Conv1D, in float32."""
+        return read_tensor(self.reader, self.stored(f"{name}.weight")).to(torch.float32)
+
     def stored_of(self, block: str) -> list[TensorInfo]:
         """The stored tensors of a block, in the order of the checkpoint."""
         parameters = [name for name in self._match.dense if name.startswith(f"{block}.")]

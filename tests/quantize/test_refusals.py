@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from quantize.conftest import SOURCE
+from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, SetupError
@@ -56,6 +57,11 @@ def test_a_recipe_is_checked_when_it_is_written_down(options, named):
 def test_a_recipe_survives_a_round_trip():
     config = HfqConfig(method="gptq", num_bits=3, symmetric=False)
     assert HfqConfig(**config.options()).options() == config.options()
+
+
+def test_from_pretrained_does_not_quantize_and_says_so():
+    with pytest.raises(SetupError, match="from_pretrained does not"):
+        AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=RTN)
 
 
 def test_a_taken_folder_is_left_as_it_is(tmp_path):
