@@ -67,9 +67,12 @@ def quantize(
     recipe = _recipe(config)
     source = Source(model_or_path)
     target = check_target(source.checkpoint, output)
-    return _Job(source, recipe, config, target, _calibration(source, recipe, calibration, samples, sequence_length)).run(
-        progress
-    )
+    text = _calibration(source, recipe, calibration, samples, sequence_length)
+    job = _Job(source, recipe, config, target, text)
+    try:
+        return job.run(progress)
+    finally:
+        job.journal.close()
 
 
 class _Job:

@@ -6,11 +6,12 @@ that is killed leaves it, and the same run, started again, keeps every shard who
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
-import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Journal:
         job: What determines every byte of it, as JSON types; a folder of another job is refused.
 
     Raises:
-        SetupError: Another job was begun for this target.
+        SetupError: Another job was begun for this target, or another process works on it.
         CheckpointError: The folder cannot be made.
     """
 
@@ -43,12 +44,14 @@ class Journal:
         self.target, self.folder = target, target.parent / f".{target.name}.quantizing"
         self.job = json.loads(json.dumps(job))
         self.shards: dict[str, dict[str, Any]] = {}
-        if (self.folder / _NAME).exists():
-            self._resume()
-        else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.guarded(lambda: self.folder.mkdir())
-            self._save()
+        self.guarded(lambda: self.folder.mkdir(exist_ok=True))
+        self._descriptor = os.open(self.folder, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._descriptor)  # and with it, the lock
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
 
     def __contains__(self, shard: str) -> bool:
         return shard in self.shards
@@ -91,6 +94,27 @@ class Journal:
 
         self.guarded(rename)
         sync_folder(self.target.parent)
+
+    def _begin(self) -> None:
+        self._lock()
+        if (self.folder / _NAME).exists():
+            self._resume()
+            return
+        for file in self.folder.iterdir():
+            file.unlink()
+        self._save()
+
+    def _lock(self) -> None:
+        """Keeps other processes from the folder for as long as this one lives."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SetupError(
+                f"Another process is quantizing into {self.target}; nothing was changed.", file=self.folder,
+                expected="one process for each folder", found="a folder that is locked", fix="wait for it, or choose another folder",
+            ) from error  # fmt: skip
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): run no second process for it.", self.folder, error.strerror)
 
     def _resume(self) -> None:
         try:

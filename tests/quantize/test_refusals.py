@@ -1,6 +1,7 @@
 """Bad input of `hfq.quantize`: each an `HfqError` that names it, and nothing under the final name."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -162,9 +163,13 @@ def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_replace", full)
-        refused(CheckpointError, "finished are", tmp_path / "out", SOURCE, RTN)
+        with pytest.raises(
+            CheckpointError, match="finished are"
+        ) as kept:  # as a notebook keeps the last error, and its frames
+            hfq.quantize(SOURCE, RTN, output=tmp_path / "out")
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
     assert hfq.quantize(SOURCE, RTN, output=tmp_path / "out").resumed == 1
+    assert kept.value.found == "No space left on device"
 
 
 def test_a_damaged_journal_is_named(tmp_path):
@@ -172,6 +177,16 @@ def test_a_damaged_journal_is_named(tmp_path):
     (tmp_path / ".out.quantizing").mkdir()
     (tmp_path / ".out.quantizing" / "journal.json").write_text("{")
     refused(CheckpointError, "journal", tmp_path / "out", source, RTN)
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    (tmp_path / ".out.quantizing").mkdir()
+    descriptor = os.open(tmp_path / ".out.quantizing", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # locks of one process exclude each other, too
+    try:
+        refused(SetupError, "Another process", tmp_path / "out", SOURCE, RTN)
+    finally:
+        os.close(descriptor)
 
 
 class Tokenizer:
