@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "optimum>=2.0"]
 
 setup(
     name="hfq",
@@ -34,6 +34,7 @@ setup(
         "peft": ["peft>=0.21"],
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
+        "optimum": ["optimum>=2.0"],
         "bench": ["matplotlib>=3.8"],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],

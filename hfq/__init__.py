@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "report", "take_over", "verify",
+    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "verify",
 ]  # fmt: skip
 
 _LAZY = {
@@ -45,7 +45,7 @@ _LAZY = {
     "verify": "hfq.evaluate.compare",
 }
 
-_SUBMODULES = {"fms": "hfq.integrations.fms"}
+_SUBMODULES = {"fms": "hfq.integrations.fms", "quantize": "hfq.quantize"}  # a module that is called, too
 
 _register()
 

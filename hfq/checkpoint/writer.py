@@ -6,15 +6,41 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hfq.checkpoint.header import parse_header
+from hfq.checkpoint.reader import Reader
 from hfq.errors import CheckpointError
+from hfq.spec import ByteRange
 
-__all__ = ["StoredTensor", "write_safetensors"]
+__all__ = ["CopiedBytes", "StoredTensor", "write_safetensors"]
 
-StoredTensor = tuple[str, tuple[int, ...], memoryview | bytes]
+_CHUNK_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class CopiedBytes:
+    """Bytes of another checkpoint, which are read by chunks when they are written."""
+
+    reader: Reader
+    source: ByteRange
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The bytes, in one buffer that each chunk overwrites."""
+        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, self.nbytes)))
+        for done in range(0, self.nbytes, _CHUNK_NBYTES):
+            part = ByteRange(self.source.file, self.source.offset + done, min(_CHUNK_NBYTES, self.nbytes - done))
+            self.reader.read_into(part, buffer)
+            yield buffer[: part.nbytes]
+
+
+StoredTensor = tuple[str, tuple[int, ...], memoryview | bytes | CopiedBytes]
 """(safetensors dtype, shape, the bytes in C order)"""
 
 
@@ -39,9 +65,9 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape, data) in tensors.items():
-        if not memoryview(data).c_contiguous:
+        if not isinstance(data, CopiedBytes) and not memoryview(data).c_contiguous:
             raise _unwritable(path, "the bytes do not lie in a row", "C order", "strided memory", name)
-        nbytes = memoryview(data).nbytes
+        nbytes = data.nbytes if isinstance(data, CopiedBytes) else memoryview(data).nbytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
     raw = _checked_header(path, header, end, len(tensors))
@@ -77,12 +103,13 @@ def _unwritable(path: Path, why: str, expected: object, found: object, tensor: s
     )  # fmt: skip
 
 
-def _replace(path: Path, parts: list[bytes | memoryview]) -> None:
+def _replace(path: Path, parts: list[bytes | memoryview | CopiedBytes]) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             for part in parts:
-                stream.write(part)
+                for chunk in part.chunks() if isinstance(part, CopiedBytes) else (part,):
+                    stream.write(chunk)
             stream.flush()
             os.fchmod(stream.fileno(), 0o644)
             os.fsync(stream.fileno())

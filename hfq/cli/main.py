@@ -7,14 +7,14 @@ import sys
 import typer
 
 from hfq import __version__
-from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, verify
+from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, quantize, verify
 from hfq.errors import HfqError
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hfq", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Load any quantized checkpoint into any placement: packed everywhere, exact, nothing silent.",
+    help="Load any quantized checkpoint into any placement, or make one: packed everywhere, exact, nothing silent.",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("verify")(verify.verify)
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
+app.command("quantize")(quantize.quantize)
 
 
 def main() -> None:

@@ -30,12 +30,12 @@ from hfq.formats.scaled import ScaledCodes, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
 
-__all__ = ["Bnb4Bit", "BnbInt8"]
+__all__ = ["NF4_VALUES", "Bnb4Bit", "BnbInt8"]
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _BLOCKSIZES = (64, 128, 32, 256, 512, 1024, 2048, 4096)
 _STORAGES = ("U8", "BF16", "F16", "F32")
-_NF4 = (
+NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -235,7 +235,7 @@ class Bnb4Bit(Format):
         out_features, in_features = weight.shape
         flat = torch.nn.functional.pad(weight.detach().to(torch.float32).flatten(), (0, -weight.numel() % self.blocksize))
         blocks = flat.view(-1, self.blocksize)
-        values = torch.tensor(_NF4 if self.quant_type == "nf4" else _FP4)
+        values = torch.tensor(NF4_VALUES if self.quant_type == "nf4" else _FP4)
         absmax = blocks.abs().amax(1)
         absmax = torch.where(absmax == 0, 1, absmax)
         state: dict[str, object] = {"quant_type": self.quant_type, "blocksize": self.blocksize, "dtype": "bfloat16"}

@@ -56,7 +56,7 @@ class Fp8(Fp8Shards, Fp8Order):
         group_size: Channels of a group, for `strategy="group"`.
         scale_name: The scale's name on disk.
         scale_shape: The scale's shape on disk; None for the strategy's usual one.
-        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float.
+        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float; BF16 to quantize with.
         reciprocal: Whether the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
         input_scale_name: The static activation scale's name on disk, None where there is none.
         input_scale_shape: Its shape.
@@ -213,6 +213,7 @@ class Fp8(Fp8Shards, Fp8Order):
         if self.scale_dtype in _POWERS:
             exponents = (torch.ceil(torch.log2(scale)) + 127).clamp(0, 254).to(torch.uint8)
             scale = exponents if self.scale_dtype == "U8" else exponents.view(torch.float8_e8m0fnu)
+        scale = scale.to(torch.bfloat16) if self.scale_dtype == "BF16" else scale
         stored = {"weight": weight, self.scale_name: 1 / scale if self.reciprocal else scale}
         ones = self.dequantize({**stored, "weight": torch.ones_like(weight)})
         stored["weight"] = (weight / ones).clamp(-top, top).to(dtype)

@@ -213,33 +213,38 @@ class Gptq(GptqShards, GptqOrder):
                 expected=f"sizes divisible by 32 and an input divisible by group_size={self.group_size}",
                 fix="choose another group_size, or leave this layer dense",
             )  # fmt: skip
-        top = (1 << self.num_bits) - 1
         grouped = weight.detach().to(torch.float32).t().reshape(in_features // span, span, out_features)
-        if self.symmetric:
-            scales = grouped.abs().amax(1) * 2 / top
-            zeros = torch.full_like(scales, 1 << (self.num_bits - 1))
-        else:
-            low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
-            scales = (high - low) / top
-            zeros = torch.zeros_like(scales)
-        scales = torch.where(scales == 0, 1, scales).to(torch.float16)
+        scales, zeros = self.scales_and_zeros(grouped.amin(1), grouped.amax(1))
+        codes = (grouped / scales[:, None] + zeros[:, None]).round().clamp(0, (1 << self.num_bits) - 1)
+        g_idx = torch.arange(in_features) // span if (self.g_idx_length or 0) > 1 else None
+        return self.pack(codes.reshape(in_features, out_features), scales, zeros, g_idx)
+
+    def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero points.
+
+        Raises:
+            FormatError: A range is too wide for F16.
+        """
+        top = (1 << self.num_bits) - 1
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = torch.maximum(-low, high) * 2 / top if self.symmetric else (high - low) / top
+        scales = torch.where(scales == 0, 1, scales).to(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise FormatError(
-                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {weight.abs().max():g}",
+                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
                 expected=f"at most about {torch.finfo(torch.float16).max * top / 2:g}", fix="leave this layer dense",
             )  # fmt: skip
-        if not self.symmetric:
-            least = 1 if self.zero_reading == "field_plus_one" else 0  # AutoGPTQ's reading knows no zero point of 0
-            zeros = (-low / scales.float()).round().clamp(least, top)
-        codes = (grouped / scales.float()[:, None] + zeros[:, None]).round().clamp(0, top)
-        tensors = {
-            "qweight": self._pack(codes.reshape(in_features, out_features)),
-            "qzeros": self._store_zeros(zeros.to(torch.int32)),
-            "scales": scales,
-        }
-        if (self.g_idx_length or 0) > 1:
-            tensors["g_idx"] = torch.arange(in_features, dtype=torch.int32) // span
-        return tensors
+        least = 1 if self.zero_reading == "field_plus_one" else 0  # AutoGPTQ's reading knows no zero point of 0
+        middle = torch.full_like(scales, 1 << (self.num_bits - 1))
+        return scales, middle if self.symmetric else (-low / scales).round().clamp(least, top)
+
+    def pack(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, g_idx: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a layer: from codes [in, out], scales and zero points [groups, out] and each channel's group [in]."""
+        tensors = {"qweight": self._pack(codes), "qzeros": self._store_zeros(zeros.to(torch.int32))}
+        tensors["scales"] = scales.to(torch.float16)
+        return tensors if g_idx is None else {**tensors, "g_idx": g_idx.to(torch.int32)}
 
     def _words(self, count: int) -> int:
         return -(-count // 32) * self.num_bits if self.is_planar else -(-count * self.num_bits // 32)

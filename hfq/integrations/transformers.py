@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
+from hfq.formats.recipe import RECIPE_OPTIONS, Recipe
 from hfq.integrations.registration import run_pending
 from hfq.kernels.table import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
@@ -35,7 +36,7 @@ _CHOICES = {
     "load": ("ranges", "broadcast"),
     "nvme": ("in_place", "swap"),
 }
-_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes", "outlier_threshold")
+_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes", "outlier_threshold", *RECIPE_OPTIONS)
 
 
 class HfqConfig(QuantizationConfigMixin):
@@ -66,6 +67,8 @@ class HfqConfig(QuantizationConfigMixin):
         nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
+        method: How `hfq.quantize` quantizes a float checkpoint; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`,
+            `group_size`, `symmetric`, `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.
@@ -85,10 +88,11 @@ class HfqConfig(QuantizationConfigMixin):
         execute_on: str = "accelerator",
         outlier_threshold: float | None = None,
         source: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        method: str | None = None,
+        **others: Any,
     ) -> None:
-        unknown.pop("quant_method", None)
-        for name in unknown:
+        others.pop("quant_method", None)
+        for name in others.keys() - set(RECIPE_OPTIONS):
             raise SetupError(
                 f"HfqConfig has no option {name!r}{nearest(name, _OPTIONS)}.", expected=", ".join(_OPTIONS), found=name,
                 fix="remove or correct the option",
@@ -112,6 +116,20 @@ class HfqConfig(QuantizationConfigMixin):
         self.execute_on, self.outlier_threshold = execute_on, outlier_threshold
         self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
         self.source = copy.deepcopy(dict(source)) if source is not None else None
+        self.method = method
+        self._set_recipe(others)
+
+    def _set_recipe(self, options: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and self.method is None:
+            raise SetupError(
+                f"HfqConfig({next(iter(given))}=…) says how to quantize, and no method is given.", expected="method=… beside it",
+                found=", ".join(given), fix="pass method, or leave these out to load a quantized checkpoint",
+            )  # fmt: skip
+        if self.method is not None:
+            Recipe.of({**given, "method": self.method})
+        for name in RECIPE_OPTIONS[1:]:
+            setattr(self, name, given.get(name))
 
     def to_dict(self) -> dict[str, Any]:
         """The source dialect's config once a checkpoint is loaded, so that what is saved stays readable by others."""
@@ -165,6 +183,14 @@ def _check_values(modules: Any, expert_cache_nbytes: Any, outlier_threshold: Any
         )  # fmt: skip
 
 
+def _check_no_method(config: HfqConfig) -> None:
+    if config.method is not None:
+        raise SetupError(
+            f"HfqConfig(method={config.method!r}) says how to quantize, and from_pretrained does not; nothing was loaded.",
+            expected="no method", found=config.method, fix="write a quantized checkpoint with hfq.quantize, and load that",
+        )  # fmt: skip
+
+
 class HfqQuantizer(HfQuantizer):
     """The hooks of `from_pretrained`; each hands over to `hfq.integrations.loading.Loading`."""
 
@@ -172,6 +198,7 @@ class HfqQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: HfqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        _check_no_method(quantization_config)
         self.pre_quantized = True
         self.loading: Loading | None = None
         self._dtype: torch.dtype | None = None

@@ -1,0 +1,147 @@
+"""Recipes: how a float model is to be quantized, and what the dialect that it is written in says of it in config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hfq.errors import SetupError, nearest
+from hfq.formats.base import ActivationScheme, Format
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.formats.gptq_config import BITS
+
+__all__ = ["METHODS", "RECIPE_OPTIONS", "Recipe"]
+
+METHODS = {
+    "gptq": "GPTQ: codes chosen by the activations' second moments, written as GPTQ",
+    "rtn": "round to nearest, written as GPTQ",
+    "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel (compressed-tensors)",
+}
+"""What `Recipe.method` may be."""
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the linear layers of a float model are quantized.
+
+    Attributes:
+        method: One of `METHODS`.
+        num_bits: 2, 3, 4 or 8; of integer codes.
+        group_size: Input channels that share a scale; -1 for all.
+        symmetric: Whether the zero point is the middle of the codes; written as GPTQ v1, else as v2.
+        act_order: GPTQ quantizes channels by decreasing activation, and groups follow that order (`desc_act`).
+        static_groups: With `act_order`: groups stay those of neighbouring channels, with scales from the float weight.
+        group_order: Without `act_order`: groups are quantized by decreasing activation, and so are the channels of each; the file
+            is as without. gptqmodel's `act_group_aware`.
+        damping: What is added to the Hessian's diagonal, as a share of its mean; grows where a factorization fails.
+        clip_search: Whether GPTQ narrows each range where that lowers the weighted squared error; None for 2 and 3 bits alone, where
+            it helps most.
+
+    Raises:
+        SetupError: A value is unusable, or values contradict each other.
+    """
+
+    method: str = "gptq"
+    num_bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    act_order: bool = False
+    static_groups: bool = False
+    group_order: bool = True
+    damping: float = 0.05
+    clip_search: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise _unusable("method", self.method, " or ".join(METHODS), nearest(str(self.method), METHODS))
+        if type(self.num_bits) is not int or self.num_bits not in BITS:
+            raise _unusable("num_bits", self.num_bits, "2, 3, 4 or 8")
+        if type(self.group_size) is not int or not (self.group_size == -1 or 8 <= self.group_size < 1 << 24):
+            raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
+        if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
+            raise _unusable("damping", self.damping, "a number between 0 and 1")
+        for option in fields(self):
+            is_choice = isinstance(option.default, bool) or (option.name == "clip_search" and self.clip_search is not None)
+            if is_choice and not isinstance(getattr(self, option.name), bool):
+                raise _unusable(option.name, getattr(self, option.name), "True or False")
+        if self.static_groups and not self.act_order:
+            raise _unusable("static_groups", True, "act_order=True beside it: groups are static without act_order")
+
+    @property
+    def narrows(self) -> bool:
+        """Whether ranges are narrowed."""
+        return self.num_bits < 4 if self.clip_search is None else self.clip_search
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method looks at activations."""
+        return self.method == "gptq"
+
+    def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
+        """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
+        if self.method != "fp8":
+            reading = "field_plus_one" if self.symmetric else "stored"
+            return Gptq(self.num_bits, self.group_size, self.symmetric, reading, g_idx_length=2)  # type: ignore[arg-type]
+        if all(size % _BLOCK == 0 for pair in sizes for size in pair):
+            return Fp8(strategy="block", block_structure=(_BLOCK, _BLOCK), scale_name="weight_scale_inv")
+        return Fp8(strategy="channel", scale_dtype="BF16", scheme=ActivationScheme("token"))
+
+    def quantization_config(self, weight_format: Format, dense: Iterable[str], version: str) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint written by this recipe.
+
+        Args:
+            weight_format: As `weight_format` gave it.
+            dense: The names of linear layers that stay floats.
+            version: hfq's version, which a GPTQ config names as its writer.
+        """
+        dense = sorted(dense)
+        if isinstance(weight_format, Gptq):
+            return self._gptq_config(dense, version)
+        if isinstance(weight_format, Fp8) and weight_format.strategy == "block":
+            return {
+                "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
+                "modules_to_not_convert": dense,
+            }  # fmt: skip
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+        activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": "float-quantized"}
+        return {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": dense,
+        }  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options by name."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Recipe:
+        """The recipe of the options that are given, that is, not None."""
+        return cls(**{name: options[name] for name in RECIPE_OPTIONS if options.get(name) is not None})
+
+    def _gptq_config(self, dense: list[str], version: str) -> dict[str, Any]:
+        label = "gptq" if self.symmetric else "gptq_v2"
+        config = {
+            "quant_method": "gptq", "bits": self.num_bits, "group_size": self.group_size, "sym": self.symmetric,
+            "desc_act": self.act_order and not self.static_groups, "checkpoint_format": label, "format": label,
+            "lm_head": False, "pack_dtype": "int32",
+            "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damping, "static_groups": self.static_groups},
+        }  # fmt: skip
+        inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
+        return config | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})
+
+
+RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
+"""The names of a recipe's options, which are options of `HfqConfig` too."""
+
+
+def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:
+    return SetupError(
+        f"A model cannot be quantized with {option}={found!r}{hint}.", expected=expected, found=repr(found),
+        fix=f"correct {option}",
+    )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Quantization: one file per method, and the driver that runs them over a checkpoint block by block. `hfq.quantize(…)` calls it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfq.quantize.report import QuantizeReport
+
+
+class _Callable(ModuleType):
+    """This package, which is called by its name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> QuantizeReport:
+        """See `hfq.quantize.driver.quantize`."""
+        from hfq.quantize.driver import quantize
+
+        return quantize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,184 @@
+"""One block: its layers quantized in the order in which they run, each measured with those before it quantized already."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hfq.errors import SetupError
+from hfq.formats import Format
+from hfq.formats.gptq import Gptq
+from hfq.formats.recipe import Recipe
+from hfq.quantize.gptq import factorize, solve
+from hfq.quantize.layers import is_expert, size_of, without_number
+from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
+from hfq.quantize.report import LayerReport
+
+__all__ = ["BlockQuantizer", "as_weight", "put_weight"]
+
+logger = logging.getLogger(__name__)
+
+_MOMENTS_NBYTES = 512 << 20
+"""Moments that are gathered in one pass; a mixture with many experts takes several."""
+
+
+class BlockQuantizer:
+    """Quantizes the layers of one block that is in memory; afterwards each holds its quantized weight.
+
+    Args:
+        block: The block.
+        linears: Its layers to quantize, by name.
+        weight_format: What they are written in.
+        recipe: How they are quantized.
+        read: Reads the weight of a layer that is on meta, by its name.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        linears: Mapping[str, nn.Module],
+        weight_format: Format,
+        recipe: Recipe,
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.block, self.linears, self.format, self.recipe, self.read = block, dict(linears), weight_format, recipe, read
+        self.packed: dict[str, dict[str, torch.Tensor]] = {}
+        self.reports: list[LayerReport] = []
+
+    def run(
+        self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
+        """Quantizes all layers.
+
+        Args:
+            batches: The hidden states that reach the block, [batch, length, hidden]; empty for methods that need none.
+            calls: The block's call for each.
+
+        Returns:
+            The packed tensors of each layer, and what is known of it.
+
+        Raises:
+            SetupError: A layer that every token passes was reached by none, or its activations are not finite.
+            FormatError: A weight cannot be packed.
+        """
+        if not self.recipe.needs_calibration:
+            for name in self.linears:
+                self._round(name, None)
+            return self.packed, self.reports
+        for stage in self._stages(batches[0], calls[0]):
+            self._quantize_stage(stage, batches, calls)
+        self._check_reached()
+        return self.packed, self.reports
+
+    def _stages(self, hidden: torch.Tensor, call: Call) -> Iterator[Stage]:
+        """The stages, each in parts whose moments fit; experts that the first batch does not reach join those that it does."""
+        stages = find_stages(self.block, self.linears, hidden, call, without_number)
+        found = {name for stage in stages for group in stage for name in group}
+        for stage in stages:
+            patterns = [[without_number(name) for name in group] for group in stage]
+            for name in [name for name in self.linears if name not in found and is_expert(name)]:
+                like = next((pattern for pattern in patterns if pattern[0] == without_number(name)), None)
+                if like is not None:
+                    number = name[len(like[0].partition("*")[0]) :].partition(".")[0]
+                    stage.append([local.replace("*", number) for local in like])
+            part: Stage = []
+            nbytes = 0
+            for group in stage:
+                size = 4 * size_of(self.linears[group[0]])[1] ** 2
+                if part and nbytes + size > _MOMENTS_NBYTES:
+                    yield part
+                    part, nbytes = [], 0
+                part.append(group)
+                nbytes += size
+            yield part
+
+    def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
+        first = {group[0]: self.linears[group[0]] for group in stage}
+        moments = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
+        for group in stage:
+            self._quantize_group(group, moments.pop(group[0]))
+
+    def _quantize_group(self, group: list[str], moments: Moments) -> None:
+        if not moments.tokens and is_expert(group[0]):
+            for name in group:
+                logger.warning("%s: no calibration token reached this expert; it is rounded to nearest.", name)
+                self._round(name, 0)
+            return
+        in_features = len(moments.hessian)
+        if is_expert(group[0]) and moments.tokens < in_features:
+            logger.warning(
+                "%s: %d calibration tokens reached this expert, fewer than its %d inputs.",
+                group[0],
+                moments.tokens,
+                in_features,
+            )
+        tokens = moments.tokens
+        factor = factorize(moments.mean(), self.recipe, group[0])
+        del moments
+        weight_format = _as_gptq(self.format)
+        for name in group:
+            solved = solve(self._weight(name), factor, weight_format, self.recipe, name)
+            packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
+            self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
+
+    def _round(self, name: str, tokens: int | None) -> None:
+        method = "rtn" if self.recipe.method == "gptq" else self.recipe.method
+        weight = self._weight(name)
+        if not torch.isfinite(weight).all():
+            raise SetupError(
+                "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
+                found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
+            )  # fmt: skip
+        packed = self.format.quantize(weight)
+        rounded = as_weight(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False), packed)
+        loss = float((rounded - weight).square().mean()) if tokens is None else None
+        self._keep(name, packed, LayerReport(name, method, tokens, loss))
+
+    def _keep(self, name: str, packed: dict[str, torch.Tensor], report: LayerReport) -> None:
+        self.packed[name] = packed
+        self.reports.append(report)
+        if self.recipe.needs_calibration:
+            put_weight(self.linears[name], as_weight(self.format, self.recipe, packed))
+
+    def _weight(self, name: str) -> torch.Tensor:
+        """float32 [out, in]."""
+        layer = self.linears[name]
+        parameter: torch.Tensor = layer._parameters["weight"]  # type: ignore[assignment]
+        weight = self.read(name) if parameter.is_meta else parameter.detach()
+        return weight if isinstance(layer, nn.Linear) else weight.t()
+
+    def _check_reached(self) -> None:
+        missing = [name for name in self.linears if name not in self.packed]
+        if missing:
+            raise SetupError(
+                "The calibration set never reaches a layer; it cannot be quantized.", tensor=missing[0], expected="a layer that runs",
+                found=f"{len(missing)} that do not: {', '.join(missing[:4])}", fix="leave them dense with modules_to_not_convert",
+            )  # fmt: skip
+
+
+def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes with."""
+    if isinstance(weight_format, Gptq):
+        weight_format = dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)
+    return weight_format.dequantize(packed)
+
+
+def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
+    """Gives a linear layer or a Conv1D a weight [out, in]."""
+    value = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
+    layer._parameters["weight"] = nn.Parameter(value, requires_grad=False)
+
+
+def _as_gptq(weight_format: Format) -> Gptq:
+    if not isinstance(weight_format, Gptq):
+        raise SetupError(
+            f"GPTQ cannot be written as {weight_format.describe()}.",
+            expected="GPTQ",
+            found=weight_format.name,
+            fix="correct method",
+        )
+    return weight_format

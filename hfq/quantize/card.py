@@ -1,0 +1,59 @@
+"""The model card of a quantized checkpoint: the source's own, with a section that says how it was quantized."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from hfq import __version__
+from hfq.checkpoint import Checkpoint
+from hfq.formats.recipe import Recipe
+from hfq.quantize.calibration import Calibration
+from hfq.quantize.report import QuantizeReport
+
+__all__ = ["model_card"]
+
+_HEADING = "## Quantization with hfq"
+
+
+def model_card(
+    text: str, source: Checkpoint, recipe: Recipe, report: QuantizeReport, dense: list[str], calibration: Calibration | None
+) -> str:
+    """The text of README.md.
+
+    Args:
+        text: The source's README.md, or nothing.
+        source: The float checkpoint.
+        recipe: How it was quantized.
+        report: Its layers.
+        dense: Linear layers that stay floats.
+        calibration: The calibration set, or None.
+    """
+    body = text.partition(_HEADING)[0].rstrip() or f"# {re.sub(r'[^ -~]', '?', Path(source.root).name)}, quantized"
+    recorded = {**recipe.to_dict(), "clip_search": recipe.narrows}
+    options = {name: value for name, value in recorded.items() if recipe.method != "fp8" or name == "method"}
+    losses = {layer.name: layer.loss for layer in report.layers if layer.loss is not None and math.isfinite(layer.loss)}
+    nearest = [layer.name for layer in report.layers if layer.method != recipe.method]
+    few = [
+        layer.name for layer in report.layers if layer.tokens is not None and layer.damping is not None and layer.tokens < 128
+    ]
+    lines = [
+        f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers as {report.dialect}.", "",
+        "| option | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in options.items()),
+    ]  # fmt: skip
+    if calibration is not None:
+        samples, length = calibration.tokens.shape
+        lines += [f"| calibration | {samples} sequences of {length} tokens of {calibration.source} |"]
+        lines += [f"| sha256 of the tokens | {calibration.digest} |"]
+    if losses:
+        kind = "of outputs on the calibration set" if calibration is not None else "of weights"
+        worst = max(losses, key=lambda name: losses[name])
+        lines += [
+            "",
+            f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}.",
+        ]
+    for what, names in (("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few)):
+        if names:
+            lines += ["", f"{what}: {', '.join(names)}."]
+    return "\n".join([body, "", _HEADING, "", *lines, ""])

@@ -1,0 +1,280 @@
+"""The driver: streams a float checkpoint block by block into a quantized one, and holds one block at any time."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfq import __version__
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.folder import check_target
+from hfq.checkpoint.writer import CopiedBytes, StoredTensor
+from hfq.errors import CheckpointError, FormatError, SetupError
+from hfq.formats import Format
+from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.recipe import METHODS, Recipe
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.row import read_tensor
+from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
+from hfq.quantize.calibration import Calibration, Text, calibrate
+from hfq.quantize.journal import Journal
+from hfq.quantize.layers import find_linears, find_skipped, size_of
+from hfq.quantize.output import finish
+from hfq.quantize.replay import Call, capture, run_block
+from hfq.quantize.report import LayerReport, Progress, QuantizeReport
+from hfq.quantize.source import Source, sizes_known
+from hfq.spec import DTYPE_BITS, TensorInfo
+
+__all__ = ["quantize"]
+
+SAMPLES, SEQUENCE_LENGTH = 128, 2048
+
+
+def quantize(
+    model_or_path: str | os.PathLike | nn.Module, config: HfqConfig, *, output: str | os.PathLike,
+    calibration: Text | None = None, samples: int = SAMPLES, sequence_length: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> QuantizeReport:  # fmt: skip
+    """Writes a quantized copy of a float checkpoint, block by block.
+
+    Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
+    libraries take. A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+
+    Args:
+        model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
+        config: Names the method and its options: `HfqConfig(method="gptq", num_bits=4, group_size=128)`; its
+            `modules_to_not_convert` stay floats.
+        output: The folder to make; absent or empty.
+        calibration: Text for methods that look at activations: see `hfq.quantize.calibration.Text`.
+        samples: Sequences of the calibration set.
+        sequence_length: Tokens of each; by default 2048, or what the model has positions for.
+        progress: Called after each block.
+
+    Raises:
+        SetupError: The recipe or the calibration set is unusable, or another job was begun for this folder.
+        FormatError: The source is quantized already, or the dialect cannot hold a layer; nothing was written.
+        CheckpointError: The source is damaged, or the output cannot be written.
+    """
+    recipe = _recipe(config)
+    source = Source(model_or_path)
+    target = check_target(source.checkpoint, output)
+    text = _calibration(source, recipe, calibration, samples, sequence_length)
+    job = _Job(source, recipe, config, target, text)
+    try:
+        return job.run(progress)
+    finally:
+        job.journal.close()
+
+
+class _Job:
+    """One quantization."""
+
+    def __init__(
+        self, source: Source, recipe: Recipe, config: HfqConfig, target: Path, calibration: Calibration | None
+    ) -> None:
+        self.source, self.recipe, self.calibration = source, recipe, calibration
+        skipped = find_skipped(source.model, config.modules_to_not_convert)
+        self.linears = {name: _layers_of(source, name, skipped) for name in source.blocks}
+        self.sizes = {name: size for sizes in self.linears.values() for name, size in sizes.items()}
+        if not self.sizes:
+            raise SetupError(
+                "No layer is left to quantize.", expected="linear layers in the model's blocks", found="none",
+                fix="correct modules_to_not_convert",
+            )  # fmt: skip
+        self.format: Format = recipe.weight_format(self.sizes.values())
+        self.nbytes = self._check_sizes()
+        _check_room(target, self.nbytes)
+        job: dict[str, Any] = {
+            "hfq": __version__,
+            "source": source.digest(),
+            "recipe": recipe.to_dict(),
+            "layers": sorted(self.sizes),
+        }
+        job["calibration"] = calibration.digest if calibration else None
+        self.journal = Journal(target, job)
+
+    def run(self, progress: Callable[[Progress], None] | None) -> QuantizeReport:
+        started = time.perf_counter()
+        layers: list[LayerReport] = []
+        done_before = sum(shard in self.journal for shard in self._shards().values())
+        self._write_rest()
+        hidden, calls = (
+            capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
+        )
+        made = 0
+        for number, (name, shard) in enumerate(self._shards().items(), 1):
+            is_made = shard not in self.journal
+            self._block(name, shard, hidden, calls.get(name, ()), is_last=number == len(self.source.blocks))
+            made += is_made
+            reports = tuple(LayerReport(**entry) for entry in self.journal.shards[shard]["notes"]["layers"])
+            layers += reports
+            seconds = time.perf_counter() - started
+            eta = seconds / made * (len(self.source.blocks) - number) if made else None
+            if progress is not None:
+                progress(Progress(name, number, len(self.source.blocks), reports, seconds, eta))
+        report = QuantizeReport(
+            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started
+        )
+        finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
+        return report
+
+    def _block(
+        self, name: str, shard: str, hidden: list[torch.Tensor], calls: tuple[Call, ...] | list[Call], is_last: bool
+    ) -> None:
+        """Quantizes one block, or takes it as it was finished, and moves the hidden states past it."""
+        is_done = shard in self.journal
+        if is_done and (not hidden or is_last):
+            return
+        with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
+            linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
+            if is_done:
+                self._put_finished(shard, linears)
+            else:
+                quantizer = BlockQuantizer(block, linears, self.format, self.recipe, self.source.weight)
+                packed, reports = quantizer.run(hidden, calls)
+                notes = {"layers": [asdict(report) for report in reports]}
+                self.journal.add(shard, dict(self._stored(name, packed)), notes)
+            for index, call in enumerate(calls if not is_last else ()):
+                hidden[index] = run_block(block, hidden[index], call)
+
+    def _put_finished(self, shard: str, linears: Mapping[str, nn.Module]) -> None:
+        finished = Checkpoint.from_files([self.journal.folder / shard])
+        reader = Reader(finished)
+        for full, layer in linears.items():
+            prefix = f"{self.source.stored_module(full)}."
+            own = {
+                name.removeprefix(prefix): read_tensor(reader, info)
+                for name, info in finished.tensors.items()
+                if name.startswith(prefix) and name != f"{prefix}bias"
+            }
+            put_weight(layer, as_weight(self.format, self.recipe, own))
+
+    def _stored(self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, StoredTensor]]:
+        """The shard of a block: packed layers in the place of their weights, everything else as it is; the widest first."""
+        owners = {self.source.stored(f"{full}.weight").name: full for full in packed}
+        entries: list[tuple[str, StoredTensor]] = []
+        for info in self.source.stored_of(block):
+            if info.name not in owners:
+                entries.append((info.name, _copied(info, self.source.reader)))
+                continue
+            full = owners[info.name]
+            entries += [
+                (f"{self.source.stored_module(full)}.{local}", _as_stored(tensor)) for local, tensor in packed[full].items()
+            ]
+        return iter(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1][0]]))
+
+    def _write_rest(self) -> None:
+        """What belongs to no block, as it is stored."""
+        shard = self._name(0)
+        in_blocks = {info.name for name in self.source.blocks for info in self.source.stored_of(name)}
+        rest = [info for name, info in self.source.checkpoint.tensors.items() if name not in in_blocks]
+        if shard not in self.journal and rest:
+            rest.sort(key=lambda info: -DTYPE_BITS[info.dtype])
+            self.journal.add(shard, {info.name: _copied(info, self.source.reader) for info in rest}, {"layers": []})
+
+    def _shards(self) -> dict[str, str]:
+        return {name: self._name(number) for number, name in enumerate(self.source.blocks, 1)}
+
+    def _name(self, number: int) -> str:
+        return f"model-{number + 1:05}-of-{len(self.source.blocks) + 1:05}.safetensors"
+
+    def _dense(self) -> list[str]:
+        """The stored names of linear layers that stay floats."""
+        names = set(find_linears(self.source.model, ""))
+        for block in self.source.blocks:
+            names |= _layers_of(self.source, block, []).keys()
+        return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
+
+    def _check_sizes(self) -> int:
+        """The bytes of the output's tensors; a layer that the dialect cannot hold is refused before anything is written."""
+        replaced, nbytes = set(), 0
+        for name, (out_features, in_features) in self.sizes.items():
+            info = self.source.stored(f"{name}.weight")
+            if not info.name.endswith("weight"):
+                raise FormatError(
+                    "A layer is stored in a way that cannot be quantized; nothing was written.", tensor=info.name,
+                    expected="a tensor named …weight", found=str(info), fix="leave it dense with modules_to_not_convert",
+                )  # fmt: skip
+            replaced.add(info.name)
+            nbytes += _packed_nbytes(self.format, self.recipe, name, in_features, out_features)
+        return nbytes + sum(info.nbytes for info in self.source.checkpoint.tensors.values() if info.name not in replaced)
+
+
+def _recipe(config: HfqConfig) -> Recipe:
+    if not isinstance(config, HfqConfig) or config.method is None:
+        raise SetupError(
+            "quantize was not told a method.", expected="HfqConfig(method=…), as " + " or ".join(METHODS), found=repr(config)[:80],
+            fix='pass HfqConfig(method="gptq", num_bits=4, group_size=128)',
+        )  # fmt: skip
+    return Recipe.of(config.options())
+
+
+def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int, length: int | None) -> Calibration | None:
+    if not recipe.needs_calibration:
+        return None
+    if text is None:
+        raise SetupError(
+            f"method={recipe.method!r} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
+            found="None", fix="pass text like that which the model will read, or use method='rtn'",
+        )  # fmt: skip
+    from transformers import AutoTokenizer
+
+    config = source.model.config
+    longest, vocabulary = sizes_known(config, "max_position_embeddings", "n_positions"), sizes_known(config, "vocab_size")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.checkpoint.root)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    length = length or min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
+    return calibrate(text, tokenizer, vocabulary or 1 << 62, samples, length, longest)
+
+
+def _layers_of(source: Source, name: str, skipped: list[str]) -> dict[str, tuple[int, int]]:
+    with source.on_meta(name) as block:
+        return {full: size_of(layer) for full, layer in find_linears(block, name, skipped).items()}
+
+
+def _packed_nbytes(weight_format: Format, recipe: Recipe, name: str, in_features: int, out_features: int) -> int:
+    span = recipe.group_size if recipe.group_size != -1 else in_features
+    is_integer = recipe.method != "fp8"
+    if is_integer and (in_features % 32 or out_features % 32 or in_features % span):
+        raise FormatError(
+            f"{weight_format.describe()} cannot hold a layer of this size; nothing was written.", tensor=name,
+            expected="sizes divisible by 32, and an input divisible by the group size", found=f"[{out_features}, {in_features}]",
+            fix="choose another group size, or leave this layer dense with modules_to_not_convert",
+        )  # fmt: skip
+    specs = weight_format.tensor_specs(in_features, out_features)
+    return sum(
+        math.prod(spec.shape) * DTYPE_BITS[spec.dtypes[0]] // 8
+        for spec in specs
+        if spec.role != "bias" and (spec.name != "g_idx" or is_integer)
+    )
+
+
+def _check_room(target: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    begun = target.parent / f".{target.name}.quantizing"
+    there = sum(file.stat().st_size for file in begun.glob("*.safetensors")) if begun.is_dir() else 0
+    if free + there < nbytes:
+        raise CheckpointError(
+            "The disk has too little room for the quantized checkpoint; nothing was written.", file=target,
+            expected=f"{nbytes:,} bytes", found=f"{free:,} bytes free", fix="free space, or choose another folder",
+        )  # fmt: skip
+
+
+def _copied(info: TensorInfo, reader: Reader) -> StoredTensor:
+    return info.dtype, info.shape, CopiedBytes(reader, info.range)
+
+
+def _as_stored(tensor: torch.Tensor) -> StoredTensor:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return safetensors_dtype(tensor.dtype), tuple(tensor.shape), memoryview(flat.numpy())  # type: ignore[arg-type]

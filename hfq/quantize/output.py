@@ -1,0 +1,82 @@
+"""What stands beside the shards of a quantized checkpoint: the index, the configs, the tokenizer's files and the model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hfq import __version__
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.folder import INDEX, side_files
+from hfq.errors import CheckpointError
+from hfq.formats import Format, detect_formats, tensors_by_module
+from hfq.formats.gptq import Gptq
+from hfq.formats.recipe import Recipe
+from hfq.quantize.calibration import Calibration
+from hfq.quantize.card import model_card
+from hfq.quantize.journal import Journal
+from hfq.quantize.report import QuantizeReport
+from hfq.quantize.source import Source
+
+__all__ = ["finish"]
+
+_WRITTEN = ("config.json", "README.md", "quantize_config.json", INDEX)
+
+
+def finish(
+    journal: Journal, source: Source, recipe: Recipe, weight_format: Format, report: QuantizeReport, dense: list[str],
+    calibration: Calibration | None,
+) -> None:  # fmt: skip
+    """Completes the folder, reads it back by its headers, and gives it its name.
+
+    Args:
+        journal: Holds all shards.
+        source: The float checkpoint, whose other files are copied.
+        recipe: How it was quantized.
+        weight_format: What its layers are packed as.
+        report: What is told in the card.
+        dense: The stored names of linear layers that stay floats.
+        calibration: The calibration set, or None.
+
+    Raises:
+        CheckpointError: A file cannot be written or copied, or the folder does not read back as it should.
+    """
+    config = recipe.quantization_config(weight_format, dense, __version__)
+    copied, _ = side_files(source.checkpoint)
+    for file in copied:
+        if Path(file).name not in _WRITTEN:
+            journal.guarded(lambda file=file: shutil.copyfile(file, journal.folder / Path(file).name))
+    weight_map = {name: shard for shard, entry in journal.shards.items() for name in entry["tensors"]}
+    index = {"metadata": {"total_size": report.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    journal.write(INDEX, _json(index))
+    journal.write("config.json", _json({**source.checkpoint.config, "quantization_config": config}))
+    if isinstance(weight_format, Gptq):
+        journal.write("quantize_config.json", _json(config))
+    card = Path(source.checkpoint.root, "README.md")
+    text = card.read_text(encoding="utf-8") if str(card) in copied else ""
+    journal.write("README.md", model_card(text, source.checkpoint, recipe, report, dense, calibration))
+    _check(journal.folder, source, config, report)
+    journal.finish()
+
+
+def _check(folder: Path, source: Source, config: dict[str, Any], report: QuantizeReport) -> None:
+    """hfq itself must see the layers packed, and everything else as it was."""
+    written = Checkpoint.open(folder)
+    found = detect_formats(tensors_by_module(written.tensors), config)
+    packed = {source.stored(f"{layer.name}.weight").name.removesuffix(".weight") for layer in report.layers}
+    kept = {name: str(info) for name, info in source.checkpoint.tensors.items() if name.removesuffix(".weight") not in packed}
+    if set(found) != packed or any(str(written.tensors.get(name)) != text for name, text in kept.items()):
+        odd = min(set(found) ^ packed, default="") or min(
+            name for name in kept if str(written.tensors.get(name)) != kept[name]
+        )
+        raise CheckpointError(
+            "The quantized checkpoint does not read back as it was written; nothing stands under its name.", file=folder,
+            tensor=odd, expected="every layer packed, and all else as it was", found=str(written.tensors.get(odd)),
+            fix="remove this folder and run it again; if that does not help, report it",
+        )  # fmt: skip
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,67 @@
+"""What is told of a quantization: of each layer, after each block, and of the whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LayerReport", "Progress", "QuantizeReport"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One quantized layer.
+
+    Attributes:
+        name: Its name in the model.
+        method: How it was quantized.
+        tokens: The calibration tokens that reached it; None where the method needs none.
+        loss: The mean squared error of its outputs on them.
+        damping: The damping that its factorization took.
+    """
+
+    name: str
+    method: str
+    tokens: int | None = None
+    loss: float | None = None
+    damping: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One finished block: its name, its number of `blocks`, its layers, the seconds since the start, and an estimate of the rest."""
+
+    block: str
+    done: int
+    blocks: int
+    layers: tuple[LayerReport, ...]
+    seconds: float
+    eta_seconds: float | None
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of its layers, NaN where the method has none."""
+        losses = [layer.loss for layer in self.layers if layer.loss is not None]
+        return sum(losses) / len(losses) if losses else math.nan
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What was written.
+
+    Attributes:
+        path: The folder.
+        dialect: What its layers are packed as.
+        layers: What is known of each layer.
+        nbytes: The bytes of all tensors.
+        resumed: Blocks that an earlier run had finished.
+        seconds: How long it took.
+    """
+
+    path: Path
+    dialect: str
+    layers: tuple[LayerReport, ...]
+    nbytes: int
+    resumed: int
+    seconds: float

@@ -1,0 +1,148 @@
+"""The float checkpoint that is quantized: its model on meta, and the weights of one block at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.errors import FormatError
+from hfq.formats.source import source_config
+from hfq.integrations.loaded import loading_of
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.experts import PackedExperts
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import read_tensor
+from hfq.quantize.layers import find_blocks
+from hfq.spec import TensorInfo
+from hfq.streaming.block import DenseParameter
+
+__all__ = ["Source"]
+
+
+class Source:
+    """A float model of which nothing is in memory but what is asked for.
+
+    Args:
+        path: The checkpoint's folder, or a model that hfq loaded from one.
+
+    Raises:
+        SetupError: The model was not loaded by hfq.
+        FormatError: The checkpoint is quantized already.
+        CheckpointError: There is no valid checkpoint.
+    """
+
+    def __init__(self, path: Any) -> None:
+        root = loading_of(path).checkpoint.root if isinstance(path, nn.Module) else path
+        self.checkpoint = Checkpoint.open(Path(root))
+        _check_floats(self.checkpoint)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
+        )
+        self.model.eval()
+        self.reader = Reader(self.checkpoint)
+        self.blocks = find_blocks(self.model)
+        for module in self.model.modules():
+            if isinstance(module, PackedExperts):
+                module.prefetch = None  # its layers are brought into memory with their block
+        self._match = loading_of(self.model).match
+        self._packed = loading_of(self.model).packed
+
+    def digest(self) -> str:
+        """Of the config and of every file's identity: changes where the checkpoint does."""
+        digest = hashlib.sha256((Path(self.checkpoint.root) / "config.json").read_bytes())
+        for file, header in sorted(self.checkpoint.headers.items()):
+            digest.update(f"{Path(file).name} {header.identity}".encode())
+        return digest.hexdigest()
+
+    def stored(self, parameter: str) -> TensorInfo:
+        """Where a parameter of the model is stored."""
+        module, _, local = parameter.rpartition(".")
+        return self._packed[module].infos[local] if module in self._packed else self._match.dense[parameter]
+
+    def stored_module(self, name: str) -> str:
+        """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
+        weight = f"{name}.weight"
+        is_stored = name in self._packed or weight in self._match.dense
+        return self.stored(weight).name.removesuffix(".weight") if is_stored else name
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight of a layer as it is stored, [out, in] but for a Conv1D, in float32."""
+        return read_tensor(self.reader, self.stored(f"{name}.weight")).to(torch.float32)
+
+    def stored_of(self, block: str) -> list[TensorInfo]:
+        """The stored tensors of a block, in the order of the checkpoint."""
+        parameters = [name for name in self._match.dense if name.startswith(f"{block}.")]
+        names = {self._match.dense[name].name for name in parameters}
+        names |= {
+            info.name
+            for name, module in self._packed.items()
+            if name.startswith(f"{block}.")
+            for info in module.infos.values()
+        }
+        return [info for name, info in self.checkpoint.tensors.items() if name in names]
+
+    @contextlib.contextmanager
+    def on_meta(self, name: str) -> Iterator[nn.Module]:
+        """The block without weights as long as the context lasts, with experts as linear layers."""
+        block = self.blocks[name]
+        experts = {local: module for local, module in block.named_modules() if isinstance(module, PackedModule)}
+        try:
+            for local, module in experts.items():
+                _replace(
+                    block, local, nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta")
+                )
+            yield block
+        finally:
+            for local, module in experts.items():
+                _replace(block, local, module)
+
+    @contextlib.contextmanager
+    def in_memory(self, name: str) -> Iterator[nn.Module]:
+        """The block as long as the context lasts: every weight in float32, experts as linear layers."""
+        resting: list[tuple[DenseParameter, nn.Parameter]] = []
+        with self.on_meta(name) as block:
+            try:
+                for parameter, _ in list(block.named_parameters()):
+                    owner, local = block.get_submodule(parameter.rpartition(".")[0]), parameter.rpartition(".")[2]
+                    slot = DenseParameter(owner, local, self.stored(f"{name}.{parameter}"))
+                    resting.append((slot, slot.give(read_tensor(self.reader, slot.info).to(torch.float32))))
+                yield block
+            finally:
+                for slot, before in resting:
+                    slot.give(before)
+
+
+def _check_floats(checkpoint: Checkpoint) -> None:
+    config = source_config(checkpoint)
+    if config is not None:
+        raise FormatError(
+            "The source is quantized already; nothing was written.", file=checkpoint.root, expected="a checkpoint of floats",
+            found=f"quant_method={config.get('quant_method')!r}", fix="quantize the float checkpoint that it was made of",
+        )  # fmt: skip
+    coded = next(
+        (info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None
+    )
+    if coded is not None:
+        raise FormatError(
+            "The source holds codes; nothing was written.", file=coded.range.file, tensor=coded.name, found=str(coded),
+            expected="a checkpoint of floats", fix="quantize the float checkpoint that it was made of",
+        )  # fmt: skip
+
+
+def _replace(block: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, local = name.rpartition(".")
+    setattr(block.get_submodule(parent), local, module)
+
+
+def sizes_known(config: Any, *names: str) -> int | None:
+    """The first of these sizes that the model's config has."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)

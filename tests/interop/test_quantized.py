@@ -1,0 +1,72 @@
+"""What `hfq.quantize` writes, in the stock reader of its dialect: the same weights, and the same logits within their rounding."""
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+import hfq
+from hfq import HfqConfig
+from hfq.modules.linear import PackedLinear
+
+pytestmark = pytest.mark.peers
+
+SOURCE = tiny_models.DATA / "tiny-llama"
+TOKENS = torch.arange(1, 65)[None]
+RECIPES = [
+    {"method": "gptq", "num_bits": 4, "group_size": 64},
+    {"method": "gptq", "num_bits": 4, "group_size": 32, "symmetric": False, "act_order": True},
+    {"method": "gptq", "num_bits": 3, "group_size": 128, "act_order": True, "static_groups": True},
+    {"method": "gptq", "num_bits": 2, "group_size": 32, "symmetric": False},
+    {"method": "rtn", "num_bits": 8, "group_size": -1},
+    {"method": "rtn", "num_bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
+]
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.float32)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
+    from gptqmodel import BACKEND, GPTQModel
+
+    calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
+    hfq.quantize(SOURCE, HfqConfig(**recipe), output=tmp_path / "it", calibration=calibration, samples=4, sequence_length=64)
+    peer = GPTQModel.load(str(tmp_path / "it"), backend=BACKEND.TORCH, device="cpu").model
+    model, checked = load(tmp_path / "it"), 0
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            weight = peer.get_submodule(name).dequantize_weight().t()
+            found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
+            worst = (found.float() - weight.float()).abs().max()
+            assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
+            checked += 1
+    assert checked == 28 - len(recipe.get("modules_to_not_convert", ()))
+    expected = logits(model)
+    assert (logits(peer) - expected).norm() < 0.02 * expected.norm()  # the peer computes in 16 bits
+
+
+def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
+    hfq.quantize(SOURCE, HfqConfig(method="fp8"), output=tmp_path / "it")
+    expected = logits(load(tmp_path / "it"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)  # on a CPU it dequantizes to that
+    assert (logits(stock) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
+    config = HfqConfig(method="fp8", modules_to_not_convert=["gate_proj"])
+    hfq.quantize(source, config, output=tmp_path / "it")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.float32)
+    tokens = torch.arange(1, 25)[None]
+    with torch.no_grad():
+        expected = stock(tokens).logits
+        found = load(tmp_path / "it", activations="checkpoint")(tokens).logits
+    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
+    assert (found - expected).norm() <= 1e-3 * expected.norm()

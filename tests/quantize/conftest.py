@@ -1,0 +1,41 @@
+"""One GPTQ run of the small trained model that several tests look at."""
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hfq
+from hfq import HfqConfig
+
+pytest.importorskip("optimum.gptq")
+SOURCE = tiny_models.DATA / "tiny-llama"
+LENGTH, SAMPLES = 64, 12
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    return (SOURCE / "held_out.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def tokens(text) -> list[torch.Tensor]:
+    """Calibration sequences; the rest of the text is for tests."""
+    ids = torch.tensor(AutoTokenizer.from_pretrained(SOURCE)(text[:6000])["input_ids"])
+    return list(ids[: SAMPLES * LENGTH].view(SAMPLES, LENGTH))
+
+
+@pytest.fixture(scope="session")
+def gptq(tmp_path_factory, tokens):
+    """(the folder, the report, what progress was told) of 4 bits in groups of 64."""
+    seen = []
+    folder = tmp_path_factory.mktemp("quantized") / "gptq"
+    config = HfqConfig(method="gptq", num_bits=4, group_size=64)
+    report = hfq.quantize(
+        SOURCE, config, output=folder, calibration=tokens, samples=SAMPLES, sequence_length=LENGTH, progress=seen.append
+    )
+    return folder, report, seen
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), dtype=torch.float32, **options)

@@ -1,0 +1,162 @@
+"""The driver: what it writes is a standard checkpoint of the quantized model, whole, the same after a kill, and read by all."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+from quantize.conftest import LENGTH, SAMPLES, SOURCE, load
+from tiny_models import digests
+
+import hfq
+from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
+from hfq.formats.gptq import Gptq
+from hfq.formats.source import source_config
+
+
+def files_of(folder):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def test_the_output_is_a_gptq_checkpoint_that_says_how_it_was_made(gptq):
+    folder, report, seen = gptq
+    config = source_config(Checkpoint.open(folder))
+    expected = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+    }
+    assert expected.items() <= config.items()
+    assert config["meta"]["quantizer"] == [f"hfq:{hfq.__version__}"]
+    assert json.loads((folder / "quantize_config.json").read_text()) == config
+    assert (folder / "tokenizer.json").read_bytes() == (SOURCE / "tokenizer.json").read_bytes()
+    assert (folder / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
+    card = (folder / "README.md").read_text()
+    assert card.startswith((SOURCE / "README.md").read_text().rstrip())
+    assert "## Quantization with hfq" in card
+    assert f"{SAMPLES} sequences of {LENGTH} tokens" in card
+    assert report.nbytes == sum(info.nbytes for info in Checkpoint.open(folder).tensors.values())
+    assert len(report.layers) == 28
+    assert {layer.tokens for layer in report.layers} == {SAMPLES * LENGTH}
+    assert [(entry.block, entry.done) for entry in seen] == [(f"model.layers.{n}", n + 1) for n in range(4)]
+    assert all(0 < entry.loss < 1 for entry in seen)
+    assert seen[0].eta_seconds > 0 == seen[-1].eta_seconds
+
+
+def test_everything_else_is_as_it_was(gptq):
+    found, before = digests(gptq[0]), digests(SOURCE)
+    kept = {name: digest for name, digest in before.items() if "_proj" not in name}
+    assert len(kept) == 10
+    assert {name: found[name] for name in kept} == kept
+
+
+def test_it_computes_the_same_in_every_placement_and_close_to_the_floats(gptq, tokens):
+    batch = torch.stack(tokens[:2])
+    resident = logits(load(gptq[0]), batch)
+    assert torch.equal(logits(load(gptq[0], device_map={"": "disk"}), batch), resident)
+    floats = logits(load(SOURCE), batch)
+    agreement = (floats.argmax(-1) == resident.argmax(-1)).float().mean()
+    assert agreement > 0.8
+
+
+def test_every_layer_is_better_than_rounding_to_nearest(gptq, tokens, tmp_path):
+    """Of the first block, whose inputs are those of the float model."""
+    nearest = hfq.quantize(SOURCE, HfqConfig(method="rtn", group_size=64), output=tmp_path / "rtn")
+    assert all(layer.method == "rtn" and layer.tokens is None for layer in nearest.layers)
+    models = [load(path).model for path in (SOURCE, gptq[0], tmp_path / "rtn")]
+    batch = torch.stack(tokens)
+    with torch.no_grad():
+        states = [model(input_ids=batch, output_hidden_states=True).hidden_states[1] for model in models]
+    better, worse = [float((state - states[0]).square().mean()) for state in states[1:]]
+    assert better < 0.75 * worse
+
+
+def test_rounding_is_the_format_s_own(tmp_path):
+    hfq.quantize(SOURCE, HfqConfig(method="rtn", num_bits=3, group_size=32, symmetric=False), output=tmp_path / "rtn")
+    stored, name = tiny_models.stored_tensors(tmp_path / "rtn"), "model.layers.1.mlp.down_proj"
+    weight = tiny_models.stored_tensors(SOURCE)[f"{name}.weight"]
+    expected = Gptq(3, 32, False, "stored", g_idx_length=2).quantize(weight)
+    for local, tensor in expected.items():
+        assert torch.equal(stored[f"{name}.{local}"], tensor)
+    assert source_config(Checkpoint.open(tmp_path / "rtn"))["checkpoint_format"] == "gptq_v2"
+    assert torch.isfinite(logits(load(tmp_path / "rtn"), torch.arange(8)[None])).all()
+
+
+def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
+    hfq.quantize(SOURCE, HfqConfig(method="fp8", modules_to_not_convert=["model.layers.0.mlp"]), output=tmp_path / "fp8")
+    config = source_config(Checkpoint.open(tmp_path / "fp8"))
+    assert config["quant_method"] == "fp8"
+    assert config["weight_block_size"] == [128, 128]
+    assert sorted(config["modules_to_not_convert"]) == [
+        "lm_head", *(f"model.layers.0.mlp.{name}" for name in ("down_proj", "gate_proj", "up_proj"))
+    ]  # fmt: skip
+    found, reference = digests(tmp_path / "fp8"), digests(tiny_models.DATA / "tiny-llama-fp8")
+    same = [name for name in reference if found.get(name) == reference[name]]
+    assert len(same) == len(reference) - 6  # the three layers that stay floats, by weight and scale
+    assert {found[f"model.layers.0.mlp.{name}.weight"][0] for name in ("up_proj", "down_proj")} == {"BF16"}
+
+
+def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
+    hfq.quantize(source, HfqConfig(method="fp8"), output=tmp_path / "fp8")
+    checkpoint = Checkpoint.open(tmp_path / "fp8")
+    config = source_config(checkpoint)
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "float-quantized")
+    assert checkpoint.tensors[f"{tiny_models.FIRST}.weight_scale"].dtype == "BF16"
+    assert checkpoint.tensors[f"{tiny_models.FIRST}.weight_scale"].shape == (128, 1)
+    batch = torch.arange(12)[None]
+    exact, found = logits(load(source), batch), logits(load(tmp_path / "fp8"), batch)
+    assert (found - exact).norm() < 0.1 * exact.norm()
+
+
+KILLED = """
+import os, pathlib, signal, sys, torch, hfq
+def stop(progress):
+    if progress.done == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+source, target, tokens = sys.argv[1:]
+config = hfq.HfqConfig(method="gptq", num_bits=4, group_size=64)
+tokens = list(torch.load(tokens))
+hfq.quantize(source, config, output=target, calibration=tokens, samples=12, sequence_length=64, progress=stop)
+"""
+
+
+def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path):
+    torch.save(torch.stack(tokens), tmp_path / "tokens.pt")
+    target, begun = tmp_path / "gptq", tmp_path / ".gptq.quantizing"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", KILLED, str(SOURCE), str(target), str(tmp_path / "tokens.pt")]
+    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    assert not target.exists()
+    shards = sorted(begun.glob("model-*.safetensors"))
+    assert len(shards) == 3  # what is outside of the blocks, and two blocks
+    with open(shards[2], "r+b") as stream:  # as a disk may leave what was written last
+        stream.seek(-4, os.SEEK_END)
+        stream.write(b"torn")
+    times = shards[1].stat().st_mtime_ns
+    (begun / "model-00004-of-00005.safetensors").write_bytes(b"half")
+    (begun / ".model-00004-of-00005.safetensors.x.tmp").write_bytes(b"half")
+    config = HfqConfig(method="gptq", num_bits=4, group_size=64)
+    with pytest.raises(hfq.SetupError, match="Another quantization"):
+        hfq.quantize(SOURCE, HfqConfig(method="rtn"), output=target)
+    report = hfq.quantize(SOURCE, config, output=target, calibration=tokens, samples=SAMPLES, sequence_length=LENGTH)
+    assert report.resumed == 1
+    assert files_of(target) == files_of(gptq[0])
+    assert (target / shards[1].name).stat().st_mtime_ns == times
+    assert not begun.exists()
+    assert report.layers == gptq[1].layers

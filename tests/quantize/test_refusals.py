@@ -1,0 +1,236 @@
+"""Bad input of `hfq.quantize`: each an `HfqError` that names it, and nothing under the final name."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+
+import pytest
+import tiny_models
+import torch
+from quantize.conftest import SOURCE
+from transformers import AutoModelForCausalLM
+
+import hfq
+from hfq import CheckpointError, FormatError, HfqConfig, SetupError
+from hfq.checkpoint import writer
+from hfq.quantize import driver
+from hfq.quantize.calibration import calibrate
+
+GPTQ = HfqConfig(method="gptq", group_size=64)
+RTN = HfqConfig(method="rtn", group_size=64)
+
+
+def refused(error, named, target, *arguments, **options):
+    with pytest.raises(error, match=named):
+        hfq.quantize(*arguments, output=target, **options)
+    assert not target.exists() or not list(target.glob("*.safetensors"))
+
+
+def made(folder, change=lambda tensors: None):
+    """A random model of floats, changed."""
+    tensors = tiny_models.packed_tensors(hfq.FORMATS["dense"]())
+    change(tensors)
+    return tiny_models.write_model(folder, tensors, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": "gtpq"}, "did you mean 'gptq'"),
+        ({"method": "gptq", "num_bits": 5}, "num_bits=5"),
+        ({"method": "gptq", "num_bits": True}, "num_bits=True"),
+        ({"method": "gptq", "group_size": 0}, "group_size=0"),
+        ({"method": "gptq", "damping": 0}, "damping=0"),
+        ({"method": "gptq", "symmetric": "no"}, "symmetric='no'"),
+        ({"method": "gptq", "clip_search": 1}, "clip_search=1"),
+        ({"method": "gptq", "static_groups": True}, "static_groups"),
+        ({"num_bits": 4}, "no method is given"),
+        ({"method": "gptq", "bits": 4}, "no option 'bits'"),
+    ],
+)
+def test_a_recipe_is_checked_when_it_is_written_down(options, named):
+    with pytest.raises(SetupError, match=named):
+        HfqConfig(**options)
+
+
+def test_a_recipe_survives_a_round_trip():
+    config = HfqConfig(method="gptq", num_bits=3, symmetric=False)
+    assert HfqConfig(**config.options()).options() == config.options()
+
+
+def test_from_pretrained_does_not_quantize_and_says_so():
+    with pytest.raises(SetupError, match="from_pretrained does not"):
+        AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=RTN)
+
+
+def test_a_taken_folder_is_left_as_it_is(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    refused(CheckpointError, "is taken", tmp_path / "taken", SOURCE, RTN)
+    assert [file.name for file in tmp_path.rglob("*")] == ["taken", "file"]
+    refused(CheckpointError, "into its source", SOURCE / "within", SOURCE, RTN)
+    refused(CheckpointError, "no folder to be in", tmp_path / "no" / "folder", SOURCE, RTN)
+
+
+def test_without_a_method_nothing_is_done(tmp_path):
+    refused(SetupError, "not told a method", tmp_path / "out", SOURCE, HfqConfig())
+
+
+def test_a_quantized_source_is_refused(tmp_path):
+    refused(FormatError, "quantized already", tmp_path / "out", tiny_models.DATA / "tiny-llama-gptq", RTN)
+    shutil.copytree(tiny_models.DATA / "tiny-llama-fp8", tmp_path / "nameless")
+    config = json.loads((tmp_path / "nameless" / "config.json").read_text())
+    config.pop("quantization_config")
+    (tmp_path / "nameless" / "config.json").write_text(json.dumps(config))
+    refused(FormatError, "holds codes", tmp_path / "out", tmp_path / "nameless", RTN)
+
+
+def test_a_model_that_hfq_did_not_load_is_refused(tmp_path):
+    refused(SetupError, "not loaded by hfq", tmp_path / "out", torch.nn.Linear(2, 2), RTN)
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_path, method):
+    refused(
+        FormatError,
+        "cannot hold a layer",
+        tmp_path / "out",
+        SOURCE,
+        HfqConfig(method=method, group_size=96),
+        calibration=["x"],
+        sequence_length=1,
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_not_in_the_model_is_refused(tmp_path):
+    refused(SetupError, "matches nothing", tmp_path / "out", SOURCE, HfqConfig(method="rtn", modules_to_not_convert=["mpl"]))
+    refused(
+        SetupError, "No layer is left", tmp_path / "out", SOURCE, HfqConfig(method="rtn", modules_to_not_convert=["layers"])
+    )
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
+    source = made(tmp_path / "source", lambda tensors: tensors[f"{tiny_models.FIRST}.weight"].fill_(float("inf")))
+    refused(SetupError, "not finite", tmp_path / "out", source, RTN)
+
+
+def test_activations_that_are_not_finite_are_named(tmp_path):
+    source = made(tmp_path / "source", lambda tensors: tensors["model.layers.0.input_layernorm.weight"].fill_(float("nan")))
+    refused(
+        SetupError,
+        "activations that reach a layer are not finite",
+        tmp_path / "out",
+        source,
+        GPTQ,
+        calibration=[torch.arange(64)[None]],
+        samples=1,
+        sequence_length=64,
+    )
+
+
+def test_a_layer_that_no_signal_reaches_is_named(tmp_path):
+    source = made(tmp_path / "source", lambda tensors: tensors["model.layers.1.input_layernorm.weight"].zero_())
+    refused(
+        SetupError,
+        "No token",
+        tmp_path / "out",
+        source,
+        GPTQ,
+        calibration=[torch.arange(64)[None]],
+        samples=1,
+        sequence_length=64,
+    )
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    refused(CheckpointError, "too little room", tmp_path / "out", SOURCE, RTN)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkeypatch):
+    written, replace = [], writer._replace
+
+    def full(path, parts):
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        replace(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_replace", full)
+        with pytest.raises(
+            CheckpointError, match="finished are"
+        ) as kept:  # as a notebook keeps the last error, and its frames
+            hfq.quantize(SOURCE, RTN, output=tmp_path / "out")
+    assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
+    assert hfq.quantize(SOURCE, RTN, output=tmp_path / "out").resumed == 1
+    assert kept.value.found == "No space left on device"
+
+
+def test_a_damaged_journal_is_named(tmp_path):
+    source = made(tmp_path / "source")
+    (tmp_path / ".out.quantizing").mkdir()
+    (tmp_path / ".out.quantizing" / "journal.json").write_text("{")
+    refused(CheckpointError, "journal", tmp_path / "out", source, RTN)
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    (tmp_path / ".out.quantizing").mkdir()
+    descriptor = os.open(tmp_path / ".out.quantizing", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # locks of one process exclude each other, too
+    try:
+        refused(SetupError, "Another process", tmp_path / "out", SOURCE, RTN)
+    finally:
+        os.close(descriptor)
+
+
+class Tokenizer:
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "named"),
+    [
+        ([" \n"], {}, "empty"),
+        (["short"], {}, "shorter than one sequence"),
+        (["ä" * 64], {}, "does not know"),
+        ([torch.full((1, 64), 200)], {}, "does not know"),
+        ([torch.full((1, 64), -1)], {}, "does not know"),
+        ([torch.zeros(1, 8, dtype=torch.int64)], {}, "shorter than one sequence"),
+        ([torch.zeros(1, 64)], {}, "neither text nor tokens"),
+        ([], {}, "neither text nor tokens"),
+        ("no such file", {}, "cannot be read"),
+        (["x" * 64], {"tokenizer": None}, "no tokenizer"),
+        (["x" * 64], {"length": 0}, "sequence_length"),
+        (["x" * 64], {"samples": -1}, "samples"),
+        (["x" * 64], {"longest": 8}, "positions"),
+    ],
+    ids=str,
+)
+def test_unusable_calibration_sets_are_named(text, options, named):
+    with pytest.raises(SetupError, match=named):
+        calibrate(text, **{"tokenizer": Tokenizer(), "vocabulary": 128, "samples": 4, "length": 16, **options})
+
+
+def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_path):
+    (tmp_path / "text").write_text("".join(map(chr, range(100))))
+    found = calibrate(tmp_path / "text", Tokenizer(), 128, 3, 10)
+    assert found.tokens[:, 0].tolist() == [0, 30, 60]
+    assert not caplog.text
+    assert len(calibrate(tmp_path / "text", Tokenizer(), 128, 20, 10).tokens) == 10
+    assert "20 were wanted" in caplog.text
+    assert [len(batch) for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], None, 1, 5, 1000).batches()] == [
+        2,
+        2,
+        1,
+    ]
+
+
+def test_calibration_is_asked_for(tmp_path):
+    refused(SetupError, "needs a calibration set", tmp_path / "out", SOURCE, GPTQ)
