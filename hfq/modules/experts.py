@@ -106,7 +106,12 @@ class PackedExperts(nn.ModuleList):
         if output is None:
             return None
         weighted = output * top_k_weights.flatten()[order[start:stop], None]
-        return torch.zeros_like(hidden_states).index_add_(0, token, weighted.to(hidden_states.dtype))
+        result = torch.zeros_like(hidden_states)
+        for of_expert, part in zip(
+            token.split(counts.tolist()), weighted.to(result.dtype).split(counts.tolist()), strict=True
+        ):
+            result.index_add_(0, of_expert, part)  # all at once would round otherwise
+        return result
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gate and up channels, as the model's gating takes them."""

@@ -256,6 +256,23 @@ def test_experts_that_are_multiplied_in_one_call_equal_the_loop_bit_for_bit(grou
     assert not asked
 
 
+def test_one_token_that_chooses_many_experts_is_added_up_as_in_the_loop(native):
+    """As in decoding; in bfloat16, where the order of the additions shows."""
+    layers = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        own = {local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0] for local, shape in
+               {"gate_up_proj": (128, 512), "down_proj": (512, 64)}.items()}  # fmt: skip
+        for layer in own.values():
+            layer.kernel = KERNELS["native"]
+        layers.append(own)
+    experts = PackedExperts(layers, lambda both: torch.tanh(both[..., :64]) * both[..., 64:])
+    inputs = torch.randn(1, 512).bfloat16(), torch.randperm(8)[None], torch.rand(1, 8).bfloat16()
+    found = experts(*inputs)
+    experts[0]["down_proj"].register_forward_hook(lambda *_: None)
+    assert torch.equal(experts(*inputs), found)
+
+
 def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grouped, inputs):
     experts, asked = grouped
     hidden, chosen, weights = inputs
