@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "version.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "optimum>=2.0"]
 
 setup(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hfq.errors import CheckpointError, FormatError, HfqError, PlacementError, SetupError
 from hfq.integrations.registration import register as _register
+from hfq.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
     from hfq.placement.plan import Plan
 
-__version__ = "0.1.0"
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
     "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "verify",

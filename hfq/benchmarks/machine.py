@@ -19,7 +19,7 @@ def machine_facts(folder: Path) -> dict[str, str]:
     Args:
         folder: Where the checkpoints rest; the kind of its file system is told.
     """
-    from hfq import __version__
+    from hfq.version import __version__
 
     versions = [f"hfq {__version__}", f"Python {platform.python_version()}", *map(_version, _PACKAGES)]
     return {

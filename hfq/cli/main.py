@@ -6,9 +6,9 @@ import sys
 
 import typer
 
-from hfq import __version__
 from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, quantize, verify
 from hfq.errors import HfqError
+from hfq.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -18,6 +17,7 @@ from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.version import __version__
 
 __all__ = ["DIALECTS", "Target"]
 
@@ -92,7 +92,7 @@ class _GptqTarget(Target):
                 rules[f"+:^{re.escape(name)}$"] = dataclasses.asdict(each)
         config = {
             "quant_method": "gptq", **dataclasses.asdict(most), **label, "lm_head": "lm_head" in layers, "pack_dtype": "int32",
-            "meta": {"quantizer": [f"hfq:{_version()}"]},
+            "meta": {"quantizer": [f"hfq:{__version__}"]},
         }  # fmt: skip
         return config | ({"dynamic": rules} if rules else {})
 
@@ -193,11 +193,6 @@ def _arguments(
         "num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic, "group_size": group_size,
         "block_structure": block_structure, "actorder": None,
     }  # fmt: skip
-
-
-def _version() -> str:
-    """hfq's version, which the root package holds: it is loaded, and imports all layers, so that none of them can import it."""
-    return str(vars(sys.modules["hfq"])["__version__"])
 
 
 def _activations(scheme: ActivationScheme | None) -> dict | None:

@@ -6,11 +6,11 @@ import math
 import re
 from pathlib import Path
 
-from hfq import __version__
 from hfq.checkpoint import Checkpoint
 from hfq.formats.recipe import Recipe
 from hfq.quantize.calibration import Calibration
 from hfq.quantize.report import QuantizeReport
+from hfq.version import __version__
 
 __all__ = ["model_card"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq import __version__
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.folder import check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
@@ -33,6 +32,7 @@ from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
 from hfq.spec import DTYPE_BITS, TensorInfo
+from hfq.version import __version__
 
 __all__ = ["quantize"]
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hfq import __version__
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.folder import INDEX, side_files
 from hfq.errors import CheckpointError
@@ -19,6 +18,7 @@ from hfq.quantize.card import model_card
 from hfq.quantize.journal import Journal
 from hfq.quantize.report import QuantizeReport
 from hfq.quantize.source import Source
+from hfq.version import __version__
 
 __all__ = ["finish"]
 

@@ -1,0 +1,3 @@
+"""hfq's version, which every layer may name."""
+
+__version__ = "0.1.0"
