@@ -16,9 +16,7 @@ TOKENS = torch.arange(1, 65)[None]
 RECIPES = [
     {"method": "gptq", "num_bits": 4, "group_size": 64},
     {"method": "gptq", "num_bits": 4, "group_size": 32, "symmetric": False, "act_order": True},
-    {"method": "gptq", "num_bits": 3, "group_size": 128, "act_order": True, "static_groups": True},
     {"method": "gptq", "num_bits": 2, "group_size": 32, "symmetric": False},
-    {"method": "rtn", "num_bits": 8, "group_size": -1},
     {"method": "rtn", "num_bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
 ]
 
