@@ -71,9 +71,9 @@ def test_a_compiled_kernel_that_is_not_there_is_refused_by_name():
 
 
 def test_a_named_kernel_that_cannot_read_a_layer_is_named(native, tmp_path, caplog):
-    case = next(case for case in CASES if "nf4" in case.id)
+    case = next(case for case in CASES if "hqq" in case.id)
     load = AutoModelForCausalLM.from_pretrained
-    load(write_dialect(tmp_path / "nf4", case), quantization_config=HfqConfig(kernel="native"))
+    load(write_dialect(tmp_path / "hqq", case), quantization_config=HfqConfig(kernel="native"))
     assert "cannot multiply 14 packed layers, which panels does" in caplog.text
     caplog.clear()
     load(PATHS["gptq"], quantization_config=HfqConfig(kernel="native"))
