@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import tiny_models
+from zero_launch import once
 
 CHECK = """
 {imports}
@@ -78,13 +79,17 @@ def run(code: str, text: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def said() -> Callable[[str], str]:
-    """said(script) → what it printed in a process that had imported torch and nothing else; all run in one go."""
+def said(tmp_path_factory) -> Callable[[str], str]:
+    """said(script) → what it printed in a process that had imported torch and nothing else; all run in one go, and once."""
     paths = [str(tiny_models.DATA / name) for name in NAMES]
     scripts = [CHECK.format(imports=imports) for imports in IMPORTS]
     scripts += [STOCK.format(imports=imports, paths=paths) for imports in STOCK_IMPORTS.values()]
     scripts += [GUARD.format(imports=STOCK_IMPORTS[first]) for first in ("hfq", "hfq after")]
-    results = dict(zip(scripts, map(json.loads, run(FORKS, json.dumps(scripts)).splitlines()), strict=True))
+
+    def make() -> list[dict]:
+        return [dict(zip(scripts, map(json.loads, run(FORKS, json.dumps(scripts)).splitlines()), strict=True))]
+
+    results = once(tmp_path_factory, "registration-order", make)[0]
 
     def said(script: str) -> str:
         found, error = results[script]
