@@ -25,7 +25,8 @@ from hfq.errors import CheckpointError
 from hfq.spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = [
-    "INDEX", "Made", "NewFile", "check_target", "in_order", "index_file", "module_of", "shard_head", "side_files", "write_folder",
+    "INDEX", "Made", "NewFile", "check_target", "in_order", "index_file", "module_of", "shard_head", "side_files", "sync_folder",
+    "write_folder",
 ]  # fmt: skip
 
 INDEX = "model.safetensors.index.json"
@@ -95,7 +96,7 @@ def write_folder(
             reader = Reader(watched)
             _copy(folder, files, reader, progress or (lambda nbytes: None))
             _copy(folder, others, reader, lambda nbytes: None)
-            _sync_folder(folder)
+            sync_folder(folder)
             check(folder)
             _check_unchanged(watched)
             os.rename(folder, target)
@@ -105,7 +106,7 @@ def write_folder(
             expected=f"{needed} bytes of free space in a writable folder", found=f"{error.strerror}; {free} bytes were free",
             fix="free space or choose another folder",
         ) from error  # fmt: skip
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     return needed
 
 
@@ -266,7 +267,7 @@ def _check_unchanged(watched: Checkpoint) -> None:
         reader.read_into(ByteRange(file, 0, 0), memoryview(bytearray()))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes names durable, where the system can sync a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

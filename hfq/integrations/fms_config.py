@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +18,13 @@ from hfq.formats.source import source_config
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.preflight import check_sizes, open_local
 
-__all__ = ["Source", "read_source"]
+__all__ = ["TESTED", "Source", "read_source"]
 
-logger = logging.getLogger(__name__)
-
+TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
+"""FMS architectures whose logits are compared with transformers' by the tests; others compute something else, or may."""
 _DEFAULT_ROPE = ("default", None)
 _SCALED_ROPE = {"llama": ("llama3",)}
 """FMS architectures that take parameters for scaling RoPE, and the kinds that compute what transformers computes."""
-_PARTIAL_ROPE = {"bamba": 0.5}
-"""FMS architectures that turn a part of each head, and which."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,12 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
             fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
         ) from error  # fmt: skip
     params.pop("model_path", None)
+    if params["architecture"] not in TESTED:
+        raise SetupError(
+            "FMS's model of this architecture was not compared with transformers' of the same name; nothing was loaded.",
+            expected=", ".join(TESTED), found=params["architecture"],
+            fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+        )  # fmt: skip
     rope = getattr(config, "rope_parameters", None) or {}
     told: dict[str, Any] = {  # what some builders leave to FMS's defaults; a config that has no such field ignores it
         "multiple_of": 1, "pad_id": config.pad_token_id, "rope_theta": rope.get("rope_theta"),
@@ -101,10 +104,10 @@ def _params(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """How FMS is told to scale RoPE; and what it would leave out is refused, or said where it matters for long inputs alone."""
+    """How FMS is told to scale RoPE; and what of RoPE, or of a sliding window, it would leave out is refused."""
     kind, share = rope.get("rope_type"), rope.get("partial_rotary_factor")
     is_scaled = kind in _SCALED_ROPE.get(architecture, ())
-    if (kind not in _DEFAULT_ROPE and not is_scaled) or (share or 1.0) != _PARTIAL_ROPE.get(architecture, 1.0):
+    if (kind not in _DEFAULT_ROPE and not is_scaled) or (share or 1.0) != 1.0:
         raise SetupError(
             "FMS would leave out how this model scales RoPE; nothing was loaded.", found=f"rope_parameters {rope}",
             expected="rope_type default, for whole heads",
@@ -112,7 +115,12 @@ def _scaling(config: PreTrainedConfig, rope: dict[str, Any], architecture: str) 
         )  # fmt: skip
     window = getattr(config, "sliding_window", None)
     if architecture == "mistral" and window is not None and window < config.max_position_embeddings:
-        logger.warning("hfq: FMS's mistral knows no sliding window: beyond %d tokens it is another model", window)
+        raise SetupError(
+            "FMS's mistral knows no sliding window, and would be another model beyond it; nothing was loaded.",
+            expected="no sliding_window, or one of all positions",
+            found=f"sliding_window {window} of {config.max_position_embeddings}",
+            fix="load it with transformers; or, for inputs within the window, set max_position_embeddings to it in config.json",
+        )  # fmt: skip
     return {"rope_scaling": dict(rope)} if is_scaled else {}
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, SetupError, nearest
+from hfq.integrations.fms_attention import guard_attention
 from hfq.integrations.fms_config import Source, read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import Layout, find_layout
@@ -22,12 +23,9 @@ from hfq.integrations.transformers import HfqConfig
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import is_mappable, map_tensor, read_tensor
 
-__all__ = ["TESTED", "dense_tensors", "load_model", "make_skeleton"]
+__all__ = ["dense_tensors", "load_model", "make_skeleton"]
 
 logger = logging.getLogger(__name__)
-
-TESTED = ("llama", "granite", "mistral", "qwen3", "gpt_bigcode", "granite_moe_hybrid")
-"""FMS architectures whose logits are compared with transformers' by the tests."""
 
 
 def load_model(
@@ -60,6 +58,7 @@ def load_model(
         "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order", path,
         time.perf_counter() - started, len(packed), formats or "none", reordered,
     )  # fmt: skip
+    guard_attention(model)
     return model.eval()
 
 
@@ -67,11 +66,6 @@ def _lay_out(
     source: Source, reader: Reader, dtype: torch.dtype | None, fused: bool | None, strategy: str | None, group: Any
 ) -> tuple[Any, Layout]:
     """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has not said otherwise."""
-    if source.architecture not in TESTED:
-        logger.warning(
-            "hfq: FMS's %s has not been compared with transformers' model of the same name (those that have: %s)",
-            source.architecture, ", ".join(TESTED),
-        )  # fmt: skip
     dense, first = dense_tensors(source, reader), None
     for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
         model = make_skeleton(source, dtype, is_fused, strategy, group)

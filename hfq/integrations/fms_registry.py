@@ -1,6 +1,6 @@
 """FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who asks for them.
 
-Four places of FMS 1.13 are met:
+Four places of FMS 1.13 are met, beside its attention (fms_attention.py):
 
 1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get `hfq`. FMS gives a factory
    no name, so that it returns an `UninitializedModule`, which FMS initializes by name once the model is built.
@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig
 
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, PlacementError, SetupError
+from hfq.integrations.fms_attention import guard_attention
 from hfq.integrations.fms_config import read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import find_layout, stored_name
@@ -51,6 +52,7 @@ def install(config: HfqConfig | None) -> None:
     _options[:] = [config or HfqConfig()]
     if is_installed:
         return
+    guard_attention()
     linear.register_linear_type_to_module_map(TYPE, _Unnamed)
     linear.register_linear_type_to_sharding_map(TYPE, _shard)
     registry = _FMS_MODEL_CONFIG_REGISTRY

@@ -133,14 +133,11 @@ class Loading:
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         self._check_ties()
-        moving, staying = self._moving(), self._staying()
-        moving = {
-            name: module
-            for name, module in moving.items()
-            if name not in staying or self.match.packed[name].slot.kind == "expert"
-        }
-        blocks = find_blocks(self.model, self.match, moving, self._hidden - self._packed_names, self.homes)
-        on_demand = [module for name, module in moving.items() if self.match.packed[name].slot.kind == "expert"]
+        moving = self._moving()
+        staying, experts = self._staying(moving), {name for name in moving if self.match.packed[name].slot.kind == "expert"}
+        brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
+        blocks = find_blocks(self.model, self.match, brought, self._hidden - self._packed_names, self.homes)
+        on_demand = [module for name, module in brought.items() if name in experts]
         if blocks or on_demand:
             self.streamer = Streamer(blocks, self.reader, self.main, on_demand, self._stream_options(), self.model)
             for module in self.model.modules():
@@ -185,11 +182,11 @@ class Loading:
         homes = {name: self.homes[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
         return {name: self.packed[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
 
-    def _staying(self) -> dict[str, PackedLinear]:
-        """The packed layers that may compute where they rest, in memory beside an accelerator."""
+    def _staying(self, moving: dict[str, PackedModule]) -> dict[str, PackedLinear]:
+        """Of these, the packed layers that may compute where they rest, in memory beside an accelerator."""
         if self.main == "cpu" or self.config.execute_on == "accelerator":
             return {}
-        layers = {name: module for name, module in self._moving().items() if isinstance(module, PackedLinear)}
+        layers = {name: module for name, module in moving.items() if isinstance(module, PackedLinear)}
         return {name: layer for name, layer in layers.items() if self.homes[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
 
     def _check_ties(self) -> None:

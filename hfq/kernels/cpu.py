@@ -23,7 +23,7 @@ from hfq.kernels.native.structure import AWQ, GPTQ
 
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
 
-FUSED_ROWS = {torch.float32: 32, torch.bfloat16: 8}
+FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
 
 

@@ -26,7 +26,7 @@ from hfq.modules.row import read_tensor
 from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
 from hfq.quantize.calibration import Calibration, Text, calibrate
 from hfq.quantize.journal import Journal
-from hfq.quantize.layers import find_linears, find_skipped, size_of
+from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
 from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
@@ -83,6 +83,9 @@ class _Job:
     ) -> None:
         self.source, self.recipe, self.calibration = source, recipe, calibration
         skipped = find_skipped(source.model, config.modules_to_not_convert)
+        for name in source.blocks:
+            with source.on_meta(name) as block:
+                check_unfused(block, name, skipped)
         self.linears = {name: _layers_of(source, name, skipped) for name in source.blocks}
         self.sizes = {name: size for sizes in self.linears.values() for name, size in sizes.items()}
         if not self.sizes:

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from hfq.errors import SetupError, nearest
 
-__all__ = ["find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "without_number"]
+__all__ = [
+    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "without_number",
+]  # fmt: skip
 
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
@@ -87,6 +89,29 @@ def find_skipped(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
             )  # fmt: skip
         skipped.update(found)
     return sorted(skipped)
+
+
+def check_unfused(block: nn.Module, name: str, skipped: Iterable[str]) -> None:
+    """Refuses a block with experts that are one tensor together: they would stay floats without a word.
+
+    Args:
+        block: The block.
+        name: Its name.
+        skipped: Modules that are to stay floats.
+
+    Raises:
+        SetupError: Names the tensor, and how to leave it dense.
+    """
+    left = set(skipped)
+    for local, parameter in block.named_parameters():
+        owner, _, last = f"{name}.{local}".rpartition(".")
+        is_of_torch = type(block.get_submodule(local.rpartition(".")[0])).__module__.startswith("torch.nn.")
+        if parameter.dim() > 2 and not is_of_torch and owner not in left:
+            raise SetupError(
+                "A model stores experts as one tensor, which hfq does not quantize; nothing was written.", tensor=f"{owner}.{last}",
+                expected="linear layers", found=str(list(parameter.shape)),
+                fix=f"leave them dense with modules_to_not_convert=[{owner.removeprefix(f'{name}.')!r}]",
+            )  # fmt: skip
 
 
 def is_expert(name: str) -> bool:

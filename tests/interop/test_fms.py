@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import os
 import re
 import subprocess
@@ -124,7 +123,7 @@ def test_bamba_goes_through_transformers(format, folder):
     state |= {f"{name}.weight": module.dequantize() for name, module in packed.items()}
     plain.load_state_dict(state)
     assert torch.equal(logits(model), logits(plain))
-    with pytest.raises(FormatError, match="does not match FMS's model"):
+    with pytest.raises(SetupError, match=r"(?s)was not compared.*found: bamba"):
         load(path)
 
 
@@ -256,13 +255,13 @@ def test_what_fms_cannot_do_is_refused_by_name(folder, paths):
         load(unknown)
 
 
-def test_an_architecture_that_nobody_compared_is_announced(paths, caplog, monkeypatch):
-    from hfq.integrations import fms_load
+def test_an_architecture_that_nobody_compared_is_refused(paths, monkeypatch):
+    from hfq.integrations import fms_config
 
-    monkeypatch.setattr(fms_load, "TESTED", ("granite",))
-    with caplog.at_level(logging.WARNING, logger="hfq"):
-        load(paths["llama", "fp8-channel", 2])
-    assert "FMS's llama has not been compared" in caplog.text
+    monkeypatch.setattr(fms_config, "TESTED", ("granite",))
+    for door in (load, get_model):
+        with pytest.raises(SetupError, match=r"(?s)was not compared.*found: llama"):
+            door(paths["llama", "fp8-channel", 2])
 
 
 def test_a_layer_that_is_never_filled_says_so(paths):
@@ -270,18 +269,21 @@ def test_a_layer_that_is_never_filled_says_so(paths):
         get_model(paths["llama", "fp8-channel", 2], device_type="meta")
 
 
-def test_a_sliding_window_that_fms_does_not_know_is_announced(folder, caplog):
+def test_a_sliding_window_that_fms_does_not_know_is_refused(folder):
     path = fms_models.write(folder / "window", "mistral", "fp8-channel", 2, sliding_window=16)
-    with caplog.at_level(logging.WARNING, logger="hfq"):
-        model = load(path)
-    assert "beyond 16 tokens it is another model" in caplog.text
-    assert error(logits(model), reference(path)) <= TOLERANCE
+    for door in (load, get_model):
+        with pytest.raises(SetupError, match=r"(?s)knows no sliding window.*sliding_window 16 of"):
+            door(path)
 
 
-def test_with_a_cache_as_many_tokens_as_key_heads_are_right(paths):
+@pytest.mark.parametrize("format", ["fp8-channel", "dense"])
+def test_as_many_tokens_as_key_heads_are_refused_without_a_cache_and_right_with_one(paths, format):
     """Without one FMS's attention takes heads for tokens there: see `test_stock_fms.py`."""
-    path, tokens = paths["llama", "fp8-channel", 2], TOKENS[:, :2]
+    path, tokens = paths["llama", format, 2], TOKENS[:, :2]
     with torch.no_grad():
+        for door in (load, get_model) if format != "dense" else (load,):  # the other door leaves dense models to FMS
+            with pytest.raises(SetupError, match="would take heads for tokens"):
+                door(path)(tokens)
         found = load(path)(tokens, use_cache=True)[0]
         stock = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG, dtype=torch.float32)
         assert error(found, stock(tokens).logits) <= TOLERANCE

@@ -1,6 +1,7 @@
 """The compiled kernel against the exact product, on every layout it claims, at every level of this processor."""
 
 import ctypes
+import itertools
 import mmap
 import subprocess
 import threading
@@ -156,8 +157,8 @@ def misplaced(tensors, shift: int):
 def test_results_do_not_depend_on_where_the_bytes_lie_or_on_threads(native, layer):
     weight_format, tensors, weight = layer
     threads = torch.get_num_threads()
-    for rows in (1, 5, 17, cpu.FUSED_ROWS[torch.float32]):  # more are torch's own product
-        activations = random(rows, weight.shape[1])
+    for rows, dtype in itertools.product((1, 5, 17, 64), (torch.float32, torch.bfloat16)):
+        activations = random(rows, weight.shape[1], dtype=dtype)
         expected = cpu.linear(activations, tensors, weight_format)
         for shift in (1, 2, 36):
             assert torch.equal(cpu.linear(activations, misplaced(tensors, shift), weight_format), expected)
@@ -235,7 +236,7 @@ def test_every_16_bit_activation_and_result_has_its_value(native, dtype):
     activations = activations[: activations.numel() // 64 * 64].view(-1, 64)
     for level in (0, 9):
         native.hfq_use(level)
-        for part in activations.split(cpu.FUSED_ROWS[torch.float32]):
+        for part in activations.split(64):
             assert torch.equal(cpu.linear(part, tensors, weight_format), part)
 
 
@@ -269,7 +270,7 @@ def test_a_second_call_makes_its_result_and_copies_of_its_activations_alone(nati
 
 def test_threads_that_multiply_at_once_do_not_disturb_each_other(native):
     weight_format, tensors = gptq(4, 32).make()
-    activations = [random(rows, 352, seed=rows) for rows in (20, 27, cpu.FUSED_ROWS[torch.float32])]
+    activations = [random(rows, 352, seed=rows) for rows in (20, 33, 64)]
     expected = [cpu.linear(part, tensors, weight_format) for part in activations]
     wrong = []
 

@@ -6,7 +6,7 @@ from quantize.conftest import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
-from hfq import HfqConfig
+from hfq import HfqConfig, SetupError
 from hfq.checkpoint import Checkpoint
 
 COMMON = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64,
@@ -20,13 +20,14 @@ MODELS = {
     "gemma3_text": {**COMMON, **GATED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {**COMMON, **GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
+FUSED = {"gpt_oss": {**COMMON, **GATED, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}}
 IDS = torch.arange(24)[None] * 3 % 96
 
 
 @pytest.fixture
 def source(tmp_path, kind):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **MODELS[kind], tie_word_embeddings=False)
+    config = AutoConfig.for_model(kind, **{**MODELS, **FUSED}[kind], tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
@@ -53,6 +54,16 @@ def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
         routed = [layer.tokens for layer in report.layers if "experts" in layer.name]
         assert sum(routed) == 2 * 3 * 2 * 30 * 40  # layers, projections, experts of each token
         assert "experts.0" in next(iter(sorted(name for name in packed if "experts" in name)))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_experts_that_are_stored_as_one_tensor_stay_floats_where_that_is_asked_for_alone(source, kind, tmp_path):
+    options, out = {"method": "rtn", "group_size": 32}, tmp_path / "out"
+    with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]"):
+        hfq.quantize(source, HfqConfig(**options), output=out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["floats"]
+    report = hfq.quantize(source, HfqConfig(**options, modules_to_not_convert=["mlp.experts"]), output=out)
+    assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("kind", ["mixtral"])
