@@ -38,7 +38,7 @@ class Run:
 def load(path="gptq", device_map=None, dtype=torch.float32, **options):
     return AutoModelForCausalLM.from_pretrained(
         PATHS.get(path, path),
-        quantization_config=HfqConfig(**{"kernel": "reference"} | options),
+        quantization_config=HfqConfig(**options),
         dtype=dtype,
         device_map=device_map,
     )

@@ -58,9 +58,8 @@ def test_checkpointed_gradients_are_the_same(path, plain, device_map, use_reentr
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adapters_of_half_precision_models_are_float32_and_agree(dtype):
-    runs = [
-        train(adapt(model)) for model in (unpack(load(dtype=dtype)), load(dtype=dtype), load(device_map=DISK, dtype=dtype))
-    ]
+    options = {"dtype": dtype, "kernel": "reference"}  # which rounds each weight to the dtype, as the dense model has it
+    runs = [train(adapt(model)) for model in (unpack(load(**options)), load(**options), load(device_map=DISK, **options))]
     assert {tensor.dtype for tensor in runs[0].adapters.values()} == {torch.float32}
     assert all(run.is_equal(runs[0]) for run in runs)
 
