@@ -1050,7 +1050,7 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
     }
 }
 
-const int64_t ORDERED_STEP = 1024;  // input channels of four rows of activations that the nearest cache holds
+const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
 const int64_t AHEAD = 4096;         // bytes of codes that are asked for before they are read: the next page
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
@@ -1070,14 +1070,14 @@ template <int ROWS> static HFQ_INLINE void dot_ordered(const char *codes, const 
     worst = rest > worst ? rest : worst;
 }
 
-// total[m] += the products of channels [k, stop) of an output row, with ROWS activation rows.
-template <int ROWS>
+// total[m] += the products of channels [k, stop) of an output row, with ROWS activation rows; SCALED ones have their scales in them.
+template <int ROWS, bool SCALED>
 static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, const float *x, vf *total, vb &worst) {
     const char *row = layer.codes + n * layer.row_nbytes;
-    const int64_t wide = ordered_columns(layer), first = scale_place(layer, n, 0);
+    const int64_t wide = ordered_columns(layer), first = scale_place(layer, n, 0), length = SCALED ? stop : layer.block_in;
     vb found = worst;
-    for (int64_t segment = k / layer.block_in, end; k < stop; segment++) {
-        end = least(stop, (segment + 1) * layer.block_in);
+    for (int64_t segment = k / length, end; k < stop; segment++) {
+        end = SCALED ? stop : least(stop, (segment + 1) * length);
         vf sum[4][ROWS] = {};
         for (; k + 64 <= end; k += 64) {
             __builtin_prefetch(row + k + AHEAD);
@@ -1089,42 +1089,77 @@ static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, in
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, row + k, least(4 * W, end - k));
             dot_ordered<ROWS>(rest, x + k, wide, sum, found);
         }
-        float scale = layer.scale_dtype == F32 ? as_float(load32(layer.scales + 4 * (first + segment * layer.scale_step)))
-                                               : scale_at(layer, first + segment * layer.scale_step);
+        k = end;
+        float scale = SCALED ? 1.0f : scale_at(layer, first + segment * layer.scale_step);
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++) {
             vf piece = ROWS == 1 ? (sum[0][m] + sum[1][m]) + (sum[2][m] + sum[3][m]) : sum[0][m] + sum[1][m];
-            total[m] = layer.divides ? total[m] + piece / scale : fma(piece, all(scale), total[m]);
+            if (SCALED) total[m] += piece;
+            else total[m] = layer.divides ? total[m] + piece / scale : fma(piece, all(scale), total[m]);
         }
-        k = end;
     }
     worst = found;
 }
 
-template <int ROWS> static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count) {
+// Whether all rows of a tile share their scales, which are then multiplied with the activations.
+static bool shares_scales(const Layer &layer, int64_t rows) {
+    return layer.block_out % TILE_ROWS == 0 && layer.block_in < layer.in_features && rows * ordered_columns(layer) <= SCRATCH;
+}
+
+// Activations times the scales of a tile, which are brought to below 2; returns what is left of them.
+static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const float *x, float *out) {
+    const int64_t first = scale_place(layer, n, 0), segments = (layer.in_features + layer.block_in - 1) / layer.block_in;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < segments; i++) {
+        float scale = scale_at(layer, first + i * layer.scale_step);
+        largest = most(largest, as_bits(layer.divides ? 1 / scale : scale) & 0x7FFFFFFF);
+    }
+    int power = (int)least(most(largest >> 23, 1), 253) - 127;
+    float shift = as_float((uint32_t)(127 - power) << 23);
+    for (int64_t i = 0; i < segments; i++) {
+        float scale = scale_at(layer, first + i * layer.scale_step);
+        scale = layer.divides ? shift / scale : scale * shift;
+        for (int64_t m = 0; m < rows; m++) {
+            const int64_t start = m * ordered_columns(layer), stop = start + least(up(layer.in_features, 4 * W), (i + 1) * layer.block_in);
+            for (int64_t k = start + i * layer.block_in; k < stop; k += W) store(out + k, load<vf>(x + k) * scale);
+        }
+    }
+    return as_float((uint32_t)(127 + power) << 23);
+}
+
+template <int ROWS, bool SCALED> static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
     const Layer &layer = *call.layer;
-    const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP, wide = ordered_columns(layer);
-    const float *x = call.ordered + row * wide, *factors = call.ordered + call.rows * wide + 2 * row;
+    const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
+    const float *factors = call.ordered + call.rows * ordered_columns(layer) + 2 * row;
     vf total[TILE_ROWS][ROWS] = {};
     vb worst[TILE_ROWS] = {};
     for (int64_t k = 0; k < size; k += step)
-        for (int64_t r = 0; r < count; r++) ordered_step<ROWS>(layer, n + r, k, least(k + step, size), x, total[r], worst[r]);
+        for (int64_t r = 0; r < count; r++) ordered_step<ROWS, SCALED>(layer, n + r, k, least(k + step, size), x, total[r], worst[r]);
     for (int64_t r = 0; r < count; r++) {
         uint8_t magnitudes[4 * W], found = 0;
         store(magnitudes, worst[r]);
         for (int i = 0; i < 4 * W; i++) found = found > magnitudes[i] ? found : magnitudes[i];
-        for (int m = 0; m < ROWS; m++)
-            put(call, row + m, n + r, found == 0x7F ? as_float(0x7FC00000) : sum_of(total[r][m]) * factors[2 * m] * factors[2 * m + 1]);
+        for (int m = 0; m < ROWS; m++) {
+            float sum = sum_of(total[r][m]) * unit * factors[2 * m] * factors[2 * m + 1];
+            put(call, row + m, n + r, found == 0x7F ? as_float(0x7FC00000) : sum);
+        }
     }
 }
 
-static void ordered_of(const Call &call, int64_t n, int64_t count) {
+template <int ROWS> static void ordered_pass(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
+    const float *x = call.ordered + row * ordered_columns(*call.layer);
+    if (!shares_scales(*call.layer, ROWS)) return ordered_tile<ROWS, false>(call, row, n, count, x, 1.0f);
+    float unit = scale_ordered(*call.layer, n, ROWS, x, scratch);
+    ordered_tile<ROWS, true>(call, row, n, count, scratch, unit);
+}
+
+static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratch) {
     KeptSubnormals here;
     for (int64_t row = 0; row < call.rows; row += 4) switch (call.rows - row) {
-        case 1: ordered_tile<1>(call, row, n, count); break;
-        case 2: ordered_tile<2>(call, row, n, count); break;
-        case 3: ordered_tile<3>(call, row, n, count); break;
-        default: ordered_tile<4>(call, row, n, count);
+        case 1: ordered_pass<1>(call, row, n, count, scratch); break;
+        case 2: ordered_pass<2>(call, row, n, count, scratch); break;
+        case 3: ordered_pass<3>(call, row, n, count, scratch); break;
+        default: ordered_pass<4>(call, row, n, count, scratch);
     }
 }
 
@@ -1279,7 +1314,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
     if (call.digits) return integers_of(call, n, count, scratch);
-    if (call.ordered) return ordered_of(call, n, count);
+    if (call.ordered) return ordered_of(call, n, count, scratch);
     switch (call.layer->kind) {
         case E4M3: return rows_of<E4M3>(call, n, count, scratch);
         case E5M2: return rows_of<E5M2>(call, n, count, scratch);
