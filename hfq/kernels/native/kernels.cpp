@@ -83,6 +83,7 @@ const int64_t CHUNK = 32;            // input channels of a column whose codes a
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
 const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
@@ -1011,7 +1012,10 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
         stop = least(size, at + layer.block_in);
         vf sum[4] = {}, zero = all(KIND == E4M3 || KIND == E5M2 ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
-        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
+        for (; i + 4 * W <= stop; i += 4 * W) {
+            __builtin_prefetch(codes_at<KIND>(row, i) + AHEAD);
+            dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
+        }
         if (i < stop) {
             char rest[4 * W];
             float part[4 * W];
@@ -1051,7 +1055,6 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
 }
 
 const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
-const int64_t AHEAD = 4096;         // bytes of codes that are asked for before they are read: the next page
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
 template <int ROWS> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
@@ -1217,6 +1220,7 @@ template <int ROWS> static void dot_integers(const Call &call, int64_t row, int6
     for (int64_t k = 0; k < size; k += 8 * W) {
         char rest[4 * W];
         const char *at = codes + k / 2;
+        __builtin_prefetch(at + AHEAD);
         if (size - k < 8 * W) {
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (size - k + 1) / 2);
             at = rest;
@@ -1581,7 +1585,11 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
             if (rows == 1 && stop - k >= CHUNK) {
                 const int64_t pitch = 4 * layer.out_features;
                 const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
-                for (; i + 2 * W <= count; i += 2 * W) add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+                for (; i + 2 * W <= count; i += 2 * W) {
+                    HFQ_UNROLL
+                    for (int r = 0; r < BITS; r++) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i);
+                    add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+                }
             }
         for (; i < count; i += step) {
             Words words;
