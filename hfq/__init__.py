@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "timeline", "verify",
+    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "timeline",
+    "verify",
 ]  # fmt: skip
 
 _LAZY = {

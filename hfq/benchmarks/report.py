@@ -73,7 +73,7 @@ class Chart:
             places = [group + index * width for group, value in enumerate(values) if value is not None]
             bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
             axes.bar_label(bars, fmt="%.2f", fontsize=7)
-        axes.axhline(self.line, color="black", linewidth=0.8, linestyle="--")
+        axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
         axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups)
         axes.set_title(self.title)
         axes.legend(fontsize=8)
@@ -130,8 +130,10 @@ class Report:
 
     def to_json(self) -> str:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
-        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "records": list(self.records)}
-        return json.dumps(document, indent=1)
+        tables = [asdict(table) for table in self.tables]
+        chart = {"kind": type(self.chart).__name__} | asdict(self.chart)
+        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "tables": tables, "chart": chart}
+        return json.dumps(document | {"records": list(self.records)}, indent=1)
 
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, .json and, where matplotlib is installed, .png."""

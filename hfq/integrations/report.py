@@ -156,11 +156,11 @@ def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = 
         SetupError: hfq did not load the model, or the profile of `hfq calibrate` cannot be read.
     """
     loading = loading_of(model)
-    streamer = loading.streamer
-    stream = None if streamer is None else _stream(streamer, measure)
     speed = report_speed(loading, measure)
     if measure and timeline is None:
         timeline = measure_timeline(loading)
+    streamer = loading.streamer
+    stream = None if streamer is None else _stream(streamer, measure)
     order = (name for name, _ in loading.model.named_modules())
     modules = tuple(loading.plan.modules(order))
     return Report(tuple(_homes(loading.plan)), stream, speed, _outliers(model), _describe(loading), modules, timeline)

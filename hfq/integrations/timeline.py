@@ -17,7 +17,8 @@ from hfq.integrations.loading import Loading
 from hfq.integrations.speed import takes_tokens
 from hfq.streaming.clock import HostClock
 from hfq.streaming.lane import lane_to
-from hfq.streaming.recorder import Recorder, Span, recording
+from hfq.streaming.recorder import Recorder, recording
+from hfq.streaming.spans import Span
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,42 +14,14 @@ from hfq.errors import SetupError
 from hfq.spec import ByteRange
 from hfq.streaming.clock import Clock
 from hfq.streaming.source import CHUNK_NBYTES
+from hfq.streaming.spans import Span
 
 if TYPE_CHECKING:
     from hfq.streaming.streamer import Streamer
 
-__all__ = ["LANES", "Recorder", "Span", "recording"]
+__all__ = ["Recorder", "recording"]
 
 T = TypeVar("T")
-
-LANES = {
-    "pass": "a forward of the whole model",
-    "read": "a reader thread reads",
-    "copy": "bytes are copied to the accelerator",
-    "wait": "a forward waits for its block",
-    "compute": "a streamed block computes",
-    "other": "a part that is not streamed computes",
-}
-"""What a span may be of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that took time.
-
-    Attributes:
-        lane: A key of `LANES`.
-        name: The block or module.
-        start: Seconds since the recording began; negative where it had begun before.
-        end: Seconds since the recording began.
-        nbytes: The bytes that were read or copied.
-    """
-
-    lane: str
-    name: str
-    start: float
-    end: float
-    nbytes: int = 0
 
 
 class Recorder:
@@ -85,7 +56,9 @@ class Recorder:
             yield
             self._notes.append(("copy", self._blocks[block], start, self._clock.stamp_copies(), nbytes))
 
-    def computing(self, block: int | str, use: Callable[[torch.Tensor], T], lane: str = "compute") -> Callable[[torch.Tensor], T]:
+    def computing(
+        self, block: int | str, use: Callable[[torch.Tensor], T], lane: str = "compute"
+    ) -> Callable[[torch.Tensor], T]:
         """`use`, noted as what a block computes."""
         name = block if isinstance(block, str) else self._blocks[block]
 
