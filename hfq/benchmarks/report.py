@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hfq.benchmarks.labels import label_points
+
 __all__ = ["Chart", "Report", "Scatter", "Table", "Target", "as_rate", "median", "rotated", "select"]
 
 Record = dict
@@ -66,7 +68,8 @@ class Chart:
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
-        figure.set_size_inches(2 + 1.2 * len(self.groups), 4)
+        size = min(max(2 + 1.2 * len(self.groups), 5.5), 14)
+        figure.set_size_inches(size, 4.4)
         axes = figure.subplots()
         width = 0.8 / max(len(self.series), 1)
         for index, (name, values) in enumerate(self.series.items()):
@@ -74,9 +77,11 @@ class Chart:
             bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
             axes.bar_label(bars, fmt="%.2f", fontsize=7)
         axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
-        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups)
+        is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
+        tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
         axes.set_title(self.title)
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,15 @@ class Scatter:
         """Draws it into an empty figure of matplotlib."""
         figure.set_size_inches(7, 4)
         axes = figure.subplots()
-        for name, x, y in self.points:
+        for _, x, y in self.points:
             axes.scatter([x], [y])
-            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
-        axes.margins(0.2)
+        axes.margins(0.12)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.set_title(self.title)
+        label_points(figure, axes, self.points)
 
 
 @dataclass(frozen=True)

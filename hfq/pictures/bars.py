@@ -58,7 +58,7 @@ class Bars:
         axes.set_xlim(0, max([widest, *near]) * 1.34 or 1)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: as_size(nbytes)))
-        figure.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=9)
+        figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=9)
 
 
 def bars_picture(name: str, title: str, bars: Bars, note: str, of: str) -> Picture:

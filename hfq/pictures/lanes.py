@@ -60,7 +60,7 @@ class Lanes:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(f"time since the pass began, {name} (numbers are those of layers)")
-        figure.legend(handles=self._handles(lanes), loc="outside upper left", ncols=4, fontsize=9)
+        figure.legend(handles=self._handles(lanes), loc="outside lower left", ncols=4, fontsize=9)
 
     def _draw_lane(self, axes: Any, lane: str, place: int, unit: float) -> None:
         spans = [span for span in self.spans if span.lane in _drawn_in(lane)]

@@ -29,6 +29,7 @@ a { color: var(--link); }
 h1 { font-size: 1.6rem; margin: 0; }
 h2 { font-size: 1.35rem; margin: 2.5rem 0 .75rem; padding-top: .75rem; border-top: 2px solid var(--rule); overflow-wrap: anywhere; }
 h3 { font-size: 1.05rem; margin: 1.25rem 0 .5rem; }
+header p, .note p { margin: .25rem 0; }
 header p, .note { color: var(--faint); margin: .25rem 0 .75rem; }
 figcaption { font-size: 1.05rem; font-weight: bold; margin: 1.25rem 0 .5rem; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .15rem 1rem; margin: 0 0 1rem; }
@@ -140,4 +141,14 @@ def _table(table: Table) -> str:
 </table></div>"""
     if len(table.rows) > _MOST_OPEN_ROWS:
         grid = f"<details><summary>{len(table.rows)} rows</summary>\n{grid}\n</details>"
-    return f'<h3>{escape(table.title)}</h3>\n<p class="note">{escape(table.note)}</p>\n{grid}'
+    return f'<h3>{escape(table.title)}</h3>\n<div class="note">{_note(table.note)}</div>\n{grid}'
+
+
+def _note(text: str) -> str:
+    """Paragraphs and lists of a note, whose lines may begin with a dash."""
+    parts = []
+    for block in text.strip().split("\n\n"):
+        lead, *items = re.split(r"^- ", escape(block), flags=re.MULTILINE)
+        parts += [f"<p>{lead.strip()}</p>"] if lead.strip() else []
+        parts += ["<ul>", *(f"<li>{item.strip()}</li>" for item in items), "</ul>"] if items else []
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", "".join(parts))

@@ -102,10 +102,11 @@ class PlacementMap:
         axes.set_xticks(shown, [self.units[place].short for place in shown], rotation=60, ha="right", rotation_mode="anchor")
         axes.tick_params(axis="x", labelsize=8, length=2)
         axes.set_xlim(-0.7, count - 0.3)
+        axes.set_ylim(0, 1.05 * max(bottom) or 1)
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: as_size(nbytes)))
         axes.set_ylabel("bytes at home")
-        figure.legend(handles=handles, loc="outside upper left", ncols=2, fontsize=9)
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9)
 
 
 def placement_picture(modules: Sequence[ModuleHome]) -> Picture:
