@@ -59,12 +59,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all."""
+    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all, on an axis of `scale`."""
 
     title: str
     groups: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     line: float = 1.0
+    scale: str = "linear"
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
@@ -75,11 +76,12 @@ class Chart:
         for index, (name, values) in enumerate(self.series.items()):
             places = [group + index * width for group, value in enumerate(values) if value is not None]
             bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
-            axes.bar_label(bars, fmt="%.2f", fontsize=7)
+            axes.bar_label(bars, fmt="%.3g", fontsize=7)
         axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
         is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
         tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
         axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
+        axes.set_yscale(self.scale)
         axes.set_title(self.title)
         figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
@@ -118,12 +120,13 @@ class Report:
     targets: Sequence[Target]
     records: Sequence[Record]
     chart: Chart | Scatter
+    targets_note: str = "Medians over the rounds."
 
     def to_markdown(self, plot: str | None = None) -> str:
         """The page; `plot` is the file of the plot beside it."""
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
-            "Targets", "Medians over the rounds.", ("what", "measured", "target", ""),
+            "Targets", self.targets_note, ("what", "measured", "target", ""),
             [
                 (t.what, "-" if t.value is None else f"{t.value:.3f}", f"{'>=' if t.at_least else '<='} {t.bound:g}", t.verdict)
                 for t in self.targets
@@ -139,8 +142,8 @@ class Report:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
         tables = [asdict(table) for table in self.tables]
         chart = {"kind": type(self.chart).__name__} | asdict(self.chart)
-        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "tables": tables, "chart": chart}
-        return json.dumps(document | {"records": list(self.records)}, indent=1)
+        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "targets_note": self.targets_note}
+        return json.dumps(document | {"tables": tables, "chart": chart, "records": list(self.records)}, indent=1)
 
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, .json and, where matplotlib is installed, .png."""

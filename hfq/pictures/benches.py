@@ -43,14 +43,17 @@ def _targets(fields: Fields) -> Table | None:
         bound = f"{'≥' if target.raw('at_least') is True else '≤'} {target.number('bound'):g}"
         value = f"{target.number('value'):.3f}" if target.has("value") else "-"
         rows.append((target.text("what"), value, bound, target.text("verdict")))
-    return Table("Targets", "Medians over the rounds.", ("what", "measured", "target", ""), rows) if rows else None
+    return Table("Targets", fields.text("targets_note"), ("what", "measured", "target", ""), rows) if rows else None
 
 
 def _chart(chart: Fields) -> Chart | Scatter:
     kind = chart.text("kind")
     if kind == "Chart":
         groups = chart.texts("groups")
-        return Chart(chart.text("title"), groups, _series(chart, len(groups)), chart.number("line"))
+        scale = chart.text("scale")
+        if scale not in ("linear", "log"):
+            raise chart.wrong("linear or log", scale, "scale")
+        return Chart(chart.text("title"), groups, _series(chart, len(groups)), chart.number("line"), scale)
     if kind == "Scatter":
         points = []
         for point in chart.items("points"):

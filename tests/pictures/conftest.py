@@ -63,8 +63,9 @@ BENCH = {
     "title": "Loading", "facts": {"date": "today"},
     "targets": [{"what": "x", "value": 0.5, "bound": 1, "at_least": False, "verdict": "met"}],
     "tables": [{"title": "Time", "note": "Seconds.\n\n- a: `b`\n- c", "header": ["x", "s"], "rows": [["one", "1.5"], ["two", "-"]]}],
-    "chart": {"kind": "Chart", "title": "Bars", "groups": ["one", "two"], "series": {"a": [1.0, None], "b": [0.5, 2]}, "line": 1.0},
-    "records": [],
+    "chart": {"kind": "Chart", "title": "Bars", "groups": ["one", "two"], "series": {"a": [1.0, None], "b": [0.5, 2]}, "line": 1.0,
+              "scale": "linear"},
+    "targets_note": "Medians.", "records": [],
 }  # fmt: skip
 POINTS = {
     "kind": "Scatter",

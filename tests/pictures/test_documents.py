@@ -106,6 +106,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
         ("bench", ("facts",), {"date": 3}, "facts.date"),
         ("bench", ("tables", 0, "rows", 0), ["one"], r"tables\[0\].rows"),
         ("bench", ("chart", "kind"), "Pie", "chart.kind"),
+        ("bench", ("chart", "scale"), "cubic", "chart.scale"),
         ("bench", ("chart", "series", "a"), [1.0], "chart.series.a"),
         ("bench", ("chart", "series"), {}, "chart.series"),
         ("bench", ("targets", 0, "bound"), "1", r"targets\[0\].bound"),
