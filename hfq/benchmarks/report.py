@@ -12,6 +12,10 @@ from hfq.benchmarks.labels import label_points
 
 __all__ = ["Chart", "Report", "Scatter", "Table", "Target", "as_rate", "median", "rotated", "select"]
 
+_HATCHES = (None, "///", "...", "xxx")
+_LABEL_POINTS = 22
+"""How wide a number over a bar is."""
+
 Record = dict
 """One measurement as it was taken: what was measured, and numbers in seconds and bytes."""
 
@@ -69,14 +73,22 @@ class Chart:
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
-        size = min(max(2 + 1.2 * len(self.groups), 5.5), 14)
-        figure.set_size_inches(size, 4.4)
+        from matplotlib import rcParams
+
+        size = min(max(1.5 + 0.42 * len(self.groups) * len(self.series), 5.5), 14)
+        figure.set_size_inches(size, 4 + 0.2 * -(-len(self.series) // 4))
         axes = figure.subplots()
-        width = 0.8 / max(len(self.series), 1)
+        width, colours = 0.8 / max(len(self.series), 1), rcParams["axes.prop_cycle"].by_key()["color"]
+        is_narrow = 72 * (size - 1) / max(len(self.groups), 1) * width < _LABEL_POINTS
         for index, (name, values) in enumerate(self.series.items()):
             places = [group + index * width for group, value in enumerate(values) if value is not None]
-            bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
-            axes.bar_label(bars, fmt="%.3g", fontsize=7)
+            heights, style = [value for value in values if value is not None], {"label": name, "align": "edge"}
+            hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # a colour that comes again is hatched
+            if not heights:
+                continue
+            bars = axes.bar(places, heights, width, color=colours[index % len(colours)], hatch=hatch, **style)
+            axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if is_narrow else 0, padding=2)
+        axes.margins(y=0.12)
         axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
         is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
         tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}

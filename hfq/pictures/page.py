@@ -15,6 +15,7 @@ __all__ = ["make_page"]
 
 _MOST_OPEN_ROWS = 24
 _MOST_COLUMNS_BESIDE = 5
+_MOST_POINTS_BESIDE = 640.0
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2329; --paper: #ffffff; --faint: #5b636e; --rule: #d0d5db; --band: #f4f6f8;
@@ -112,7 +113,9 @@ def _picture(picture: Picture, name: str, draw: Callable[[Picture, str], str]) -
     alt = f'<svg role="img" aria-label="{escape(picture.alt, quote=True)}"'
     svg = draw(picture, name).replace("<svg", alt, 1)
     table = "" if picture.table is None else f"<div>{_table(picture.table)}</div>"
-    beside = "" if picture.table is None or len(picture.table.header) > _MOST_COLUMNS_BESIDE else " beside"
+    width = re.search(r'\bwidth="([\d.]+)pt"', svg)
+    is_wide = width is not None and float(width[1]) > _MOST_POINTS_BESIDE
+    beside = "" if is_wide or picture.table is None or len(picture.table.header) > _MOST_COLUMNS_BESIDE else " beside"
     return f"""<div class="shown{beside}">
 <figure>
 <figcaption>{escape(picture.title)}</figcaption>

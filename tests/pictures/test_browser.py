@@ -65,11 +65,14 @@ def browse(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The page of what the documentation shows, and of every kind of plan."""
-    from pictures.conftest import RESULTS
+    from pictures.conftest import BENCH, RESULTS
 
     folder = tmp_path_factory.mktemp("page")
+    groups = ["one row", "eight rows", "one hundred and twenty-eight rows", "512"]
+    series = {f"dialect number {n}": [0.123 * n, 12.3, None, 123.4 / (n + 1)] for n in range(13)}
+    many = BENCH | {"chart": BENCH["chart"] | {"groups": groups, "series": series}}
     files = [DOCS / "pictures" / "run.json", DOCS / "benchmarks" / "load.json", DOCS / "benchmarks" / "stream.json"]
-    for kind, value in RESULTS.items():
+    for kind, value in (RESULTS | {"many": many}).items():
         files.append(folder / f"{kind}.json")
         files[-1].write_text(json.dumps(value))
     return write_report(files, folder, as_page=True)[-1]
