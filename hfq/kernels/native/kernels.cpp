@@ -83,6 +83,7 @@ const int64_t CHUNK = 32;            // input channels of a column whose codes a
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
 const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t MOST_COLUMNS = 2048;   // output columns of a part, of a multiple of 128
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 
@@ -252,7 +253,7 @@ HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_feat
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
     int64_t share = up(layer.out_features / most(threads, 1), 128);
-    return most(128, least(rows == 1 ? 1024 : 256, share));
+    return most(128, least(rows == 1 ? MOST_COLUMNS : 256, share));
 }
 
 // Output columns of a part of a panel.
@@ -1617,13 +1618,20 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
     float *y = scratch, *scales = y + rows * wide, *loose = scales + wide;
     int32_t *zeros = (int32_t *)(loose + wide), *high = zeros + wide, *low = high + rows * wide;
     const char *digits = call.digits;
+    int32_t column[MOST_COLUMNS];
+    if (BITS == 0)
+        for (int64_t i = 0; i < wide; i++) column[i] = (int32_t)column_of<BITS>(i);
     __builtin_memset(y, 0, 4 * rows * wide);
     for (int64_t group = 0, span = 0; group < layer.groups; group++) {
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
-        group_scales(layer, group, n, count, loose, wide);
-        for (int64_t i = 0; i < wide; i++) scales[i] = loose[column_of<BITS>(i)];
+        group_scales(layer, group, n, count, BITS == 0 ? loose : scales, wide);
+        if (BITS == 0)
+            for (int64_t i = 0; i < wide; i++) scales[i] = loose[column[i]];
         group_zeros(layer, group, n, count, loose, wide);
-        for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column_of<BITS>(i)];
+        if (BITS == 0)
+            for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column[i]];
+        else
+            for (int64_t i = 0; i < wide; i += W) store(zeros + i, __builtin_convertvector(load<vf>(loose + i), vi));
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
             int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
             __builtin_memset(high, 0, 8 * rows * wide);
@@ -1644,8 +1652,10 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
         }
     }
     for (int64_t m = 0; m < rows; m++)
-        for (int64_t i = 0; i < wide; i++)
-            if (column_of<BITS>(i) < count) put(call, row + m, n + column_of<BITS>(i), y[m * wide + i]);
+        for (int64_t i = 0; i < wide; i++) {
+            int64_t place = BITS == 0 ? column[i] : i;
+            if (place < count) put(call, row + m, n + place, y[m * wide + i]);
+        }
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
