@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from generate import measured, placements, troubleshooting
-
 from hfq.cli import formats
 
 ROOT = Path(__file__).parents[2]

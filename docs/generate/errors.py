@@ -1,4 +1,4 @@
-"""Every error that the sources of hfq raise on purpose: its message, what was expected and found, and its fix, without running anything.
+"""Every error that the sources of hfq raise on purpose: its message, what was expected and found, and its fix. Nothing is run.
 
 A text that is put together when the error is raised is a template here, with names in braces for what is filled in.
 """
@@ -6,6 +6,7 @@ A text that is put together when the error is raised is a template here, with na
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class ErrorCall:
     fix: tuple[str, ...]
 
 
+@functools.cache
 def read_modules(package: Path) -> list[Module]:
     """The modules of a package, in the order of their names."""
     found = []
@@ -140,7 +142,9 @@ def _is_a_helper(node: ast.Call, function: ast.AST, module: Module) -> bool:
     """Whether a function makes the error for its callers: it returns it, or its message or fix is one of its parameters."""
     names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     texts = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "fix")]
-    return isinstance(module.parents[node], ast.Return) or any(isinstance(text, ast.Name) and text.id in names for text in texts)
+    return isinstance(module.parents[node], ast.Return) or any(
+        isinstance(text, ast.Name) and text.id in names for text in texts
+    )
 
 
 def _callers(function: ast.AST, modules: list[Module], home: Module) -> Iterator[Bindings]:
@@ -251,7 +255,9 @@ def _element(table: Bound, index: Bound) -> list[Bound]:
     """An element of a tuple or of a dict; all of a dict's where the key is only known when the program runs."""
     keys = [bound.node.value for bound in _followed(index.node, index.scope) if isinstance(bound.node, ast.Constant)]
     if isinstance(table.node, ast.Tuple | ast.List):
-        return [Bound(table.node.elts[key], table.scope) for key in keys if isinstance(key, int) and key < len(table.node.elts)]
+        return [
+            Bound(table.node.elts[key], table.scope) for key in keys if isinstance(key, int) and key < len(table.node.elts)
+        ]
     if isinstance(table.node, ast.Dict):
         pairs = zip(table.node.keys, table.node.values, strict=True)
         values = [value for key, value in pairs if not keys or getattr(key, "value", None) in keys]
@@ -287,12 +293,8 @@ def _filled(node: ast.AST, scope: Scope) -> list[str]:
 def _placeholder(node: ast.AST) -> str:
     """The name of what is filled in, in braces."""
     while True:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join" and node.args:
-            node = node.args[0]
-        elif isinstance(node, ast.Call) and node.args:
-            node = node.args[0]
-        elif isinstance(node, ast.Call):
-            node = node.func
+        if isinstance(node, ast.Call):
+            node = node.args[0] if node.args else node.func
         elif isinstance(node, ast.Subscript | ast.Starred | ast.FormattedValue):
             node = node.value
         elif isinstance(node, ast.BoolOp):

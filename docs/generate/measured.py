@@ -1,4 +1,4 @@
-"""Tables of the README and of the guides whose numbers are those of docs/benchmarks: each stands between two comments and is made anew."""
+"""Tables of the README and of the guides with numbers of docs/benchmarks: each stands between two comments and is made anew."""
 
 from __future__ import annotations
 
@@ -58,22 +58,33 @@ def _readable(cell: str) -> str:
 
 def _first_screen() -> str:
     """Loading, memory and decoding from disk: hfq beside stock transformers and accelerate."""
-    time, memory, decoding = read_table("load", "Time"), read_table("load", "Memory and reads, cold"), read_table("stream", "Decoding")
+    time, memory, decoding = (
+        read_table("load", "Time"),
+        read_table("load", "Memory and reads, cold"),
+        read_table("stream", "Decoding"),
+    )
     sizes = dict(re.findall(r"(\w+) ([\d.]+ GB)", facts("load")["model"]))
     rows = []
     for weights, name in _WEIGHTS.items():
         for loader, mover in (("hfq", "hfq"), ("transformers", "accelerate")):
-            token = [row["a token"] for row in decoding if (row["weights"], row["mover"], row["layers in"]) == (weights, mover, "disk")]
+            token = [
+                row["a token"]
+                for row in decoding
+                if (row["weights"], row["mover"], row["layers in"]) == (weights, mover, "disk")
+            ]
             peak = _only(memory, weights=weights, loader=loader)["peak RSS growth"]
             cold = _readable(_only(time, weights=weights, page_cache="cold")[loader])
             shown = (f"{name}, {sizes[weights]}", "hfq") if loader == "hfq" else ("", "stock")
             rows.append((*shown, cold, "-" if peak.startswith("refused") else f"{peak} × the files", *(token or ["-"])))
     machine, disk = facts("load"), facts("stream")["raw direct read, cold"].partition(" (")[0]
-    note = f"""
-{machine["processor"].replace(" for this process", "")}, {machine["memory"]} of memory, a disk of {disk}, no GPU; {machine["model"].partition(";")[0]};
-{", ".join(machine["versions"].split(", ")[2:5])}. Stock: transformers without hfq, with accelerate's offload; on a CPU it
-dequantizes FP8 while it loads, and does not load this GPTQ without gptqmodel. [How it was measured](docs/benchmarks/load.md), [and streaming](docs/benchmarks/stream.md).
-"""
+    model, versions = machine["model"].partition(";")[0], ", ".join(machine["versions"].split(", ")[2:5])
+    note = (
+        f"\n{machine['processor'].replace(' for this process', '')}, {machine['memory']} of memory, "
+        f"a disk of {disk}, no GPU;\n{model}; "
+        f"{versions}. Stock: transformers without hfq, with accelerate's offload; on a CPU it\n"
+        "dequantizes FP8 while it loads, and does not load this GPTQ without gptqmodel.\n"
+        "Measured: [loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
+    )
     return _markdown(("weights", "", "load, cold", "peak memory", "a token, layers on disk"), rows) + note
 
 
@@ -81,8 +92,14 @@ def _token_costs() -> str:
     decoding = read_table("stream", "Decoding")
     rows = []
     for weights, name in _WEIGHTS.items():
-        memory, disk = (_only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"] for home in ("memory", "disk"))
-        stock = [row["a token"] for row in decoding if (row["weights"], row["mover"], row["layers in"]) == (weights, "accelerate", "disk")]
+        memory, disk = (
+            _only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"] for home in ("memory", "disk")
+        )
+        stock = [
+            row["a token"]
+            for row in decoding
+            if (row["weights"], row["mover"], row["layers in"]) == (weights, "accelerate", "disk")
+        ]
         rows.append((name, memory, disk, _ratio(disk, memory), *(stock or ["-"])))
     return _markdown(("weights", "all in memory", "layers on disk", "slower by", "accelerate, layers on disk"), rows)
 
@@ -95,7 +112,14 @@ def _pass_costs() -> str:
         hidden = _only(busy, weights=weights, mover="hfq")["max(io, compute) / time"]
         seconds = [f"{row['a pass, s']} s" for row in (own, hooks)]
         rows.append((name, seconds[0], own["rate"], own["share of the disk's limit"], seconds[1], hidden))
-    header = ("weights", "reading a pass", "rate", "share of the disk's limit", "accelerate's hooks, the same bytes", "formula over time")
+    header = (
+        "weights",
+        "reading a pass",
+        "rate",
+        "share of the disk's limit",
+        "accelerate's hooks, the same bytes",
+        "formula over time",
+    )
     return _markdown(header, rows)
 
 

@@ -6,9 +6,9 @@ from contract.cases import CASES, REPRESENTATIVES
 from contract.test_contract_model import PLACEMENTS
 from distributed import test_tensor_parallel, test_zero3_matrix
 from formats.test_sharding import CUT
-from generate.stock import STOCK, STOCK_VERSIONS, Stock
 from zero_models import FORMATS as SHARDED
 
+from generate.stock import STOCK, STOCK_VERSIONS, Stock
 from hfq.formats import FORMATS
 from hfq.formats.base import Dialect
 
@@ -95,5 +95,7 @@ def _sharded(cases: list, home: str) -> str:
 
 
 def _stock(dialect: Dialect) -> tuple[str, str]:
-    facts = next((facts for facts in STOCK.values() if dialect.name in facts.dialects), Stock("not measured", "not measured", ""))
+    facts = next(
+        (facts for facts in STOCK.values() if dialect.name in facts.dialects), Stock("not measured", "not measured", "")
+    )
     return facts.memory_in_short or facts.memory, facts.disk_in_short or facts.disk

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: the README is its first page, and files of the repository that pages link to are pages, too.
+"""What MkDocs calls while it builds the site: the README is its first page, and files that pages link to are pages, too.
 
 So a link that works in the repository works on the site, and one that does not fails the build (`make site`).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -24,9 +25,9 @@ CheckpointError: A checkpoint file changed after it was validated.
 Fix: leave a checkpoint's files alone while a model uses them; restore the file and load again
 ```
 
-Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and rank
-where it has one. In Python they are attributes: `error.what`, `error.file`, `error.tensor`, `error.rank`, `error.expected`, `error.found`, `error.problems`,
-`error.fix`. The classes are importable from `hfq`, and all derive from `hfq.HfqError`.
+Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and
+rank where it has one. In Python they are attributes: `error.what`, `error.file`, `error.tensor`, `error.rank`, `error.expected`,
+`error.found`, `error.problems`, `error.fix`. All classes derive from `hfq.HfqError`; the first four are importable from `hfq`.
 
 Where no error was raised and something is odd all the same:
 
@@ -42,6 +43,7 @@ Where no error was raised and something is odd all the same:
 """
 
 
+@functools.cache
 def entries() -> list[ErrorCall]:
     """Every error that a user can meet, each text once in a module."""
     found = {
@@ -73,7 +75,9 @@ def _entry(errors: list[ErrorCall]) -> str:
 
 
 def _cause(error: ErrorCall) -> str:
-    said = [(label, texts) for label, texts in (("expected", error.expected), ("found", error.found)) if any(map(_says, texts))]
+    said = [
+        (label, texts) for label, texts in (("expected", error.expected), ("found", error.found)) if any(map(_says, texts))
+    ]
     text = ", ".join(f"{label} {_either(texts)}" for label, texts in said)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
