@@ -76,16 +76,19 @@ def _first_screen() -> str:
             cold = _readable(_only(time, weights=weights, page_cache="cold")[loader])
             shown = (f"{name}, {sizes[weights]}", "hfq") if loader == "hfq" else ("", "stock")
             rows.append((*shown, cold, "-" if peak.startswith("refused") else f"{peak} × the files", *(token or ["-"])))
-    machine, disk = facts("load"), facts("stream")["raw direct read, cold"].partition(" (")[0]
-    model, versions = machine["model"].partition(";")[0], ", ".join(machine["versions"].split(", ")[2:5])
     note = (
-        f"\n{machine['processor'].replace(' for this process', '')}, {machine['memory']} of memory, "
-        f"a disk of {disk}, no GPU;\n{model}; "
-        f"{versions}. Stock: transformers without hfq, with accelerate's offload; on a CPU it\n"
-        "dequantizes FP8 while it loads, and does not load this GPTQ without gptqmodel.\n"
-        "Measured: [loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
+        f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes FP8 while it\n"
+        "loads, and does not load this GPTQ without gptqmodel. Measured: [loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
     )
     return _markdown(("weights", "", "load, cold", "peak memory", "a token, layers on disk"), rows) + note
+
+
+def _machine() -> str:
+    """The hardware, the model and the versions of a run of the streaming benchmark."""
+    found = facts("stream")
+    cores, disk = found["processor"].replace(" for this process", ""), found["raw direct read, cold"].partition(" (")[0]
+    versions = ", ".join(found["versions"].split(", ")[2:5])
+    return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU; {found['model']}; {versions}.\n"
 
 
 def _token_costs() -> str:
@@ -134,6 +137,7 @@ def _batch_costs() -> str:
 
 
 TABLES = {
+    "machine": _machine,
     "first-screen": _first_screen,
     "token-costs": _token_costs,
     "pass-costs": _pass_costs,

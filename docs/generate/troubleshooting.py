@@ -18,11 +18,10 @@ _HEAD = """# Troubleshooting
 Made by `make docs` from the sources; a test compares the two. Every error that hfq raises on purpose is an `HfqError` of one form:
 
 ```
-CheckpointError: A checkpoint file changed after it was validated.
-  file: model-00002-of-00004.safetensors
-  expected: 4,302,190,336 bytes
-  found: 4,302,190,236 bytes
-Fix: leave a checkpoint's files alone while a model uses them; restore the file and load again
+PlacementError: device_map has a key that matches nothing in the model; nothing was loaded.
+  expected: names of modules
+  - 'model.layer.1'; did you mean 'model.layers.1'?
+Fix: correct these keys
 ```
 
 Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and

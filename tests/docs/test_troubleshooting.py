@@ -97,10 +97,13 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
         lambda: load(device_map={"": "dsik"}),
         lambda: load(max_memory={"cpu": "1MB"}),
     ]  # fmt: skip
+    shown = []
     for attempt in attempts:
         with pytest.raises(hfq.HfqError) as caught:
             attempt()
         assert explained(caught.value, entries), caught.value
+        shown.append(f"```\n{type(caught.value).__name__}: {caught.value}\n```")
+    assert any(text in troubleshooting.as_markdown() for text in shown)  # the example at its head
     for dialect in REFUSED:
         assert explained(refused(dialect, "model.safetensors", None, "x"), entries), dialect
 
