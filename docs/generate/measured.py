@@ -78,7 +78,8 @@ def _first_screen() -> str:
             rows.append((*shown, cold, "-" if peak.startswith("refused") else f"{peak} × the files", *(token or ["-"])))
     note = (
         f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes FP8 while it\n"
-        "loads, and does not load this GPTQ without gptqmodel. Measured: [loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
+        "loads, and does not load this GPTQ without gptqmodel. Measured:\n"
+        "[loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
     )
     return _markdown(("weights", "", "load, cold", "peak memory", "a token, layers on disk"), rows) + note
 
