@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from hfq.integrations import fms
     from hfq.integrations.layer_major import layer_major
     from hfq.integrations.report import report
+    from hfq.integrations.timeline import timeline
     from hfq.integrations.training import prepare_for_training
     from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
     from hfq.placement.plan import Plan
 
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "verify",
+    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "timeline",
+    "verify",
 ]  # fmt: skip
 
 _LAZY = {
@@ -42,6 +44,7 @@ _LAZY = {
     "prepare_for_training": "hfq.integrations.training",
     "report": "hfq.integrations.report",
     "take_over": "hfq.integrations.transformers",
+    "timeline": "hfq.integrations.timeline",
     "verify": "hfq.evaluate.compare",
 }
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["PEER", "PEERS", "make_peers", "missing_peers"]
+__all__ = ["GPTQMODEL", "PEER", "PEERS", "make_peers", "missing_peers"]
 
-PEER = "torch int4pack"
+PEER, GPTQMODEL = "torch int4pack", "gptqmodel"
 
 Call = Callable[[torch.Tensor], object]
 
@@ -36,7 +36,7 @@ def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
 
 def missing_peers(measured: Mapping[tuple[str, str], object]) -> dict[str, str]:
     """Tool → "not installed", or "does not run here", for those of which nothing was measured."""
-    tools = {tool: package for (tool, _), (package, _) in PEERS.items()} | {"gptqmodel": "gptqmodel"}
+    tools = {tool: package for (tool, _), (package, _) in PEERS.items()}
     return {
         tool: "does not run here" if _is_installed(package) else "not installed"
         for tool, package in tools.items() if all(tool != name for name, _ in measured)
@@ -78,6 +78,29 @@ def _bitsandbytes_int8(dense: torch.Tensor) -> tuple[int, Call]:
     return dense.numel() + 4 * dense.shape[0], layer.to("cpu").eval()
 
 
+def _gptqmodel(dense: torch.Tensor) -> tuple[int, Call]:
+    """The layer that gptqmodel takes for a symmetric GPTQ checkpoint on this processor."""
+    from gptqmodel.utils.importer import hf_select_quant_linear_v2
+
+    from hfq.formats.gptq import Gptq
+
+    out_features, in_features = dense.shape
+    kind = hf_select_quant_linear_v2(
+        bits=4, group_size=128, desc_act=False, sym=True, format="gptq_v2", quant_method="gptq", dtype=torch.bfloat16,
+        pack=False, device_map="cpu",
+    )  # fmt: skip
+    layer = kind(
+        bits=4, group_size=128, sym=True, desc_act=False, in_features=in_features, out_features=out_features, bias=False,
+    )  # fmt: skip
+    tensors = Gptq(4, 128, True, "stored").quantize(dense.to(torch.float32))
+    for name, tensor in tensors.items():
+        layer.register_buffer(name, tensor)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    layer = layer.eval().to(torch.bfloat16)
+    layer.post_init()
+    return nbytes, layer
+
+
 def _quanto(name: str, bits: int) -> Callable[[torch.Tensor], tuple[int, Call]]:
     def make(dense: torch.Tensor) -> tuple[int, Call]:
         from optimum import quanto
@@ -107,6 +130,7 @@ def _plain(dense: torch.Tensor) -> torch.nn.Linear:
 
 PEERS: dict[tuple[str, str], tuple[str, Callable[[torch.Tensor], tuple[int, Any]]]] = {
     (PEER, "int4 g128"): ("torch", _torch_int4),
+    (GPTQMODEL, "gptq4 g128"): ("gptqmodel", _gptqmodel),
     ("bitsandbytes", "nf4"): ("bitsandbytes", _bitsandbytes_nf4),
     ("bitsandbytes", "LLM.int8()"): ("bitsandbytes", _bitsandbytes_int8),
     ("optimum-quanto", "qint4"): ("optimum.quanto", _quanto("qint4", 4)),

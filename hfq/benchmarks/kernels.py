@@ -15,7 +15,7 @@ import torch
 
 from hfq.benchmarks.kernel_peers import Call, make_peers
 from hfq.benchmarks.report import Record, Report, rotated
-from hfq.formats import Format
+from hfq.formats import ActivationScheme, Format
 from hfq.formats.awq import Awq
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.dtypes import torch_dtype
@@ -23,7 +23,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.table import KERNELS, explain_kernels
+from hfq.kernels.table import KERNELS, Kernel, explain_kernels
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
 
@@ -31,6 +31,9 @@ SHAPES = {"7B attention": (4096, 4096), "7B gate": (11008, 4096), "7B down": (40
 """(out_features, in_features)."""
 
 ROWS = (1, 8, 128, 512)
+ROUNDED, SCHEME = "int8 channel, W8A8", ActivationScheme("token", dtype="int8")
+"""Weights whose kernel rounds activations as well."""
+
 FORMATS: dict[str, Format] = {
     "fp8 128x128": Fp8(strategy="block", block_structure=(128, 128)),
     "fp8 channel": Fp8(strategy="channel"),
@@ -44,10 +47,14 @@ FORMATS: dict[str, Format] = {
     "mxfp4": Mxfp4(scale_dtype="F8_E8M0"),
     "nvfp4": Nvfp4(),
     "int8 tensor": IntQuantized(codes_dtype="I8", scale_shape=(1,)),
+    ROUNDED: IntQuantized(codes_dtype="I8", scale_shape=(-1, 1)),
 }
 READ, DENSE, WIDE = "read", "bf16 F.linear", "f32 F.linear"
 FLUSH_NBYTES = 128 << 20
 FLUSHED_ROWS = 16
+REFERENCE_ROWS = 16
+"""The reference kernel makes the weight anew for each call, which is not worth waiting for with more rows."""
+
 SLOW_SECONDS = 0.5
 """What takes longer is measured in the first three rounds alone."""
 
@@ -137,14 +144,23 @@ def _methods(
     for weights, tensors in layers.items():
         weight_format, nbytes = FORMATS[weights], sum(tensor.nbytes for tensor in tensors.values())
         for kernel in KERNELS.values():
-            if explain_kernels(kernel.name, weight_format, dense.shape[1], dense.shape[0])[kernel.name] is None:
-                run = functools.partial(kernel.linear, activations, tensors, weight_format)
+            if kernel is KERNELS["reference"] and activations.shape[0] > REFERENCE_ROWS:
+                continue
+            scheme = (SCHEME,) if weights == ROUNDED else ()
+            if kernel.rounds == bool(scheme) and _is_readable(kernel, weight_format, dense, *scheme):
+                run = functools.partial(kernel.linear, activations, tensors, weight_format, *scheme)
                 methods.append(Method(kernel.name, weights, nbytes, run))
     others = [
         Method(tool, weights, nbytes, functools.partial(call, activations))
         for (tool, weights), (nbytes, call) in peers.items()
     ]
     return methods + others
+
+
+def _is_readable(kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None) -> bool:
+    out_features, in_features = dense.shape
+    reasons = explain_kernels(kernel.name, weight_format, in_features, out_features, scheme=scheme)
+    return reasons[kernel.name] is None
 
 
 def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None) -> list[Record]:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from hfq.benchmarks.kernel_peers import PEER, missing_peers
-from hfq.benchmarks.kernels import DENSE, READ, WIDE
+from hfq.benchmarks.kernel_peers import GPTQMODEL, PEER, missing_peers
+from hfq.benchmarks.kernels import DENSE, READ, ROUNDED, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
 from hfq.kernels.native.library import library, reason_missing
@@ -19,6 +19,7 @@ LEVELS = ("plain C++", "AVX2", "AVX-512")
 _FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
 _FP8_PANELS = {1: 0.45, 128: 0.8, 512: 0.9}
 _INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
+_ROUNDED = 1.7
 
 
 def report(records: list[Record], rounds: int) -> Report:
@@ -93,10 +94,13 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
         for rows, bound in bounds.items():
             value = _over_dense(of_threads, "fp8 128x128", method, rows, threads)
             targets.append(Target(f"fp8 128x128, {method}, M={rows}, {named}: over {DENSE}", value, bound, True))
+    peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
     for rows, bound in _INT4_NATIVE.items():
-        ours, peer = {"weights": "gptq4 g128", "method": "native"}, {"method": PEER}
-        value = _over_shapes(of_threads, peer, ours, rows)
-        targets.append(Target(f"gptq4 g128, native, M={rows}, {named}: over {PEER} (the 4-bit peer here)", value, bound, True))
+        value = _over_shapes(of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "native"}, rows)
+        targets.append(Target(f"gptq4 g128, native, M={rows}, {named}: over {peer} (the 4-bit peer here)", value, bound, True))
+    for rows in _in_order(records, "rows"):
+        value = _over_dense(of_threads, ROUNDED, "int8", rows, threads)
+        targets.append(Target(f"{ROUNDED}, M={rows}, {named}: over {DENSE}", value, _ROUNDED, True))
     for weights in ("fp8 128x128", "gptq4 g128"):
         shares = [
             _share_of_read(of_threads, {"weights": weights, "method": "native", "shape": s})

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hfq.benchmarks.labels import label_points
+
 __all__ = ["Chart", "Report", "Scatter", "Table", "Target", "as_rate", "median", "rotated", "select"]
+
+_HATCHES = (None, "///", "...", "xxx")
+_LABEL_POINTS = 22
+"""How wide a number over a bar is."""
 
 Record = dict
 """One measurement as it was taken: what was measured, and numbers in seconds and bytes."""
@@ -57,26 +63,39 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all."""
+    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all, on an axis of `scale`."""
 
     title: str
     groups: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     line: float = 1.0
+    scale: str = "linear"
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
-        figure.set_size_inches(2 + 1.2 * len(self.groups), 4)
+        from matplotlib import rcParams
+
+        size = min(max(1.5 + 0.42 * len(self.groups) * len(self.series), 5.5), 14)
+        figure.set_size_inches(size, 4 + 0.2 * -(-len(self.series) // 4))
         axes = figure.subplots()
-        width = 0.8 / max(len(self.series), 1)
+        width, colours = 0.8 / max(len(self.series), 1), rcParams["axes.prop_cycle"].by_key()["color"]
+        is_narrow = 72 * (size - 1) / max(len(self.groups), 1) * width < _LABEL_POINTS
         for index, (name, values) in enumerate(self.series.items()):
             places = [group + index * width for group, value in enumerate(values) if value is not None]
-            bars = axes.bar(places, [value for value in values if value is not None], width, label=name, align="edge")
-            axes.bar_label(bars, fmt="%.2f", fontsize=7)
-        axes.axhline(self.line, color="black", linewidth=0.8, linestyle="--")
-        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups)
+            heights, style = [value for value in values if value is not None], {"label": name, "align": "edge"}
+            hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # a colour that comes again is hatched
+            if not heights:
+                continue
+            bars = axes.bar(places, heights, width, color=colours[index % len(colours)], hatch=hatch, **style)
+            axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if is_narrow else 0, padding=2)
+        axes.margins(y=0.12)
+        axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
+        is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
+        tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
+        axes.set_yscale(self.scale)
         axes.set_title(self.title)
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 @dataclass(frozen=True)
@@ -92,13 +111,15 @@ class Scatter:
         """Draws it into an empty figure of matplotlib."""
         figure.set_size_inches(7, 4)
         axes = figure.subplots()
-        for name, x, y in self.points:
+        for _, x, y in self.points:
             axes.scatter([x], [y])
-            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
-        axes.margins(0.2)
+        axes.margins(0.12)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.set_title(self.title)
+        label_points(figure, axes, self.points)
 
 
 @dataclass(frozen=True)
@@ -111,12 +132,13 @@ class Report:
     targets: Sequence[Target]
     records: Sequence[Record]
     chart: Chart | Scatter
+    targets_note: str = "Medians over the rounds."
 
     def to_markdown(self, plot: str | None = None) -> str:
         """The page; `plot` is the file of the plot beside it."""
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
-            "Targets", "Medians over the rounds.", ("what", "measured", "target", ""),
+            "Targets", self.targets_note, ("what", "measured", "target", ""),
             [
                 (t.what, "-" if t.value is None else f"{t.value:.3f}", f"{'>=' if t.at_least else '<='} {t.bound:g}", t.verdict)
                 for t in self.targets
@@ -130,8 +152,10 @@ class Report:
 
     def to_json(self) -> str:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
-        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "records": list(self.records)}
-        return json.dumps(document, indent=1)
+        tables = [asdict(table) for table in self.tables]
+        chart = {"kind": type(self.chart).__name__} | asdict(self.chart)
+        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "targets_note": self.targets_note}
+        return json.dumps(document | {"tables": tables, "chart": chart, "records": list(self.records)}, indent=1)
 
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, .json and, where matplotlib is installed, .png."""

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, quantize, verify
+from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, quantize, report, verify
 from hfq.errors import HfqError
 from hfq.version import __version__
 
@@ -41,6 +41,7 @@ app.command("verify")(verify.verify)
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
+app.command("report")(report.report)
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
             "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
         },
-        "prediction": prediction, "device_map": device_map, "max_memory": limits,
+        "prediction": prediction, "device_map": device_map, "max_memory": limits, "modules": model.modules(device_map),
         "files": {"device_map.json": json.dumps(device_map, indent=2), "load.py": code,
                   "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus)},
     }  # fmt: skip
@@ -126,7 +126,7 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
         parts |= {"activations": activations}
         homes[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
-    return {"homes": homes, "device_map": device_map, "files": files}
+    return {"homes": homes, "device_map": device_map, "modules": model.modules(device_map), "files": files}
 
 
 def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:

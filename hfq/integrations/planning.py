@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,11 @@ class PlannedModel:
         """The loader's own plan of a map; its devices need not be here."""
         named = {name: f"cuda:{home}" if isinstance(home, int) else home for name, home in device_map.items()}
         return self.loading.plan_for(named)
+
+    def modules(self, device_map: Mapping[str, Any]) -> list[dict]:
+        """What each module has in each home under a map, in the order of the model, as JSON-ready data."""
+        order = (name for name, _ in self.loading.model.named_modules())
+        return [asdict(module) for module in self.plan(device_map).modules(order)]
 
     def weights_by_home(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
         """The bytes of the plan in each home, and of the buffers that no file holds where the model computes."""

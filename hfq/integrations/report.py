@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hfq.integrations.loaded import loading_of
+from hfq.integrations.loading import Loading
 from hfq.integrations.speed import SpeedReport, report_speed
+from hfq.integrations.timeline import Timeline, measure_timeline
 from hfq.modules.linear import PackedLinear
-from hfq.placement.plan import Plan
+from hfq.placement.plan import ModuleHome, Plan
 from hfq.streaming.buffers import huge_page_nbytes
 from hfq.streaming.limit import measure_limit
 from hfq.streaming.streamer import Streamer
+from hfq.version import __version__
 
 __all__ = ["HomeReport", "OutlierReport", "Report", "StreamReport", "report"]
 
@@ -96,12 +102,18 @@ class OutlierReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers; `print` it, or take `to_dict`."""
+    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what happened when.
+
+    `print` it, take `to_dict`, or `save` it for `hfq report`, which draws it.
+    """
 
     homes: tuple[HomeReport, ...]
     stream: StreamReport | None
     speed: SpeedReport | None = None
     outliers: OutlierReport | None = None
+    model: dict[str, Any] | None = None
+    modules: tuple[ModuleHome, ...] = ()
+    timeline: Timeline | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
@@ -110,7 +122,15 @@ class Report:
             stream = asdict(self.stream) | {"rate": self.stream.rate, "share_of_limit": self.stream.share_of_limit}
         speed = None if self.speed is None else asdict(self.speed)
         outliers = None if self.outliers is None else asdict(self.outliers) | {"share": self.outliers.share}
-        return {"homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed, "outliers": outliers}
+        return {
+            "model": self.model, "homes": [asdict(home) for home in self.homes], "stream": stream, "speed": speed,
+            "outliers": outliers, "modules": [asdict(module) for module in self.modules],
+            "timeline": None if self.timeline is None else self.timeline.to_dict(),
+        }  # fmt: skip
+
+    def save(self, file: str | os.PathLike) -> None:
+        """Writes the report as JSON."""
+        Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         lines = [f"{home.home}: {home.nbytes:,} B, {home.moved_nbytes:,} B moved a forward" for home in self.homes]
@@ -123,21 +143,35 @@ class Report:
         return "\n".join([*lines, *_stream_lines(self.stream), *speed])
 
 
-def report(model: nn.Module, measure: bool = False) -> Report:
+def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = None) -> Report:
     """Says where a model's bytes rest and how its streaming fares.
 
     Args:
         model: A model that hfq loaded.
         measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache, and how long
-            one token takes.
+            one token takes, and record one such forward where no timeline is given.
+        timeline: What `hfq.timeline` recorded.
 
     Raises:
         SetupError: hfq did not load the model, or the profile of `hfq calibrate` cannot be read.
     """
     loading = loading_of(model)
+    speed = report_speed(loading, measure)
+    if measure and timeline is None:
+        timeline = measure_timeline(loading)
     streamer = loading.streamer
     stream = None if streamer is None else _stream(streamer, measure)
-    return Report(tuple(_homes(loading.plan)), stream, report_speed(loading, measure), _outliers(model))
+    order = (name for name, _ in loading.model.named_modules())
+    modules = tuple(loading.plan.modules(order))
+    return Report(tuple(_homes(loading.plan)), stream, speed, _outliers(model), _describe(loading), modules, timeline)
+
+
+def _describe(loading: Loading) -> dict[str, Any]:
+    dtype = str(loading.model.dtype).removeprefix("torch.")
+    return {
+        "path": str(loading.checkpoint.root), "class": type(loading.model).__name__, "dialects": loading.describe_formats(),
+        "dtype": dtype, "device": loading.main, "hfq": __version__,
+    }  # fmt: skip
 
 
 def _outliers(model: nn.Module) -> OutlierReport | None:

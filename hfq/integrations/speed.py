@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from hfq.integrations.loading import Loading
 from hfq.integrations.planning import count_products, routed_share
 from hfq.placement.profile import Profile, read_profile
 from hfq.placement.roofline import TERMS, Work, predict
 
-__all__ = ["SpeedReport", "report_speed"]
+__all__ = ["SpeedReport", "report_speed", "takes_tokens"]
 
 _STEPS = 3
 
@@ -82,10 +83,15 @@ def _work(loading: Loading) -> Work:
     return Work(weights, on_disk, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
 
 
+def takes_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model takes tokens and nothing else."""
+    return not model.config.is_encoder_decoder and getattr(model, "main_input_name", "") == "input_ids"
+
+
 def _time_step(loading: Loading) -> float | None:
     """Seconds of a forward of one token; None for a model that takes more than tokens."""
     model = loading.model
-    if model.config.is_encoder_decoder or getattr(model, "main_input_name", "") != "input_ids":
+    if not takes_tokens(model):
         return None
     tokens, seconds = torch.zeros(1, 1, dtype=torch.long, device=loading.main), []
     with torch.inference_mode():

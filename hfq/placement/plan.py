@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["Plan", "PlanEntry"]
+__all__ = ["ModuleHome", "Plan", "PlanEntry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,25 @@ class PlanEntry:
         return self.home == "disk" or self.home != self.device
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleHome:
+    """What one module has in one home.
+
+    Attributes:
+        module: Its name in the model; empty for the model itself.
+        home: Where its tensors rest.
+        device: Where they compute.
+        nbytes: Their bytes at home.
+        packed_nbytes: Of these, the bytes of packed rows.
+    """
+
+    module: str
+    home: str
+    device: str
+    nbytes: int
+    packed_nbytes: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Every tensor's home, and the sums over them."""
@@ -44,6 +64,17 @@ class Plan:
         for entry in self.entries:
             total[entry.home] += entry.nbytes
         return dict(total)
+
+    def modules(self, order: Iterable[str] = ()) -> list[ModuleHome]:
+        """What each module has in each home: in the order of these names, the others behind them in the order of the plan."""
+        total: dict[tuple[str, str, str], list[int]] = {}
+        for entry in self.entries:
+            held = total.setdefault((entry.name.rpartition(".")[0], entry.home, entry.device), [0, 0])
+            held[0] += entry.nbytes
+            held[1] += entry.nbytes * entry.packed
+        places = {name: place for place, name in enumerate(order)}
+        keys = sorted(total, key=lambda key: places.get(key[0], len(places)))
+        return [ModuleHome(*key, *total[key]) for key in keys]
 
     def moved_nbytes(self) -> int:
         """The bytes that one forward of every module moves to its device."""

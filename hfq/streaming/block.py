@@ -15,7 +15,7 @@ from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
 from hfq.streaming.layout import BlockLayout
 
-__all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within"]
+__all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within", "rests_on_disk"]
 
 T = TypeVar("T")
 
@@ -89,6 +89,11 @@ class Block:
 def is_on_disk(module: PackedModule) -> bool:
     """Whether a packed module rests on disk."""
     return any(tensor.is_meta for tensor in module.resting_tensors().values())
+
+
+def rests_on_disk(block: Block) -> bool:
+    """Whether any part of a block rests on disk."""
+    return any(is_on_disk(module) for module in block.packed) or any(slot.home == "disk" for slot in block.dense)
 
 
 class Binding:

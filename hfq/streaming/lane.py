@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hfq.streaming.clock import Clock, CudaClock, HostClock
+
 __all__ = ["CudaLane", "Lane", "PlainLane", "lane_to"]
 
 logger = logging.getLogger("hfq")
@@ -39,6 +41,9 @@ class Lane(Protocol):
 
     def synchronize(self, mark: Any) -> None:
         """Waits, on the host, for a mark of the copies."""
+
+    def clock(self) -> Clock:
+        """Says when copies and computation happened."""
 
 
 class CudaLane:
@@ -86,6 +91,9 @@ class CudaLane:
     def synchronize(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
+    def clock(self) -> Clock:
+        return CudaClock(self._device, self._stream)
+
 
 def _unpin(pinned: list[torch.Tensor]) -> None:
     """Unregisters memory before it is unmapped."""
@@ -120,6 +128,9 @@ class PlainLane:
     def compute_after(self, mark: None) -> None: ...
 
     def synchronize(self, mark: None) -> None: ...
+
+    def clock(self) -> Clock:
+        return HostClock()
 
 
 def lane_to(device: torch.device) -> Lane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -10,9 +11,11 @@ import torch
 
 from hfq.placement.budget import ring_nbytes
 from hfq.streaming.buffers import huge_buffer
+from hfq.streaming.clock import Clock, HostClock
 from hfq.streaming.lane import Lane
 from hfq.streaming.layout import PAGE, BlockLayout, Run
 from hfq.streaming.pool import Pool, Ticket
+from hfq.streaming.recorder import Recorder
 from hfq.streaming.ring import Ring
 from hfq.streaming.source import CHUNK_NBYTES, Source
 
@@ -28,6 +31,9 @@ class Regions(ABC):
         pool: The reader threads.
         make: Makes a buffer of so many bytes on the device that computes.
         read_ahead_nbytes: How much may be read beyond the next block.
+
+    Attributes:
+        recorder: Notes copies to an accelerator, while somebody records.
     """
 
     def __init__(
@@ -38,6 +44,11 @@ class Regions(ABC):
         self.ring = Ring(ring_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
         self.buffer = make(self.ring.nbytes)
         self._tickets: dict[int, Ticket] = {}
+        self.recorder: Recorder | None = None
+
+    def clock(self) -> Clock:
+        """A clock of the device that computes."""
+        return HostClock()
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +207,9 @@ class AcceleratorRegions(Regions):
         """The pinned host bytes of the blocks that rest there."""
         return sum(memory.numel() for memory in self._resident.values())
 
+    def clock(self) -> Clock:
+        return self._lane.clock()
+
     def start_ahead(self, block: int, kept: Collection[int]) -> bool:
         can_read = self._is_started(block) or block in self._resident or self._find_staging(block) is not None
         return can_read and self.start(block, kept)
@@ -227,24 +241,29 @@ class AcceleratorRegions(Regions):
 
         def finish() -> None:
             for source, target, nbytes in layout.copies:
-                lane.copy(region[target : target + nbytes], region[source : source + nbytes])
+                self._copy(block, region[target : target + nbytes], region[source : source + nbytes])
             self._copied[block] = lane.mark()
 
         if block in self._resident:
-            return Ticket([lambda: lane.copy(region, self._resident[block])], finish)
+            return Ticket([lambda: self._copy(block, region, self._resident[block])], finish)
         staging = self._staging_for(block)
         memory, jobs = _memory(staging), []
         for run in layout.runs:
             for wanted, offset in run.chunks(CHUNK_NBYTES):
-                jobs.append(self._moving(wanted, offset, staging, memory, region))
+                jobs.append(self._moving(block, wanted, offset, staging, memory, region))
         return Ticket(jobs, finish)
 
-    def _moving(self, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
+    def _moving(self, block: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
         def job() -> None:
             self.source.read(wanted, memory[offset:])
-            self._lane.copy(region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
+            self._copy(block, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
 
         return job
+
+    def _copy(self, block: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        recorder = self.recorder
+        with contextlib.nullcontext() if recorder is None else recorder.copying(block, target.numel()):
+            self._lane.copy(target, source)
 
     def _staging_for(self, block: int) -> torch.Tensor:
         """Host memory to read to, from which nothing is copied any more."""

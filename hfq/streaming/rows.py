@@ -11,11 +11,11 @@ from hfq.checkpoint.direct import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.dtypes import torch_dtype
 from hfq.spec import ByteRange
-from hfq.streaming.block import DenseParameter
+from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.guards import no_copy, of_block
 from hfq.streaming.pool import Pool, Ticket
 
-__all__ = ["RowTable", "can_read_rows", "read_by_row"]
+__all__ = ["RowTable", "can_read_rows", "is_table", "read_by_row"]
 
 _ROWS_A_JOB = 64
 
@@ -84,6 +84,13 @@ class _ReadByRow(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.hfq_table.look_up(input)
+
+
+def is_table(block: Block) -> bool:
+    """Whether a block is an embedding alone, whose rows can be read one by one."""
+    return (
+        not block.packed and len(block.dense) == 1 and block.dense[0].module is block.module and can_read_rows(block.dense[0])
+    )
 
 
 def can_read_rows(slot: DenseParameter) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 from hfq.checkpoint import Reader
@@ -47,6 +49,7 @@ class Source:
     Attributes:
         mode: How the present pass reads.
         nbytes_read: What was read so far, without the bytes that `record` read.
+        on_read: Called in the thread that has read a chunk, with the times of `time.perf_counter` when it began and was done.
     """
 
     def __init__(self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()) -> None:
@@ -57,6 +60,7 @@ class Source:
         self._names, self._has_warned = tuple(names), False
         self.mode: Mode = "buffered"
         self.nbytes_read = 0
+        self.on_read: Callable[[ByteRange, float, float], None] | None = None
         self.choose()
 
     def choose(self) -> None:
@@ -83,13 +87,19 @@ class Source:
         Raises:
             CheckpointError: The file was truncated, cannot be read, or (with `verify`) holds other bytes than it did.
         """
-        if self.mode == "direct":
-            self.files.read_direct(wanted, target[: -(-wanted.nbytes // PAGE) * PAGE])
-        else:
-            with self._copying:
+        is_direct = self.mode == "direct"
+        with contextlib.nullcontext() if is_direct else self._copying:
+            started = time.perf_counter()
+            if is_direct:
+                self.files.read_direct(wanted, target[: -(-wanted.nbytes // PAGE) * PAGE])
+            else:
                 self.reader.read_into(wanted, target[: wanted.nbytes])
+            ended = time.perf_counter()
         with self._lock:
             self.nbytes_read += wanted.nbytes
+        on_read = self.on_read
+        if on_read is not None:
+            on_read(wanted, started, ended)
         if self._verify != "off":
             self._check(wanted, target)
 

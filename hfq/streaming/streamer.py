@@ -23,15 +23,16 @@ from hfq.errors import HfqError
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, read_tensor
 from hfq.placement.budget import READ_AHEAD_NBYTES
-from hfq.streaming.block import Binding, Block, DenseParameter, is_on_disk, owners_within
+from hfq.streaming.block import Binding, Block, DenseParameter, is_on_disk, owners_within, rests_on_disk
 from hfq.streaming.expert_cache import ExpertCache, cache_nbytes
 from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
 from hfq.streaming.lane import lane_to
 from hfq.streaming.layout import lay_out
 from hfq.streaming.lockstep import current_worker
 from hfq.streaming.pool import Pool
+from hfq.streaming.recorder import Recorder
 from hfq.streaming.regions import AcceleratorRegions, HostRegions, Regions
-from hfq.streaming.rows import RowTable, can_read_rows, read_by_row
+from hfq.streaming.rows import RowTable, is_table, read_by_row
 from hfq.streaming.schedule import Schedule
 from hfq.streaming.source import Source
 
@@ -80,6 +81,7 @@ class Streamer:
         waited_seconds: How long forwards waited for their block.
         apart: How often a block had no room in the ring.
         passes: How many forwards of the whole model were completed.
+        recorder: Notes what happens and when, while somebody records (`recorder.recording`).
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Streamer:
         options: StreamOptions = StreamOptions(), root: nn.Module | None = None,
     ) -> None:  # fmt: skip
         self._reader, self.device, self.options = reader, torch.device(device), options
-        self.blocks = tuple(block for block in blocks if not _is_table(block))
+        self.blocks = tuple(block for block in blocks if not is_table(block))
         layouts = [lay_out(block.infos(self.device)) for block in self.blocks]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
         names = sorted({run.source.file for layout in layouts for run in layout.runs})
@@ -100,6 +102,7 @@ class Streamer:
         self.lock = threading.RLock()
         self._in_use: tuple[int, ...] = ()
         self.waited_seconds, self.apart, self.passes = 0.0, 0, 0
+        self.recorder: Recorder | None = None
         self.experts = ExpertCache(self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand))
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _streamers.add(self)
@@ -123,6 +126,7 @@ class Streamer:
         Raises:
             CheckpointError: The block could not be read.
         """
+        use = use if self.recorder is None else self.recorder.computing(index, use)
         with self.lock:
             outer = self._in_use
             try:
@@ -137,7 +141,7 @@ class Streamer:
     def _make_regions(self, layouts) -> Regions:
         if self.device.type == "cpu":
             return HostRegions(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
-        resident = {index for index, block in enumerate(self.blocks) if not _rests_on_disk(block)}
+        resident = {index for index, block in enumerate(self.blocks) if not rests_on_disk(block)}
         lane, read_ahead = lane_to(self.device), self.options.read_ahead_nbytes
         return AcceleratorRegions(layouts, self.source, self.pool, lane, resident, read_ahead)
 
@@ -150,7 +154,7 @@ class Streamer:
                 module.fetch = lambda module=module: self._read(module)
         for block in blocks:
             block.bring_to(self.device)
-            if _is_table(block):
+            if is_table(block):
                 self._read_rows(block)
         for module in on_demand:
             self.experts.serve(module, self.device)
@@ -236,9 +240,15 @@ class Streamer:
                 region = self.regions.take(index)
         except HfqError as error:
             raise of_block(error, self.blocks[index].name) from error
-        self.waited_seconds += time.perf_counter() - started
+        self._count_wait(index, started)
         self._in_use = (*self._in_use, index)
         return region
+
+    def _count_wait(self, index: int, started: float) -> None:
+        ended, recorder = time.perf_counter(), self.recorder
+        self.waited_seconds += ended - started
+        if recorder is not None:
+            recorder.note("wait", index, started, ended)
 
     def _release(self, index: int, outer: tuple[int, ...]) -> None:
         self._in_use = outer
@@ -258,7 +268,10 @@ class Streamer:
         """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it rests in memory."""
         if not is_on_disk(module):
             return {local: tensor.to(self.device) for local, tensor in module.resting_tensors().items()}
+        started, recorder = time.perf_counter(), self.recorder
         row = ArenaRow.read(self._reader, module.infos)
+        if recorder is not None:
+            recorder.note("read", module.name, started, time.perf_counter(), sum(i.nbytes for i in module.infos.values()))
         return row.tensors() if self.device.type == "cpu" else ArenaRow(row.buffer.to(self.device), row.segments).tensors()
 
     def _record(self) -> None:
@@ -273,17 +286,6 @@ class Streamer:
         self.source.reset_after_fork()
         self.regions.reset()
         self.experts.reset()
-
-
-def _is_table(block: Block) -> bool:
-    """Whether a block is an embedding alone, whose rows can be read one by one."""
-    return (
-        not block.packed and len(block.dense) == 1 and block.dense[0].module is block.module and can_read_rows(block.dense[0])
-    )
-
-
-def _rests_on_disk(block: Block) -> bool:
-    return any(is_on_disk(module) for module in block.packed) or any(slot.home == "disk" for slot in block.dense)
 
 
 _streamers: weakref.WeakSet[Streamer] = weakref.WeakSet()

@@ -51,6 +51,40 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
             assert error(found, activations, weight) <= RELATIVE[dtype], (rows, dtype)
 
 
+@pytest.mark.parametrize("subnormals", [0, 1])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fp8")])
+def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnormals):
+    weight_format, tensors = CASES[name].make()
+    weight = weight_format.dequantize(tensors)
+    native.hfq_use_subnormals(subnormals)
+    for rows in (1, 2, 3, 4, 7, 8, 9):
+        activations = random(rows, weight.shape[1], seed=rows)
+        assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[torch.float32], rows
+
+
+@pytest.mark.parametrize("subnormals", [0, 1])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_fp8_products_keep_the_smallest_codes_and_activations_of_any_size(native, subnormals, flushed):
+    """Also where the caller has subnormal floats taken for zeros; that setting stays as it is."""
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 9].repeat(16)[:256]  # nearly all subnormal
+    tensors = {"weight": codes.view(1, 256).view(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    weight_format = Fp8(strategy="tensor", scale_shape=())
+    weight = weight_format.dequantize(tensors)
+    given = [random(3, 256) * 2.0**power for power in (-110, -60, 0, 60, 120)]  # the products are normal floats
+    native.hfq_use_subnormals(subnormals)
+    torch.set_flush_denormal(flushed)
+    try:
+        found = [cpu.linear(activations, tensors, weight_format) for activations in given]
+        zeros = cpu.linear(torch.zeros(2, 256), tensors, weight_format)
+        is_flushed = float(torch.tensor([2.0**-126]).mul(0.5)) == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert is_flushed == flushed
+    for activations, result in zip(given, found, strict=True):
+        assert error(result, activations, weight) <= RELATIVE[torch.float32]
+    assert torch.equal(zeros, torch.zeros(2, 1))
+
+
 CANCELLING = [
     "w8 channel",
     "w4 channel, 40 outputs, bf16 scales",

@@ -39,6 +39,27 @@ class Stream:
             work()
 
 
+class FakeClock:
+    """Stamps that the threads of a `FakeLane` set when they come to them."""
+
+    def __init__(self, copies: Stream, computation: Stream) -> None:
+        self._copies, self._computation = copies, computation
+
+    def stamp_copies(self) -> queue.Queue:
+        return self._stamp(self._copies)
+
+    def stamp_compute(self) -> queue.Queue:
+        return self._stamp(self._computation)
+
+    def seconds(self, stamp: queue.Queue) -> float:
+        return stamp.get(timeout=TIMEOUT)
+
+    def _stamp(self, stream: Stream) -> queue.Queue:
+        stamp: queue.Queue = queue.Queue()
+        stream.give(lambda: stamp.put(time.perf_counter()))
+        return stamp
+
+
 class FakeLane:
     """A `Lane` that keeps a log of what began and what was done: (what, first address, end), in their order.
 
@@ -110,6 +131,9 @@ class FakeLane:
     def synchronize(self, mark: threading.Event) -> None:
         if not mark.wait(TIMEOUT):
             raise TimeoutError("a mark of the copies is never reached")
+
+    def clock(self) -> "FakeClock":
+        return FakeClock(self._copies, self._computation)
 
     def close(self) -> None:
         """Lets both threads finish what they were given."""

@@ -36,6 +36,8 @@ void multiply_plainly(const Call &call, int64_t first, int64_t last) {
 #define AVX2 __attribute__((target("avx2")))
 #define UNROLLED _Pragma("GCC unroll 4")
 
+const int64_t AHEAD = 4096;  // bytes of codes that are asked for before they are read: the next page
+
 AVX2 inline int32_t sum_of(__m256i lanes) {
     __m128i half = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
     half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
@@ -75,12 +77,14 @@ AVX2 inline void row(const Call &call, int64_t n, int64_t m) {
     const int16_t *x = call.activations + m * in;
     __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
     int64_t k = 0;
-    for (; k + 64 <= in; k += 64)
+    for (; k + 64 <= in; k += 64) {
+        __builtin_prefetch(w + k + AHEAD);
         UNROLLED for (int i = 0; i < 4; i++) {
             __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + k + 16 * i)));
             __m256i values = _mm256_loadu_si256((const __m256i *)(x + k + 16 * i));
             sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(wide, values));
         }
+    }
     int32_t sum = sum_of(_mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]), _mm256_add_epi32(sums[2], sums[3])));
     for (; k < in; k++) sum += (int32_t)w[k] * x[k];
     call.result[m * call.out_features + n] = sum;

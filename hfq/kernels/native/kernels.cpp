@@ -60,6 +60,7 @@ struct Call {
     const char *digits;
     const float *units;
     const int32_t *totals;
+    const float *ordered;  // where e4m3 codes are read as small floats: the activations for that, and after them two factors for each row
 };
 
 #ifdef __clang__
@@ -82,6 +83,8 @@ const int64_t CHUNK = 32;            // input channels of a column whose codes a
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
 const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
+const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -242,6 +245,9 @@ HFQ_INLINE int64_t spans(const Layer &layer) {
 }
 HFQ_INLINE int64_t totals(const Layer &layer) { return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8); }
 
+// Activations in the order that e4m3 codes are read in, where they are read as small floats.
+HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
+
 // Output columns that one part of a multiplication by columns covers.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
@@ -251,6 +257,15 @@ HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, b
 
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
+
+// Subnormal floats count while this is alive: a caller may have had them taken for zeros (torch.set_flush_denormal).
+struct KeptSubnormals {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    KeptSubnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~KeptSubnormals() { _mm_setcsr(before); }
+#endif
+};
 
 // The threads: work is cut into numbered parts, and whoever is free takes the next.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
@@ -387,6 +402,25 @@ int chosen = -1;
 
 int level() { return chosen < 0 ? chosen = detect() : chosen; }
 
+// Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a hundred times as long.
+bool detect_subnormals() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == 0x68747541 && d == 0x69746E65 && c == 0x444D4163;  // AuthenticAMD
+#else
+    return false;
+#endif
+}
+
+int subnormals = -1;
+
+// Whether e4m3 codes are read as small floats: blocks must hold whole vectors.
+bool has_order(const Layer &layer, int64_t rows) {
+    if (subnormals < 0) subnormals = detect_subnormals();
+    if (layer.kind != E4M3 || rows > ORDERED_ROWS || !subnormals || level() < 1) return false;
+    return layer.block_in % (32 << (level() - 1)) == 0 || layer.block_in >= layer.in_features;
+}
+
 const Work linear_works[][2] = {
     {scalar::rows_part, scalar::columns_part},
 #if defined(__x86_64__)
@@ -408,6 +442,13 @@ void (*const counts[])(const Layer &, const float *, int64_t, int64_t, char *, f
     avx512::count_activations,
 #endif
 };
+void (*const orders[])(const Layer &, const float *, int64_t, int64_t, float *) = {
+    scalar::order_activations,
+#if defined(__x86_64__)
+    avx2::order_activations,
+    avx512::order_activations,
+#endif
+};
 const Work panel_works[][2] = {
     {scalar::rows_panel, scalar::columns_panel},
 #if defined(__x86_64__)
@@ -426,8 +467,10 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     int32_t *sums = (int32_t *)(units + rows * spans(layer));
     char *digits = (char *)(sums + rows * totals(layer));
     if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
+    bool ordered = finite && has_order(layer, rows);
+    if (ordered) orders[level()](layer, scratch, rows, stride, units);
     int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : TILE_ROWS;
-    return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums};
+    return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
 }
 
 int64_t call_parts(const Call &call) { return (call.layer->out_features + call.width - 1) / call.width; }
@@ -448,7 +491,7 @@ void group_part(const void *context, int64_t part, float *scratch) {
 
 extern "C" {
 
-int hfq_abi() { return 3; }
+int hfq_abi() { return 4; }
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }
@@ -456,12 +499,16 @@ int hfq_detected() { return detect(); }
 // Chooses a lower level, for tests; returns the level that runs.
 int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wanted, detect()); }
 
+// Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for tests; what then holds.
+int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
+
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
 // Floats that `scratch` of hfq_linear must hold.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
     if (has_integers(*layer, rows)) floats += rows * (up(digits_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
+    if (layer->kind == E4M3 && rows <= ORDERED_ROWS) floats += rows * (ordered_columns(*layer) + 2);
     return floats;
 }
 
@@ -965,7 +1012,10 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
         stop = least(size, at + layer.block_in);
         vf sum[4] = {}, zero = all(KIND == E4M3 || KIND == E5M2 ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
-        for (; i + 4 * W <= stop; i += 4 * W) dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
+        for (; i + 4 * W <= stop; i += 4 * W) {
+            __builtin_prefetch(codes_at<KIND>(row, i) + AHEAD);
+            dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
+        }
         if (i < stop) {
             char rest[4 * W];
             float part[4 * W];
@@ -983,6 +1033,137 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     for (int i = 0; i < 32; i++) found = found > magnitudes[i] ? found : magnitudes[i];
     if (KIND == E4M3 && found == 0x7F) return as_float(0x7FC00000);
     return sum_of(total) * (KIND == E4M3 ? 256.0f : KIND == INT8 ? layer.shared : 1.0f);
+}
+
+// ---- e4m3 codes as small floats ------------------------------------------------------------------------------------------
+// A code's bits, moved to where a float has its sign, exponent and mantissa, are the code's value times 2**-120, subnormal or not.
+// Three instructions make W floats of them, if activations come in the order of the bytes of W words, and so much larger.
+
+// [row][4 * W codes][byte of a word][word]; the largest of a row becomes 2**112. After all rows, what takes that off again, as two factors.
+static void order_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, float *out) {
+    int64_t size = layer.in_features, wide = ordered_columns(layer);
+    for (int64_t m = 0; m < rows; m++) {
+        const float *x = x32 + m * stride;
+        float *to = out + m * wide, *factors = out + rows * wide + 2 * m;
+        uint32_t bits = largest_bits(x, size);
+        int exponent = bits ? (int)most(bits >> 23, 1) - 127 : 112, power = 112 - exponent, back = 120 - power;
+        float first = as_float((uint32_t)(127 + power / 2) << 23), second = as_float((uint32_t)(127 + power - power / 2) << 23);
+        for (int64_t k = 0; k < up(size, 4 * W); k += 4 * W)
+            for (int64_t i = 0; i < 4 * W; i++) to[k + i % 4 * W + i / 4] = k + i < size ? x[k + i] * first * second : 0;
+        factors[0] = as_float((uint32_t)(127 + back / 2) << 23), factors[1] = as_float((uint32_t)(127 + back - back / 2) << 23);
+    }
+}
+
+const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
+
+// 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
+template <int ROWS> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
+    vu words = load<vu>(codes);
+    vf weights[4];
+    HFQ_UNROLL
+    for (int j = 0; j < 4; j++) weights[j] = (vf)((vi)(words << 8 * (3 - j)) >> 4 & (int32_t)0x87F00000);
+    HFQ_UNROLL
+    for (int m = 0; m < ROWS; m++)
+        HFQ_UNROLL
+        for (int j = 0; j < 4; j++) {
+            vf &to = sum[ROWS == 1 ? j : j % 2][m];
+            to = fma(weights[j], load<vf>(x + m * wide + j * W), to);
+        }
+    vb rest = (vb)words & 0x7F;
+    worst = rest > worst ? rest : worst;
+}
+
+// total[m] += the products of channels [k, stop) of an output row, with ROWS activation rows; SCALED ones have their scales in them.
+template <int ROWS, bool SCALED>
+static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, const float *x, vf *total, vb &worst) {
+    const char *row = layer.codes + n * layer.row_nbytes;
+    const int64_t wide = ordered_columns(layer), first = scale_place(layer, n, 0), length = SCALED ? stop : layer.block_in;
+    vb found = worst;
+    for (int64_t segment = k / length, end; k < stop; segment++) {
+        end = SCALED ? stop : least(stop, (segment + 1) * length);
+        vf sum[4][ROWS] = {};
+        for (; k + 64 <= end; k += 64) {
+            __builtin_prefetch(row + k + AHEAD);
+            HFQ_UNROLL
+            for (int64_t i = k; i < k + 64; i += 4 * W) dot_ordered<ROWS>(row + i, x + i, wide, sum, found);
+        }
+        for (; k < end; k += 4 * W) {
+            char rest[4 * W];
+            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, row + k, least(4 * W, end - k));
+            dot_ordered<ROWS>(rest, x + k, wide, sum, found);
+        }
+        k = end;
+        float scale = SCALED ? 1.0f : scale_at(layer, first + segment * layer.scale_step);
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++) {
+            vf piece = ROWS == 1 ? (sum[0][m] + sum[1][m]) + (sum[2][m] + sum[3][m]) : sum[0][m] + sum[1][m];
+            if (SCALED) total[m] += piece;
+            else total[m] = layer.divides ? total[m] + piece / scale : fma(piece, all(scale), total[m]);
+        }
+    }
+    worst = found;
+}
+
+// Whether all rows of a tile share their scales, which are then multiplied with the activations.
+static bool shares_scales(const Layer &layer, int64_t rows) {
+    return layer.block_out % TILE_ROWS == 0 && layer.block_in < layer.in_features && rows * ordered_columns(layer) <= SCRATCH;
+}
+
+// Activations times the scales of a tile, which are brought to below 2; returns what is left of them.
+static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const float *x, float *out) {
+    const int64_t first = scale_place(layer, n, 0), segments = (layer.in_features + layer.block_in - 1) / layer.block_in;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < segments; i++) {
+        float scale = scale_at(layer, first + i * layer.scale_step);
+        largest = most(largest, as_bits(layer.divides ? 1 / scale : scale) & 0x7FFFFFFF);
+    }
+    int power = (int)least(most(largest >> 23, 1), 253) - 127;
+    float shift = as_float((uint32_t)(127 - power) << 23);
+    for (int64_t i = 0; i < segments; i++) {
+        float scale = scale_at(layer, first + i * layer.scale_step);
+        scale = layer.divides ? shift / scale : scale * shift;
+        for (int64_t m = 0; m < rows; m++) {
+            const int64_t start = m * ordered_columns(layer), stop = start + least(up(layer.in_features, 4 * W), (i + 1) * layer.block_in);
+            for (int64_t k = start + i * layer.block_in; k < stop; k += W) store(out + k, load<vf>(x + k) * scale);
+        }
+    }
+    return as_float((uint32_t)(127 + power) << 23);
+}
+
+template <int ROWS, bool SCALED> static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
+    const Layer &layer = *call.layer;
+    const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
+    const float *factors = call.ordered + call.rows * ordered_columns(layer) + 2 * row;
+    vf total[TILE_ROWS][ROWS] = {};
+    vb worst[TILE_ROWS] = {};
+    for (int64_t k = 0; k < size; k += step)
+        for (int64_t r = 0; r < count; r++) ordered_step<ROWS, SCALED>(layer, n + r, k, least(k + step, size), x, total[r], worst[r]);
+    for (int64_t r = 0; r < count; r++) {
+        uint8_t magnitudes[4 * W], found = 0;
+        store(magnitudes, worst[r]);
+        for (int i = 0; i < 4 * W; i++) found = found > magnitudes[i] ? found : magnitudes[i];
+        for (int m = 0; m < ROWS; m++) {
+            float sum = sum_of(total[r][m]) * unit * factors[2 * m] * factors[2 * m + 1];
+            put(call, row + m, n + r, found == 0x7F ? as_float(0x7FC00000) : sum);
+        }
+    }
+}
+
+template <int ROWS> static void ordered_pass(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
+    const float *x = call.ordered + row * ordered_columns(*call.layer);
+    if (!shares_scales(*call.layer, ROWS)) return ordered_tile<ROWS, false>(call, row, n, count, x, 1.0f);
+    float unit = scale_ordered(*call.layer, n, ROWS, x, scratch);
+    ordered_tile<ROWS, true>(call, row, n, count, scratch, unit);
+}
+
+static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratch) {
+    KeptSubnormals here;
+    for (int64_t row = 0; row < call.rows; row += 4) switch (call.rows - row) {
+        case 1: ordered_pass<1>(call, row, n, count, scratch); break;
+        case 2: ordered_pass<2>(call, row, n, count, scratch); break;
+        case 3: ordered_pass<3>(call, row, n, count, scratch); break;
+        default: ordered_pass<4>(call, row, n, count, scratch);
+    }
 }
 
 // The scales of an output row's groups.
@@ -1039,6 +1220,7 @@ template <int ROWS> static void dot_integers(const Call &call, int64_t row, int6
     for (int64_t k = 0; k < size; k += 8 * W) {
         char rest[4 * W];
         const char *at = codes + k / 2;
+        __builtin_prefetch(at + AHEAD);
         if (size - k < 8 * W) {
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (size - k + 1) / 2);
             at = rest;
@@ -1136,6 +1318,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
     int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
     if (call.digits) return integers_of(call, n, count, scratch);
+    if (call.ordered) return ordered_of(call, n, count, scratch);
     switch (call.layer->kind) {
         case E4M3: return rows_of<E4M3>(call, n, count, scratch);
         case E5M2: return rows_of<E5M2>(call, n, count, scratch);
@@ -1402,7 +1585,11 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
             if (rows == 1 && stop - k >= CHUNK) {
                 const int64_t pitch = 4 * layer.out_features;
                 const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
-                for (; i + 2 * W <= count; i += 2 * W) add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+                for (; i + 2 * W <= count; i += 2 * W) {
+                    HFQ_UNROLL
+                    for (int r = 0; r < BITS; r++) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i);
+                    add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
+                }
             }
         for (; i < count; i += step) {
             Words words;

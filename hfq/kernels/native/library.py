@@ -19,7 +19,7 @@ __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 SWITCH = "HFQ_NATIVE"
 """The environment variable that switches the compiled part off: "0"."""
 
-ABI = 3
+ABI = 4
 """What `hfq_abi` of kernels.cpp must return."""
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,122 @@
+"""`hfq.timeline`: what is read, copied, waited for and computed, and when, while a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfq.integrations.loaded import loading_of
+from hfq.integrations.loading import Loading
+from hfq.integrations.speed import takes_tokens
+from hfq.streaming.clock import HostClock
+from hfq.streaming.lane import lane_to
+from hfq.streaming.recorder import Recorder, recording
+from hfq.streaming.spans import Span
+
+__all__ = ["Timeline", "measure_timeline", "timeline"]
+
+
+@dataclass
+class Timeline:
+    """What happened during a recording; empty until it ends.
+
+    Attributes:
+        spans: What took how long, by its start; times in seconds since the recording began.
+        blocks: The names of the streamed blocks, in the order of the model.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The timeline as JSON-ready data."""
+        return {"blocks": list(self.blocks), "spans": [asdict(span) for span in self.spans]}
+
+
+@contextlib.contextmanager
+def timeline(model: nn.Module) -> Iterator[Timeline]:
+    """Records what a model that hfq loaded does meanwhile; outside of this nothing is recorded, and costs nothing.
+
+        with hfq.timeline(model) as timeline:
+            model(tokens)
+        hfq.report(model, timeline=timeline).save("run.json")
+
+    Embeddings that are read by row are parts that are not streamed; their reads are not recorded.
+
+    Raises:
+        SetupError: hfq did not load the model, or it is being recorded already.
+    """
+    loading, found = loading_of(model), Timeline()
+    with _recorder(loading) as recorder, _hooked(loading, recorder):
+        yield found
+    found.spans = recorder.spans()
+    found.blocks = [] if loading.streamer is None else [block.name for block in loading.streamer.blocks]
+
+
+def measure_timeline(loading: Loading) -> Timeline | None:
+    """One forward of one token, the model having run before; None for a model that takes more, or whose ranks hold parts of it."""
+    model = loading.model
+    if type(loading) is not Loading or not takes_tokens(model):
+        return None
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=loading.main)
+    with torch.inference_mode():
+        model(tokens)
+        with timeline(model) as found:
+            float(model(tokens)[0].flatten()[0])  # waits for an accelerator
+    return found
+
+
+@contextlib.contextmanager
+def _recorder(loading: Loading) -> Iterator[Recorder]:
+    if loading.streamer is not None:
+        with recording(loading.streamer) as recorder:
+            yield recorder
+        return
+    device = torch.device(loading.main)
+    yield Recorder(HostClock() if device.type == "cpu" else lane_to(device).clock())
+
+
+@contextlib.contextmanager
+def _hooked(loading: Loading, recorder: Recorder) -> Iterator[None]:
+    """Notes forwards of the whole model, and of the parts of it that are not streamed."""
+    handles = [*_noted(loading.model, functools.partial(recorder.note_computed, "pass", ""), recorder)]
+    streamed = set() if loading.streamer is None else {block.module for block in loading.streamer.blocks}
+    try:
+        for name, module in _units("", loading.model, set(loading.model._no_split_modules or ())):
+            if module not in streamed:
+                handles += _noted(module, functools.partial(recorder.note_computed, "other", name), recorder)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -> list[Any]:
+    begun: dict[int, Any] = {}
+
+    def begin(*_: object) -> None:
+        begun[threading.get_ident()] = recorder.stamp()
+
+    def end(*_: object) -> None:
+        if threading.get_ident() in begun:
+            note(begun.pop(threading.get_ident()))
+
+    return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+
+def _units(name: str, module: nn.Module, whole: set[str]) -> Iterable[tuple[str, nn.Module]]:
+    """The parts of a model that `blocks.find_blocks` would make blocks of, were they offloaded: decoder layers and leaves."""
+    children = list(module.named_children())
+    if type(module).__name__ in whole or not children:
+        if next(module.parameters(), None) is not None:
+            yield name, module
+        return
+    for local, child in children:
+        yield from _units(f"{name}.{local}" if name else local, child, whole)

@@ -1,0 +1,93 @@
+"""What kind of result a JSON file holds, and the files that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hfq.errors import SetupError
+from hfq.pictures.benches import bench_section
+from hfq.pictures.drawing import draw_png
+from hfq.pictures.fields import Fields, read_json
+from hfq.pictures.page import make_page
+from hfq.pictures.plans import plan_section
+from hfq.pictures.runs import run_section
+from hfq.pictures.section import Section
+
+__all__ = ["read_section", "write_report"]
+
+_KINDS = {
+    ("homes", "stream", "modules"): run_section,
+    ("model", "workload", "machine"): plan_section,
+    ("title", "facts", "records"): bench_section,
+}
+"""Which fields only this kind has, and what makes a section of it."""
+
+
+def read_section(file: Path) -> Section:
+    """The section of one JSON file.
+
+    Raises:
+        SetupError: The file cannot be read, is no JSON, or holds something else or less than hfq writes.
+    """
+    value = read_json(file)
+    keys = set(value) if isinstance(value, dict) else set()
+    for names, make in _KINDS.items():
+        if keys >= set(names):
+            section = make(Fields(value, file))
+            return replace(section, title=f"{section.title} ({file.name})")
+    found = (
+        f"an object of {', '.join(sorted(keys)[:8]) or 'no fields'}"
+        if isinstance(value, dict)
+        else f"{type(value).__name__} {str(value)[:60]}"
+    )
+    raise SetupError(
+        "This file holds nothing that hfq report can draw.", file=file, found=found,
+        expected="a report of a model, a plan of a placement, a benchmark or an evaluation",
+        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json, hfq eval --json or hfq bench --json wrote",
+    )  # fmt: skip
+
+
+def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
+    """Draws every picture of the files; nothing is written unless all files can be read.
+
+    Args:
+        files: JSON files.
+        out: The folder of what is written; made where it is not there.
+        as_page: Whether to write `report.html`, which holds everything, beside the pictures.
+
+    Returns:
+        What was written.
+
+    Raises:
+        SetupError: A file cannot be drawn, matplotlib is not installed, or the folder cannot be written.
+    """
+    sections = {name: read_section(file) for name, file in zip(_names(files), files, strict=True)}
+    made: dict[str, bytes] = {
+        f"{name}-{picture.name}.png": draw_png(picture) for name, section in sections.items() for picture in section.pictures
+    }
+    if as_page:
+        made["report.html"] = make_page(list(sections.values())).encode("utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in made.items():
+            (out / name).write_bytes(content)
+    except OSError as error:
+        raise SetupError(
+            "The report cannot be written.", file=out, expected="a folder that can be written", found=error.strerror or error,
+            fix="pass another --out",
+        ) from error  # fmt: skip
+    return [out / name for name in made]
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The files' names without their endings, numbered where two have the same."""
+    found: list[str] = []
+    for file in files:
+        count, name = 1, file.stem
+        while name in found:
+            count += 1
+            name = f"{file.stem}-{count}"
+        found.append(name)
+    return found

@@ -1,0 +1,43 @@
+"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in tests/pictures."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hfq.cli.main import app
+
+RUN = Path(__file__).parents[2] / "docs" / "pictures" / "run.json"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_without_a_file_it_says_what_is_missing():
+    done = run()
+    assert done.exit_code == 2
+    assert "FILE" in done.stderr
+
+
+def test_a_file_that_holds_nothing_to_draw_is_an_error(tmp_path):
+    file = tmp_path / "empty.json"
+    file.write_text("[]")
+    done = run(file, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "nothing that hfq report can draw" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_it_writes_pictures_and_a_page_and_says_where(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run(RUN, "--out", tmp_path, "--html")
+    assert done.exit_code == 0, done.exception
+    written = ["run-placement.png", "run-timeline.png", "report.html"]
+    assert done.stdout.split() == [str(tmp_path / name) for name in written]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
+    plain = run(RUN, "--out", tmp_path / "plain")
+    assert not (tmp_path / "plain" / "report.html").exists(), plain.stdout
+    (tmp_path / "file").touch()
+    assert "cannot be written" in str(run(RUN, "--out", tmp_path / "file").exception)

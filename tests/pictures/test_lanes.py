@@ -1,0 +1,50 @@
+"""The timeline's arithmetic: which pass is shown, where spans lie, and what is counted once."""
+
+import pytest
+from pictures.conftest import SPANS
+
+from hfq.pictures.lanes import busy_seconds, last_pass, lay_rows, timeline_picture
+from hfq.streaming.spans import Span
+
+BLOCKS = ["model.layers.1", "model.layers.2"]
+
+
+def spans():
+    return [Span(*span) for span in SPANS]
+
+
+def test_the_last_pass_is_shown_and_cut():
+    shown, seconds = last_pass(spans())
+    assert seconds == pytest.approx(0.010)  # a difference of two decimal fractions
+    assert (shown[0].start, shown[0].end) == (0.0, 0.001)
+    assert shown[-1].end == pytest.approx(0.010)
+    earlier = [Span("pass", "", -1.0, -0.5), Span("compute", "old", -0.9, -0.8)]
+    assert "old" not in {span.name for span in last_pass(earlier + spans())[0]}
+
+
+def test_without_a_pass_everything_is_shown():
+    shown, seconds = last_pass([span for span in spans() if span.lane != "pass"])
+    assert len(shown) == len(SPANS) - 1
+    assert seconds == pytest.approx(0.013)  # a difference of two decimal fractions
+
+
+def test_no_two_spans_of_a_row_overlap():
+    starts = [(0, 4), (1, 2), (1, 5), (2, 3), (4, 6), (5, 6)]
+    assert lay_rows(Span("read", "", *times) for times in starts) == [0, 1, 2, 1, 0, 1]
+
+
+def test_what_overlaps_is_counted_once():
+    assert busy_seconds(Span("read", "", *times) for times in [(3, 4), (0, 2), (1, 2), (1, 3), (6, 7)]) == 5
+    assert busy_seconds([]) == 0
+
+
+def test_the_table_sums_up_each_block():
+    picture = timeline_picture(spans(), BLOCKS)
+    assert picture.table.rows[1] == ("model.layers.2", "6 kB", "3.000", "-", "-", "3.000")
+    assert picture.table.rows[-1] == ("busy in all", "18 kB", "4.500", "0.000", "1.000", "7.000")
+    assert "waiting 1 ms" in picture.alt
+
+
+def test_nothing_recorded_makes_no_picture():
+    assert timeline_picture([], []) is None
+    assert timeline_picture([Span("pass", "", 0.0, 1.0)], []) is None

@@ -1,0 +1,103 @@
+"""What a recording holds, and that there is nothing of it outside."""
+
+import itertools
+
+import pytest
+import torch
+from streaming.conftest import SIZE
+from streaming.fake_lane import FakeLane
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.errors import SetupError
+from hfq.streaming.layout import lay_out
+from hfq.streaming.pool import Pool
+from hfq.streaming.recorder import Recorder, recording
+from hfq.streaming.regions import AcceleratorRegions
+from hfq.streaming.source import Source
+from hfq.streaming.streamer import StreamOptions
+
+OPTIONS = StreamOptions("buffered", threads=2, read_ahead_nbytes=0)
+
+
+@pytest.fixture
+def stack(build):
+    stack = build(layers=4, options=OPTIONS)
+    with torch.no_grad():
+        stack.model(torch.ones(2, SIZE))
+    stack.quiet()
+    return stack
+
+
+def test_every_read_wait_and_block_of_a_pass_is_recorded(stack):
+    activations = torch.ones(2, SIZE)
+    with torch.no_grad():
+        expected = stack.model(activations)
+        stack.quiet()
+        before = stack.streamer.source.nbytes_read
+        with recording(stack.streamer) as recorder:
+            found = stack.model(activations)
+            stack.quiet()
+        read = stack.streamer.source.nbytes_read - before
+    assert torch.equal(found, expected)
+    spans = recorder.spans()
+    assert [span.name for span in spans if span.lane == "compute"] == ["0", "1", "2", "3"]
+    assert [span.name for span in spans if span.lane == "wait"] == ["0", "1", "2", "3"]
+    assert sum(span.nbytes for span in spans if span.lane == "read") == read > 0
+    assert all(span.start <= span.end for span in spans)
+    ends = {(span.lane, span.name): span.end for span in spans}
+    starts = {(span.lane, span.name): span.start for span in spans}
+    assert all(ends["wait", name] <= starts["compute", name] for name in "0123")
+    assert all(ends["compute", name] <= starts["wait", str(int(name) + 1)] for name in "012")
+
+
+def test_outside_of_a_recording_nobody_notes_anything(stack, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("noted")
+
+    with recording(stack.streamer):
+        pass
+    for name in ("note", "note_read", "note_computed", "copying", "computing", "stamp"):
+        monkeypatch.setattr(Recorder, name, refuse)
+    with torch.no_grad():
+        stack.model(torch.ones(2, SIZE))
+    stack.quiet()
+    assert stack.streamer.recorder is stack.streamer.regions.recorder is stack.streamer.source.on_read is None
+
+
+def test_a_recording_ends_with_the_error_that_ends_it(stack):
+    with pytest.raises(RuntimeError), recording(stack.streamer):
+        raise RuntimeError
+    assert stack.streamer.recorder is None
+
+
+def test_a_second_recording_is_refused(stack):
+    with recording(stack.streamer), pytest.raises(SetupError, match="recorded already"), recording(stack.streamer):
+        pass
+    assert stack.streamer.recorder is None
+
+
+def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
+    checkpoint, lane, pool = Checkpoint.open(folder), FakeLane(), Pool(2)
+    infos = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{block}.")] for block in range(3)]
+    regions = AcceleratorRegions([lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane)
+    recorder = regions.recorder = Recorder(regions.clock(), ["0", "1", "2"])
+    try:
+        for block in range(3):
+            assert regions.start(block, [])
+            regions.take(block)
+            stamp = recorder.stamp()
+            lane.compute(regions.buffer, lambda: None)
+            recorder.note_computed("compute", str(block), stamp)
+            regions.give_back(block)
+        spans = recorder.spans()
+    finally:
+        lane.close()
+        pool.close()
+    copies = [span for span in spans if span.lane == "copy"]
+    assert {span.name for span in copies} == {"0", "1", "2"}
+    assert all(before.end <= after.start for before, after in itertools.pairwise(copies))  # one after the other
+    for block in range(3):
+        sizes = [span.nbytes for span in copies if span.name == str(block)]
+        assert sum(sizes) >= regions.layouts[block].needed_nbytes
+        computed = next(span for span in spans if span.lane == "compute" and span.name == str(block))
+        assert max(span.end for span in copies if span.name == str(block)) <= computed.end
