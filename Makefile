@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile every module anew
 
-.PHONY: demo test check docs bench interop clean
+.PHONY: demo test check docs site bench interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,8 +24,12 @@ check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed  ## write docs/formats.md from the registry
-	$(BIN)/hfq formats --markdown > docs/formats.md
+docs: $(VENV)/.installed  ## write the pages and tables that are made from the sources, the tests and the benchmarks
+	PYTHONPATH=docs:tests $(BIN)/python -m generate
+
+site: $(VENV)/.installed  ## build the documentation into build/site; a broken link fails
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

@@ -36,6 +36,7 @@ setup(
         "triton": ["triton>=3.6"],
         "optimum": ["optimum>=2.0"],
         "bench": ["matplotlib>=3.8"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbclient>=0.10", "ipykernel>=6.29"],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],
     },

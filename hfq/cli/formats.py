@@ -23,7 +23,7 @@ Made by `hfq formats --markdown` from the registry (`make docs`); a test compare
 | save back | the contract suite: every packed tensor of a loaded model is saved with the bytes it was loaded with |
 | CPU, disk | the contract suite: the same logits bit for bit resident, half on disk, all on disk; `make interop` the same on other tools' files |
 | CUDA | the code is written, and has not run: no GPU has been at hand |
-| ZeRO-3 | `tests/distributed`: every contract row on two CPU ranks, sharded, the same logits bit for bit; GPTQ, FP8, int8 and nf4 also on three, and with every home for shards |
+| ZeRO-3 | `tests/distributed`: one contract row of each class of dialects on two CPU ranks, sharded, the same logits bit for bit; GPTQ, FP8, int8 and nf4 also on three, and with every home for shards: [placements.md](placements.md) |
 
 | dialect | written by | tensors on disk | read | write | save back | CPU | CUDA | disk | ZeRO-3 | contract rows |
 |---|---|---|---|---|---|---|---|---|---|---|

@@ -124,3 +124,8 @@ def test_accelerate_launches_what_its_configs_name(runs, tmp_path):
             assert found["logits"] == runs["zero3"][0]["logits"][0]
             assert found["losses"] == runs[name][0]["losses"]
             assert found["sharded"] == sum(numel // 2 for numel, _ in runs["zero3"][0]["held"]["sizes"])
+
+
+def test_accelerate_launches_hfq_with_the_config_of_a_device_map():
+    config = ["--config_file", "configs/accelerate/device_map.yaml", "--module"]
+    launch([BIN / "accelerate", "launch", *config, "hfq", "inspect", "tests/data/tiny-llama-gptq"], ROOT)

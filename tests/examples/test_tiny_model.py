@@ -1,6 +1,7 @@
 """The scripts that made the tiny models still make them."""
 
 import importlib.util
+import pydoc_data.topics
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_training_is_deterministic():
     tokens = torch.randint(0, module.VOCABULARY, (2000,), generator=torch.Generator().manual_seed(0))
     first, second = (module.train(tokens, steps=2).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow  # of the script alone, not of hfq
+def test_the_script_writes_a_model_with_its_tokenizer_and_text(tmp_path, monkeypatch, capsys):
+    module = train_tiny()
+    documents = [f"{name}: {pydoc_data.topics.topics[name]}" for name in sorted(pydoc_data.topics.topics)[:60]]
+    assert any(map(module.is_held_out, documents))
+    monkeypatch.setattr(module, "read_documents", lambda: documents)
+    monkeypatch.setattr("sys.argv", ["train_tiny.py", str(tmp_path), "--steps", "1"])
+    try:
+        module.main()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "60 documents, " in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == module.VOCABULARY >= len(tokenizer)
+    assert (tmp_path / "held_out.txt").stat().st_size > 0
 
 
 @pytest.mark.slow  # parses the whole standard library

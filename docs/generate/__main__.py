@@ -1,0 +1,29 @@
+"""`make docs`: writes every page and table that is made. PYTHONPATH holds `docs` and `tests`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from generate import measured, placements, troubleshooting
+from hfq.cli import formats
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "docs/formats.md": formats.as_markdown,
+    "docs/placements.md": placements.as_markdown,
+    "docs/troubleshooting.md": troubleshooting.as_markdown,
+}
+WITH_TABLES = ("README.md", "docs/offload.md")
+"""Pages in which only the tables between two comments are made."""
+
+
+def main() -> None:
+    for page, text in PAGES.items():
+        (ROOT / page).write_text(text(), encoding="utf-8")
+    for page in WITH_TABLES:
+        file = ROOT / page
+        file.write_text(measured.filled(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

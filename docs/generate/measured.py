@@ -1,0 +1,147 @@
+"""Tables of the README and of the guides with numbers of docs/benchmarks: each stands between two comments and is made anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["TABLES", "facts", "filled", "read_table"]
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+_WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8, 128 × 128", "gptq4": "GPTQ 4-bit"}
+_MARKED = re.compile(r"(<!-- table: ([\w-]+), made by `make docs` -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+Row = dict[str, str]
+
+
+def read_table(page: str, title: str) -> list[Row]:
+    """The rows of a table in `docs/benchmarks/{page}.md`, {column: cell}."""
+    section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", _text(page), re.DOTALL | re.MULTILINE)[1]
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    )
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def facts(page: str) -> dict[str, str]:
+    """What a page says of its machine and model."""
+    return dict(re.findall(r"^- ([\w ,]+): (.+)$", _text(page), re.MULTILINE))
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def _text(page: str) -> str:
+    return (BENCHMARKS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def _only(rows: list[Row], **where: str) -> Row:
+    """The one row in which every one of these columns has this cell."""
+    found = [row for row in rows if all(row[column.replace("_", " ")] == cell for column, cell in where.items())]
+    return found[0]
+
+
+def _ratio(cell: str, other: str) -> str:
+    return f"{float(cell.split()[0]) / float(other.split()[0]):.1f} ×"
+
+
+def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ("---",) * len(header), *rows))
+
+
+def _readable(cell: str) -> str:
+    """A cell of a benchmark, without the ratio behind it; a refusal in one word."""
+    return "refused" if cell.startswith("refused") else cell.partition(" (")[0]
+
+
+def _first_screen() -> str:
+    """Loading, memory and decoding from disk: hfq beside stock transformers and accelerate."""
+    time, memory, decoding = (
+        read_table("load", "Time"),
+        read_table("load", "Memory and reads, cold"),
+        read_table("stream", "Decoding"),
+    )
+    sizes = dict(re.findall(r"(\w+) ([\d.]+ GB)", facts("load")["model"]))
+    rows = []
+    for weights, name in _WEIGHTS.items():
+        for loader, mover in (("hfq", "hfq"), ("transformers", "accelerate")):
+            token = [
+                row["a token"]
+                for row in decoding
+                if (row["weights"], row["mover"], row["layers in"]) == (weights, mover, "disk")
+            ]
+            peak = _only(memory, weights=weights, loader=loader)["peak RSS growth"]
+            cold = _readable(_only(time, weights=weights, page_cache="cold")[loader])
+            shown = (f"{name}, {sizes[weights]}", "hfq") if loader == "hfq" else ("", "stock")
+            rows.append((*shown, cold, "-" if peak.startswith("refused") else f"{peak} × the files", *(token or ["-"])))
+    note = (
+        f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes FP8 while it\n"
+        "loads, and does not load this GPTQ without gptqmodel. Measured:\n"
+        "[loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
+    )
+    return _markdown(("weights", "", "load, cold", "peak memory", "a token, layers on disk"), rows) + note
+
+
+def _machine() -> str:
+    """The hardware, the model and the versions of a run of the streaming benchmark."""
+    found = facts("stream")
+    cores, disk = found["processor"].replace(" for this process", ""), found["raw direct read, cold"].partition(" (")[0]
+    versions = ", ".join(found["versions"].split(", ")[2:5])
+    return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU; {found['model']}; {versions}.\n"
+
+
+def _token_costs() -> str:
+    decoding = read_table("stream", "Decoding")
+    rows = []
+    for weights, name in _WEIGHTS.items():
+        memory, disk = (
+            _only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"] for home in ("memory", "disk")
+        )
+        stock = [
+            row["a token"]
+            for row in decoding
+            if (row["weights"], row["mover"], row["layers in"]) == (weights, "accelerate", "disk")
+        ]
+        rows.append((name, memory, disk, _ratio(disk, memory), *(stock or ["-"])))
+    return _markdown(("weights", "all in memory", "layers on disk", "slower by", "accelerate, layers on disk"), rows)
+
+
+def _pass_costs() -> str:
+    idle, busy = read_table("stream", "Without compute"), read_table("stream", "With compute standing in")
+    rows = []
+    for weights, name in _WEIGHTS.items():
+        own, hooks = (_only(idle, weights=weights, mover=mover) for mover in ("hfq", "accelerate's hooks"))
+        hidden = _only(busy, weights=weights, mover="hfq")["max(io, compute) / time"]
+        seconds = [f"{row['a pass, s']} s" for row in (own, hooks)]
+        rows.append((name, seconds[0], own["rate"], own["share of the disk's limit"], seconds[1], hidden))
+    header = (
+        "weights",
+        "reading a pass",
+        "rate",
+        "share of the disk's limit",
+        "accelerate's hooks, the same bytes",
+        "formula over time",
+    )
+    return _markdown(header, rows)
+
+
+def _batch_costs() -> str:
+    rows = []
+    for row in read_table("stream", "Micro-batches"):
+        count = int(row["micro-batches"])
+        stock = row["accelerate"] if row["accelerate"] != "-" else row["accelerate's hooks"]
+        each = [f"{float(seconds) / count:.3f} s" for seconds in (row["hfq"], stock)]
+        rows.append((_WEIGHTS[row["weights"]], str(count), f"{row['hfq']} s", *each))
+    return _markdown(("weights", "batches", "a pass", "for each batch", "accelerate, for each batch"), rows)
+
+
+TABLES = {
+    "machine": _machine,
+    "first-screen": _first_screen,
+    "token-costs": _token_costs,
+    "pass-costs": _pass_costs,
+    "batch-costs": _batch_costs,
+}
+"""{the name that stands in the comment: what makes the table}."""

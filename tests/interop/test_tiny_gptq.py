@@ -1,0 +1,40 @@
+"""`examples/quantize_tiny_gptq.py` with gptqmodel, on a little text: what it writes is GPTQ of the tiny Llama, and hfq reads it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from hfq.checkpoint import Checkpoint
+from hfq.cli.inspect import inspect_checkpoint
+
+pytestmark = pytest.mark.peers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pydoc_data.topics
+import quantize_tiny_gptq as script
+script.read_documents = lambda: [text[:1200] for text in sorted(pydoc_data.topics.topics.values(), key=len)[-6:]]
+sys.argv = ["quantize_tiny_gptq.py", *sys.argv[2:]]
+script.main()
+"""
+
+
+def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
+    pytest.importorskip("gptqmodel")
+    command = [sys.executable, "-c", RUN, str(EXAMPLES), str(tiny_models.DATA / "tiny-llama"), str(tmp_path / "made")]
+    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}  # gptqmodel writes logs into the folder that it is called in
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["dialects"] == {"gptq v1 int4 g128 sym": 28}
+    stored, shipped = (tiny_models.stored_tensors(path) for path in (tmp_path / "made", tiny_models.DATA / "tiny-llama-gptq"))
+    assert {name: (t.dtype, t.shape) for name, t in stored.items()} == {
+        name: (t.dtype, t.shape) for name, t in shipped.items()
+    }
+    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())
