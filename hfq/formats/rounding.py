@@ -59,5 +59,6 @@ def rounded_tensors(weight_format: Format, out_features: int, in_features: int) 
 def _dtypes(weight_format: Format) -> dict[str, tuple[str, int]]:
     """The safetensors dtype and the bytes of an element of each tensor, seen on a small layer: a spec may allow several."""
     columns = math.lcm(_ROWS, max(1, getattr(weight_format, "group_size", None) or 1))
-    made = weight_format.quantize(torch.zeros(_ROWS, columns))
+    with torch.device("cpu"):  # transformers builds skeletons under torch.device("meta")
+        made = weight_format.quantize(torch.zeros(_ROWS, columns))
     return {local: (safetensors_dtype(tensor.dtype), tensor.dtype.itemsize) for local, tensor in made.items()}

@@ -7,7 +7,9 @@ from hfq.formats.recipe import Recipe
 from hfq.integrations.transformers import HfqConfig
 from hfq.integrations.zero_config import is_zero3
 
-__all__ = ["check_packing"]
+__all__ = ["check_packing", "refuse_packing"]
+
+_WRITTEN = "write a quantized checkpoint with hfq.quantize, and load that"
 
 
 def check_packing(config: HfqConfig, has_ranks: bool) -> None:
@@ -20,11 +22,10 @@ def check_packing(config: HfqConfig, has_ranks: bool) -> None:
     Raises:
         SetupError: Names what cannot go with packing.
     """
-    written = "write a quantized checkpoint with hfq.quantize, and load that"
     problems = {
-        f"method={config.method!r}, which needs a calibration set": (Recipe.of(config.options()).needs_calibration, written),
-        "an active ZeRO-3 config": (is_zero3(), written),
-        "tensor parallelism": (has_ranks, written),
+        f"method={config.method!r}, which needs a calibration set": (Recipe.of(config.options()).needs_calibration, _WRITTEN),
+        "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
+        "tensor parallelism": (has_ranks, _WRITTEN),
         f"backing={config.backing!r}": (
             config.backing in ("arena", "shared"), "leave backing out: what is packed lies in memory of this process",
         ),
@@ -35,3 +36,16 @@ def check_packing(config: HfqConfig, has_ranks: bool) -> None:
                 f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.", found=what,
                 expected="a method that rounds to nearest, and a load of one process", fix=fix,
             )  # fmt: skip
+
+
+def refuse_packing(config: HfqConfig, caller: str) -> None:
+    """For loads that cannot pack at all.
+
+    Raises:
+        SetupError: The config names a method.
+    """
+    if config.method is not None:
+        raise SetupError(
+            f"{caller} loads what is quantized already, and the config says how to quantize; nothing was loaded.",
+            expected="no method", found=f"method={config.method!r}", fix=_WRITTEN,
+        )  # fmt: skip

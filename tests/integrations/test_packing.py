@@ -26,7 +26,7 @@ TOKENS = torch.arange(3, 40)[None]
 SMALL = torch.arange(12)[None]
 SKIPPED = ["model.layers.1.mlp"]
 SPLIT = {"": "cpu", "model.layers.0.mlp": "disk", "model.layers.2": "disk", "lm_head": "disk"}
-HOMES = [None, {"": "cpu"}, {"": "disk"}, SPLIT, "auto"]
+HOMES = [None, {"": "disk"}, SPLIT, "auto"]
 
 
 def load(path, device_map=None, folder=None, **options):
@@ -41,15 +41,16 @@ def logits(model, tokens=TOKENS):
 
 
 def private_files():
-    """The files without a name that this process holds open."""
-    found = []
+    """The files without a name that this process holds open, by inode: a map holds a descriptor of its own."""
+    gc.collect()
+    found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            target, inode = os.readlink(f"/proc/self/fd/{descriptor}"), os.stat(f"/proc/self/fd/{descriptor}").st_ino
         except OSError:
             continue
         if "memfd:hfq-packed" in target or ("(deleted)" in target and "/offload" in target):
-            found.append(target)
+            found.add(inode)
     return found
 
 
@@ -83,15 +84,13 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     model = load(SOURCE, device_map, folder, method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED)
     assert torch.equal(logits(model), expected)
     assert not list(folder.iterdir())
-    own = len(private_files()) - len(before)
-    assert own == {"{'': 'cpu'}": 1, "{'': 'disk'}": 1, str(SPLIT): 2}.get(str(device_map), 1)
+    assert len(private_files() - before) == (2 if device_map is SPLIT else 1)
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(written)
     configs = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (tmp_path / "saved", written)]
     assert configs[0] == configs[1]
     assert (tmp_path / "saved" / "quantize_config.json").read_text() == (written / "quantize_config.json").read_text()
     del model
-    gc.collect()
     assert private_files() == before
 
 
@@ -149,7 +148,7 @@ def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family,
 def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
     """The peak of the process while 60 MB of bfloat16 are packed: a few times the largest layer, and not the model."""
     architecture = Architecture(512, 8)
-    source = make_checkpoint(architecture, "bf16", tmp_path)
+    source = make_checkpoint(tmp_path, architecture, "bf16")
     floats = sum(tensor.nbytes for tensor in architecture.tensors("bf16").values())
     largest = 4 * max(tensor.nbytes for name, tensor in architecture.tensors("bf16").items() if "_proj" in name) // 2
     limit = 8 * largest
@@ -191,7 +190,6 @@ def test_what_cannot_be_packed_is_refused_by_name(options, arguments, error, nam
         AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=HfqConfig(**options), **arguments)
     assert refusal.value.fix
     refusal = None
-    gc.collect()
     assert private_files() == before
 
 
@@ -207,7 +205,7 @@ def test_zero_3_is_refused():
 
 @pytest.mark.parametrize("name", ["tiny-llama-gptq", "tiny-llama-fp8"])
 def test_what_is_quantized_already_is_refused(name):
-    with pytest.raises(FormatError, match="quantized already; nothing was loaded|is quantized already"):
+    with pytest.raises(FormatError, match=r"quantized already; nothing was loaded"):
         load(tiny_models.DATA / name, method="rtn", group_size=32)
 
 
@@ -240,7 +238,6 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(folder, monkeypatch):
     monkeypatch.setattr(private.os, "pwrite", full)
     with pytest.raises(CheckpointError, match="No space left"):
         load(SOURCE, {"": "disk"}, folder, method="fp8")
-    gc.collect()
     assert private_files() == before
     assert not list(folder.iterdir())
 
