@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["quantize"]
 
-_METHODS = (
-    "gptq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8 and w8a16 (INT8 by row), glm (GLM-130B's INT4 or INT8)."
-)
+_METHODS = "gptq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by row), glm (GLM-130B's)."
 
 
 def quantize(
