@@ -19,6 +19,7 @@ from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.checkpoint import Checkpoint, private
 from hfq.formats.source import source_config
 from hfq.integrations.loaded import loading_of
+from hfq.integrations.packing_check import refuse_packing
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"
@@ -263,3 +264,9 @@ def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
     model = load(SOURCE, {"": "disk"}, folder, stream="direct", verify="always", **options)
     assert torch.equal(logits(model), expected)
     assert torch.equal(logits(model), expected)
+
+
+def test_loads_that_cannot_pack_refuse_the_method():
+    refuse_packing(HfqConfig(), "hfq.fms.load")
+    with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load loads what is quantized already.*method='fp8'"):
+        refuse_packing(HfqConfig(method="fp8"), "hfq.fms.load")
