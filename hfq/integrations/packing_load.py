@@ -72,7 +72,8 @@ class PackingLoading(Loading):
     def _saved(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
         with super().saved_like_source(model, folder, is_main_process) as is_written_here:
             yield is_written_here
-        if is_main_process and isinstance(self.packing.format, Gptq) and not Path(folder).is_file():
+        is_whole = is_main_process and not getattr(model, "_hf_peft_config_loaded", False) and not Path(folder).is_file()
+        if is_whole and isinstance(self.packing.format, Gptq):  # which is what older readers of GPTQ look for
             text = json.dumps(self.packing.source, indent=2) + "\n"
             Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
 
