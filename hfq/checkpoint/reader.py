@@ -127,6 +127,16 @@ class Reader:
         """(inode, size, mtime in ns) of a file when its header was validated."""
         return self._headers[file].identity
 
+    def adopt(self, header: Header, descriptor: int) -> None:
+        """Takes over a file that has no name, by the descriptor it is open under; the reader closes it."""
+        with self._lock:
+            self._headers[header.file], self._descriptors[header.file] = header, descriptor
+
+    def identify(self, header: Header) -> None:
+        """Takes a file that it holds as it is now, once nothing more is written to it."""
+        with self._lock:
+            self._headers[header.file] = header
+
     def map(self, file: str) -> mmap.mmap:
         """A private copy-on-write map of a whole file: pages are shared with every process, and never written back."""
         descriptor = self.descriptor(file)

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["quantize"]
 
+_METHODS = "gptq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by row), glm (GLM-130B's)."
+
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The float checkpoint's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
-    method: Annotated[str, typer.Option(help="gptq, rtn (round to nearest) or fp8.")] = "gptq",
-    bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8; by default 4.")] = None,
+    method: Annotated[str, typer.Option(help=_METHODS)] = "gptq",
+    bits: Annotated[int | None, typer.Option(help="Of gptq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
     ] = None,

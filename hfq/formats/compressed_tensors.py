@@ -48,6 +48,7 @@ class IntQuantized(ScaledCodes):
             "compressed-tensors int-quantized, naive-quantized", "llmcompressor, compressed-tensors",
             "weight I8, weight_scale, weight_zero_point I8",
             ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
+            is_emitted=True,
         ),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
@@ -100,7 +101,7 @@ class PackQuantized(PackShards, PackOrder):
         group_size: What the config says of it.
         scheme: How the checkpoint wants activations quantized.
         others: Tensors that a save writes back and no weight depends on: (name, dtype, shape).
-        size: (out, in) of the layer.
+        size: (out, in) of the layer; (0, 0) as long as `weight_shape` alone tells it.
     """
 
     name = "pack-quantized"
@@ -205,7 +206,10 @@ class PackQuantized(PackShards, PackOrder):
         return 1 if self.is_symmetric or self.zero_dtype != "I32" else 32
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        return self.size
+        if self.size != (0, 0):
+            return self.size
+        out_features, in_features = tensors["weight_shape"].tolist()
+        return out_features, in_features
 
     def describe(self) -> str:
         kind, order = "sym" if self.is_symmetric else "asym", " act-order" if self.has_g_idx else ""

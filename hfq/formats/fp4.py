@@ -61,7 +61,7 @@ class PackedFp4(Format):
         scaled = (grouped / torch.where(steps == 0, 1, steps)[:, :, None]).flatten(1)
         values = self.values[:8]
         bounds = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(values)])
-        codes = torch.bucketize(scaled.abs(), bounds) + 8 * (scaled < 0)
+        codes = torch.bucketize(scaled.abs(), bounds, out_int32=True).add_(scaled < 0, alpha=8)
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return {self.codes_name: self._shape_codes(packed), **stored}
 

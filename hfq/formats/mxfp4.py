@@ -47,7 +47,7 @@ class Mxfp4(PackedFp4):
     dialects = (
         Dialect(
             "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
-            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",),
+            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",), is_emitted=True,
         ),
         Dialect("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",), ("autoround-mxint4",)),
         Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),

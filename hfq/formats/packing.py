@@ -47,6 +47,13 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
         int32 [ceil(count * num_bits / 32), n].
     """
     count, columns = codes.shape
+    if 32 % num_bits == 0:  # no code straddles two words
+        per_word, codes = 32 // num_bits, codes.to(torch.int32)
+        packed = torch.zeros(-(-count // per_word), columns, dtype=torch.int32, device=codes.device)
+        for place in range(per_word):
+            part = codes[place::per_word]
+            packed[: len(part)] |= part << (place * num_bits)
+        return packed
     words = torch.zeros(-(-count * num_bits // 32) + 1, columns, dtype=torch.int64, device=codes.device)
     bits = torch.arange(count, device=codes.device) * num_bits
     wide = codes.to(torch.int64) << (bits % 32)[:, None]

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hfq.errors import SetupError, nearest
+from hfq.errors import FormatError, SetupError, nearest
 from hfq.formats.base import ActivationScheme, Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.gptq_config import BITS
+from hfq.formats.outputs import OUTPUTS, Output
+from hfq.formats.outputs.base import group_config
 
 __all__ = ["METHODS", "RECIPE_OPTIONS", "Recipe"]
 
@@ -19,10 +21,17 @@ METHODS = {
     "gptq": "GPTQ: codes chosen by the activations' second moments, written as GPTQ",
     "rtn": "round to nearest, written as GPTQ",
     "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel (compressed-tensors)",
+    **{name: output.description for name, output in OUTPUTS.items()},
 }
 """What `Recipe.method` may be."""
 
 _BLOCK = 128
+_OPTIONS = {
+    "rtn": ("num_bits", "group_size", "symmetric"),
+    "fp8": (),
+    **{name: output.options for name, output in OUTPUTS.items()},
+}
+"""The options that methods other than GPTQ take."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise _unusable("method", self.method, " or ".join(METHODS), nearest(str(self.method), METHODS))
-        if type(self.num_bits) is not int or self.num_bits not in BITS:
-            raise _unusable("num_bits", self.num_bits, "2, 3, 4 or 8")
+        bits = self.output.bits if self.output is not None and self.output.has_bits else BITS
+        if type(self.num_bits) is not int or self.num_bits not in bits:
+            raise _unusable("num_bits", self.num_bits, " or ".join(map(str, bits)))
         if type(self.group_size) is not int or not (self.group_size == -1 or 8 <= self.group_size < 1 << 24):
             raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
         if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
@@ -71,6 +81,16 @@ class Recipe:
                 raise _unusable(option.name, getattr(self, option.name), "True or False")
         if self.static_groups and not self.act_order:
             raise _unusable("static_groups", True, "act_order=True beside it: groups are static without act_order")
+
+    @property
+    def output(self) -> Output | None:
+        """What the method writes, for those that have a file in `hfq.formats.outputs`."""
+        return OUTPUTS.get(self.method)
+
+    @property
+    def width(self) -> int:
+        """The bits of a code where `output` says them."""
+        return self.num_bits if self.output is None or self.output.has_bits else self.output.bits[0]
 
     @property
     def narrows(self) -> bool:
@@ -84,6 +104,8 @@ class Recipe:
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
         """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
+        if self.output is not None:
+            return self.output.make(self.width)
         if self.method != "fp8":
             reading = "field_plus_one" if self.symmetric else "stored"
             return Gptq(self.num_bits, self.group_size, self.symmetric, reading, g_idx_length=2)  # type: ignore[arg-type]
@@ -100,6 +122,8 @@ class Recipe:
             version: hfq's version, which a GPTQ config names as its writer.
         """
         dense = sorted(dense)
+        if self.output is not None:
+            return self.output.quantization_config(self.width, dense)
         if isinstance(weight_format, Gptq):
             return self._gptq_config(dense, version)
         if isinstance(weight_format, Fp8) and weight_format.strategy == "block":
@@ -109,11 +133,28 @@ class Recipe:
             }  # fmt: skip
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
         activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": "float-quantized"}
-        return {
-            "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": dense,
-        }  # fmt: skip
+        return group_config({"weights": weights, "input_activations": activations, "format": "float-quantized"}, dense)
+
+    def check_size(self, name: str, out_features: int, in_features: int) -> None:
+        """Refuses a layer that the dialect cannot hold.
+
+        Raises:
+            FormatError: Names the layer and what must divide it.
+        """
+        span = 1
+        if self.output is not None:
+            multiple = self.output.multiple
+        elif self.method == "fp8":
+            multiple = (1, 1)
+        else:
+            multiple, span = (32, 32), self.group_size if self.group_size != -1 else 1
+        if out_features % multiple[0] or in_features % multiple[1] or in_features % span:
+            raise FormatError(
+                f"method={self.method!r} cannot hold a layer of this size; nothing was done.", tensor=name,
+                expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
+                + (f" and the group size {span}" if span > 1 else ""), found=f"[{out_features}, {in_features}]",
+                fix="choose another group size or method, or leave this layer dense with modules_to_not_convert",
+            )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """All options by name."""
@@ -121,8 +162,25 @@ class Recipe:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """The recipe of the options that are given, that is, not None."""
-        return cls(**{name: options[name] for name in RECIPE_OPTIONS if options.get(name) is not None})
+        """The recipe of the options that are given, that is, not None.
+
+        Raises:
+            SetupError: An option means nothing to the method, or as of the class.
+        """
+        given = {name: options[name] for name in RECIPE_OPTIONS if options.get(name) is not None}
+        recipe = cls(**given)
+        taken = _OPTIONS.get(recipe.method, RECIPE_OPTIONS)
+        for name in given.keys() - {"method", *taken}:
+            raise SetupError(
+                f"method={recipe.method!r} has no {name}; nothing was done.", expected=", ".join(taken) or "no further options",
+                found=f"{name}={given[name]!r}", fix=f"leave {name} out, or choose another method",
+            )  # fmt: skip
+        return recipe
+
+    def chosen(self) -> dict[str, Any]:
+        """The method, and those of its options that mean something to it."""
+        taken = _OPTIONS.get(self.method, RECIPE_OPTIONS)
+        return {name: value for name, value in self.to_dict().items() if name == "method" or name in taken}
 
     def _gptq_config(self, dense: list[str], version: str) -> dict[str, Any]:
         label = "gptq" if self.symmetric else "gptq_v2"

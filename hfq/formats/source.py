@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["SIDE_FILES", "as_source", "detection_hints", "is_declared", "source_config"]
+__all__ = ["SIDE_FILES", "as_source", "check_floats", "detection_hints", "is_declared", "source_config"]
 
 SIDE_FILES = (
     "quantize_config.json",
@@ -72,3 +72,29 @@ def is_declared(checkpoint: Checkpoint) -> bool:
 def _declared(checkpoint: Checkpoint) -> object:
     texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
     return next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)
+
+
+def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
+    """Refuses to quantize what is quantized already.
+
+    Args:
+        checkpoint: The checkpoint.
+        outcome: What has come of it, for the message: "nothing was written".
+
+    Raises:
+        FormatError: The checkpoint says so, or holds codes.
+    """
+    config = source_config(checkpoint)
+    if config is not None:
+        raise FormatError(
+            f"The source is quantized already; {outcome}.", file=checkpoint.root, expected="a checkpoint of floats",
+            found=f"quant_method={config.get('quant_method')!r}", fix="quantize the float checkpoint that it was made of",
+        )  # fmt: skip
+    coded = next(
+        (info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None
+    )
+    if coded is not None:
+        raise FormatError(
+            f"The source holds codes; {outcome}.", file=coded.range.file, tensor=coded.name, found=str(coded),
+            expected="a checkpoint of floats", fix="quantize the float checkpoint that it was made of",
+        )  # fmt: skip

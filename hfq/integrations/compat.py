@@ -43,6 +43,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.source import as_source, source_config
 from hfq.integrations.early import reading_early
+from hfq.integrations.packing_check import check_packing
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.ranks import failing_together
 from hfq.integrations.registration import run_pending
@@ -52,13 +53,15 @@ from hfq.integrations.zero_config import is_zero3
 from hfq.integrations.zero_deal import described_folder
 
 __all__ = [
-    "opened_checkpoint", "passed_key_mapping", "patch_auto_factory", "patch_modeling_utils", "patch_peft", "show_device",
+    "opened_checkpoint", "passed_key_mapping", "passed_offload_folder", "patch_auto_factory", "patch_modeling_utils", "patch_peft",
+    "show_device",
 ]  # fmt: skip
 
 _active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
 _opened: ContextVar[Checkpoint | None] = ContextVar("hfq_opened_checkpoint", default=None)
 _key_mapping: ContextVar[dict[str, str] | None] = ContextVar("hfq_key_mapping", default=None)
+_offload_folder: ContextVar[str | os.PathLike | None] = ContextVar("hfq_offload_folder", default=None)
 
 
 def opened_checkpoint(files: list[str]) -> Checkpoint:
@@ -72,6 +75,11 @@ def opened_checkpoint(files: list[str]) -> Checkpoint:
 def passed_key_mapping() -> dict[str, str] | None:
     """The `key_mapping` that this load's `from_pretrained` was given, which upstream does not hand to quantizers."""
     return _key_mapping.get()
+
+
+def passed_offload_folder() -> str | os.PathLike | None:
+    """The `offload_folder` that this load's `from_pretrained` was given, which upstream does not hand to quantizers."""
+    return _offload_folder.get()
 
 
 def patch_modeling_utils(module: Any) -> None:
@@ -245,13 +253,16 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
     check_arguments(kwargs)
     check_distributed(kwargs, chosen.backing)
+    if chosen.method is not None:
+        check_packing(chosen, asks_for_ranks(kwargs))
     checkpoint = open_local(path, kwargs)
     if checkpoint is not None:
         check_sizes(checkpoint)
         source_config(checkpoint)
     token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
+    folder = _offload_folder.set(kwargs.get("offload_folder"))
     try:
-        whole = None if is_zero3() or asks_for_ranks(kwargs) else checkpoint
+        whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.method is not None else checkpoint
         with _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
             return load(path)
     except HfqError:
@@ -270,6 +281,7 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         _opened.reset(token)
         _active.reset(active)
         _key_mapping.reset(mapping)
+        _offload_folder.reset(folder)
 
 
 def _failed(path: Any, error: Exception) -> SetupError:

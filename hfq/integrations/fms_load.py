@@ -19,6 +19,7 @@ from hfq.integrations.fms_attention import guard_attention
 from hfq.integrations.fms_config import Source, read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import Layout, find_layout
+from hfq.integrations.packing_check import refuse_packing
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import is_mappable, map_tensor, read_tensor
@@ -233,3 +234,4 @@ def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) 
             "hfq.fms.load cannot use this config.", expected="HfqConfig with backing auto, mapped or arena",
             found=repr(getattr(config, "backing", config))[:80], fix="correct or leave out config",
         )  # fmt: skip
+    refuse_packing(config, "hfq.fms.load")

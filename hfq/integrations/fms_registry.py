@@ -33,6 +33,7 @@ from hfq.integrations.fms_config import read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import find_layout, stored_name
 from hfq.integrations.fms_load import dense_tensors, make_skeleton
+from hfq.integrations.packing_check import refuse_packing
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.linear import PackedLinear
 
@@ -48,6 +49,8 @@ _options: list[HfqConfig] = []
 
 def install(config: HfqConfig | None) -> None:
     """See `hfq.fms.register`."""
+    if config is not None:
+        refuse_packing(config, "hfq.fms.register")
     is_installed = bool(_options)
     _options[:] = [config or HfqConfig()]
     if is_installed:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hfq.checkpoint import Reader
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.source import source_config
 from hfq.integrations.auto_map import fill_map, gather_units
@@ -64,15 +64,15 @@ class Loading:
     def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
         self._started = time.perf_counter()
         self.load_seconds: float | None = None
-        self.checkpoint = open_files(files)
-        self.reader = Reader(self.checkpoint)
-        source = config.source if config.source is not None else source_config(self.checkpoint)
-        self.config = config.with_source(source)
         self.model = model
+        self.checkpoint, source = self._open(config, files)
+        self.reader = Reader(self.checkpoint)
+        self.config = config.with_source(source)
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
         self.match: Match = match_model(model, self.checkpoint, source or {}, passed_key_mapping())
-        check_not_converted(config.modules_to_not_convert, self.match, model)
+        if config.method is None:
+            check_not_converted(config.modules_to_not_convert, self.match, model)
         self.packed = swap_packed(model, self.match, self.config, self._dtypes)
         self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
         self.plan = Plan(())
@@ -111,7 +111,15 @@ class Loading:
             device_map.update(executes)
         self.plan = self._make_plan(names)
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
-            self.read_plan, self.read_report = load_rows(self, self._hidden)
+            self._load_rows()
+
+    def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
+        """The checkpoint, and its `quantization_config`."""
+        checkpoint = open_files(files)
+        return checkpoint, config.source if config.source is not None else source_config(checkpoint)
+
+    def _load_rows(self) -> None:
+        self.read_plan, self.read_report = load_rows(self, self._hidden)
 
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
         """The plan of a map whose devices this machine need not have; nothing is loaded."""

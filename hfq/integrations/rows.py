@@ -35,7 +35,7 @@ from hfq.streaming.buffers import huge_buffer
 if TYPE_CHECKING:
     from hfq.integrations.loading import Loading
 
-__all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows"]
+__all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows", "progress_bar"]
 
 logger = logging.get_logger("hfq")
 
@@ -101,12 +101,12 @@ def load_rows(loading: Loading, hidden: Collection[str]) -> tuple[ReadPlan, Read
     is_remote = any(map(is_network, loading.checkpoint.headers))
     plan, early = plan_rows(loading, hidden, is_remote), early_reading()
     if early is not None:
-        with _progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
+        with progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
             early.wait(progress)
         reader.count(populated=early.populated)
     cold = [] if early is not None and early.is_complete else _worth_bringing_in(plan, reader)
     threads = _NETWORK_THREADS if is_remote else _THREADS
-    with _progress_bar(plan.bytes_read + sum(source.nbytes for source in cold)) as progress:
+    with progress_bar(plan.bytes_read + sum(source.nbytes for source in cold)) as progress:
         filler = _Filler(loading, plan, threads, progress)
         for arena in plan.arenas.values():
             filler.fill(arena)
@@ -280,10 +280,10 @@ def _local_processes() -> int:
 
 
 @contextmanager
-def _progress_bar(nbytes: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(nbytes: int, doing: str = "reading") -> Iterator[Callable[[int], object]]:
     """A bar in bytes, shown as transformers' switch says, for reads that take a while."""
     if nbytes < _SMALL:
         yield lambda _: None
         return
-    with logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc="hfq: reading") as bar:
+    with logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc=f"hfq: {doing}") as bar:
         yield bar.update

@@ -67,8 +67,9 @@ class HfqConfig(QuantizationConfigMixin):
         nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
-        method: How `hfq.quantize` quantizes a float checkpoint; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`,
-            `group_size`, `symmetric`, `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`.
+        method: How `hfq.quantize` quantizes a float checkpoint, and `from_pretrained` packs one while loading it, where the method
+            needs no calibration; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`, `group_size`, `symmetric`,
+            `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`. `modules_to_not_convert` then stay floats.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.
@@ -183,14 +184,6 @@ def _check_values(modules: Any, expert_cache_nbytes: Any, outlier_threshold: Any
         )  # fmt: skip
 
 
-def _check_no_method(config: HfqConfig) -> None:
-    if config.method is not None:
-        raise SetupError(
-            f"HfqConfig(method={config.method!r}) says how to quantize, and from_pretrained does not; nothing was loaded.",
-            expected="no method", found=config.method, fix="write a quantized checkpoint with hfq.quantize, and load that",
-        )  # fmt: skip
-
-
 class HfqQuantizer(HfQuantizer):
     """The hooks of `from_pretrained`; each hands over to `hfq.integrations.loading.Loading`."""
 
@@ -198,7 +191,6 @@ class HfqQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: HfqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        _check_no_method(quantization_config)
         self.pre_quantized = True
         self.loading: Loading | None = None
         self._dtype: torch.dtype | None = None
@@ -236,13 +228,19 @@ class HfqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         from hfq.integrations.loading import Loading
+        from hfq.integrations.packing_check import check_packing
+        from hfq.integrations.packing_load import PackingLoading
         from hfq.integrations.skeleton import SkeletonReached, stop_at_skeleton
         from hfq.integrations.tensor_parallel import SlicedLoading
         from hfq.integrations.tp_plan import tensor_parallel_size
         from hfq.integrations.zero3 import ShardedLoading
         from hfq.integrations.zero_config import is_zero3
 
+        is_packing = self.quantization_config.method is not None
+        if is_packing:
+            check_packing(self.quantization_config, tensor_parallel_size(model) > 1)
         kind = ShardedLoading if is_zero3() else SlicedLoading if tensor_parallel_size(model) > 1 else Loading
+        kind = PackingLoading if is_packing else kind
         self.loading = kind(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if stop_at_skeleton.get():

@@ -13,6 +13,7 @@ from hfq.errors import SetupError
 from hfq.formats import Format
 from hfq.formats.gptq import Gptq
 from hfq.formats.recipe import Recipe
+from hfq.formats.rounding import round_weight
 from hfq.quantize.gptq import factorize, solve
 from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
@@ -128,12 +129,7 @@ class BlockQuantizer:
     def _round(self, name: str, tokens: int | None) -> None:
         method = "rtn" if self.recipe.method == "gptq" else self.recipe.method
         weight = self._weight(name)
-        if not torch.isfinite(weight).all():
-            raise SetupError(
-                "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
-                found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
-            )  # fmt: skip
-        packed = self.format.quantize(weight)
+        packed = round_weight(name, weight, self.format)
         rounded = as_weight(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False), packed)
         loss = float((rounded - weight).square().mean()) if tokens is None else None
         self._keep(name, packed, LayerReport(name, method, tokens, loss))

@@ -31,8 +31,8 @@ def model_card(
         calibration: The calibration set, or None.
     """
     body = text.partition(_HEADING)[0].rstrip() or f"# {re.sub(r'[^ -~]', '?', Path(source.root).name)}, quantized"
-    recorded = {**recipe.to_dict(), "clip_search": recipe.narrows}
-    options = {name: value for name, value in recorded.items() if recipe.method != "fp8" or name == "method"}
+    options = recipe.chosen()
+    options |= {"clip_search": recipe.narrows} if "clip_search" in options else {}
     losses = {layer.name: layer.loss for layer in report.layers if layer.loss is not None and math.isfinite(layer.loss)}
     nearest = [layer.name for layer in report.layers if layer.method != recipe.method]
     few = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -21,6 +20,7 @@ from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
+from hfq.formats.rounding import rounded_tensors
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.row import read_tensor
 from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
@@ -247,20 +247,8 @@ def _layers_of(source: Source, name: str, skipped: list[str]) -> dict[str, tuple
 
 
 def _packed_nbytes(weight_format: Format, recipe: Recipe, name: str, in_features: int, out_features: int) -> int:
-    span = recipe.group_size if recipe.group_size != -1 else in_features
-    is_integer = recipe.method != "fp8"
-    if is_integer and (in_features % 32 or out_features % 32 or in_features % span):
-        raise FormatError(
-            f"{weight_format.describe()} cannot hold a layer of this size; nothing was written.", tensor=name,
-            expected="sizes divisible by 32, and an input divisible by the group size", found=f"[{out_features}, {in_features}]",
-            fix="choose another group size, or leave this layer dense with modules_to_not_convert",
-        )  # fmt: skip
-    specs = weight_format.tensor_specs(in_features, out_features)
-    return sum(
-        math.prod(spec.shape) * DTYPE_BITS[spec.dtypes[0]] // 8
-        for spec in specs
-        if spec.role != "bias" and (spec.name != "g_idx" or is_integer)
-    )
+    recipe.check_size(name, out_features, in_features)
+    return sum(nbytes for _, _, nbytes in rounded_tensors(weight_format, out_features, in_features).values())
 
 
 def _check_room(target: Path, nbytes: int) -> None:

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.errors import FormatError
-from hfq.formats.source import source_config
+from hfq.formats.source import check_floats
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.experts import PackedExperts
@@ -42,7 +41,7 @@ class Source:
     def __init__(self, path: Any) -> None:
         root = loading_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
-        _check_floats(self.checkpoint)
+        check_floats(self.checkpoint, "nothing was written")
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
         )
@@ -118,23 +117,6 @@ class Source:
             finally:
                 for slot, before in resting:
                     slot.give(before)
-
-
-def _check_floats(checkpoint: Checkpoint) -> None:
-    config = source_config(checkpoint)
-    if config is not None:
-        raise FormatError(
-            "The source is quantized already; nothing was written.", file=checkpoint.root, expected="a checkpoint of floats",
-            found=f"quant_method={config.get('quant_method')!r}", fix="quantize the float checkpoint that it was made of",
-        )  # fmt: skip
-    coded = next(
-        (info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None
-    )
-    if coded is not None:
-        raise FormatError(
-            "The source holds codes; nothing was written.", file=coded.range.file, tensor=coded.name, found=str(coded),
-            expected="a checkpoint of floats", fix="quantize the float checkpoint that it was made of",
-        )  # fmt: skip
 
 
 def _replace(block: nn.Module, name: str, module: nn.Module) -> None:

@@ -68,3 +68,25 @@ def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
         found = load(tmp_path / "it", activations="checkpoint")(tokens).logits
     # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
     assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"method": "glm"}]
+
+
+@pytest.mark.parametrize("recipe", OUTPUTS, ids=str)
+def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
+    """What is packed while loading and saved is the same as what `hfq.quantize` writes (tests/integrations/test_packing.py)."""
+    model = AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=HfqConfig(**recipe), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "it")
+    dtype = (
+        torch.bfloat16 if recipe["method"] == "mxfp4" else torch.float32
+    )  # which it decompresses MXFP4 to, whatever is asked
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=dtype)
+    found = logits(stock)
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 28
+    for name, module in packed.items():
+        assert torch.equal(module.weight, stock.get_submodule(name).weight.float()), name
+    expected = logits(load(tmp_path / "it", activations="checkpoint" if recipe["method"] == "w8a8" else "none"))
+    # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16 bits
+    assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * expected.norm()

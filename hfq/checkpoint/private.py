@@ -1,0 +1,103 @@
+"""Files without a name, in memory or on disk: they are gone with the reader that holds them, however its process ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+from hfq.checkpoint.header import Header
+from hfq.checkpoint.reader import Reader
+from hfq.errors import CheckpointError
+
+__all__ = ["PrivateFile"]
+
+_WITHOUT_NAME = getattr(os, "O_TMPFILE", 0)
+
+
+class PrivateFile:
+    """A file that is written once and then read as a checkpoint's own.
+
+    Args:
+        reader: Reads it from `finish` on, and closes it.
+        label: What it is called in byte ranges and in messages.
+        nbytes: Its size.
+        folder: The folder on whose disk it lies; None for memory.
+
+    Raises:
+        CheckpointError: The folder cannot be written, or its disk has too little room.
+    """
+
+    def __init__(self, reader: Reader, label: str, nbytes: int, folder: str | os.PathLike | None = None) -> None:
+        self.label, self.nbytes = label, nbytes
+        try:
+            self._descriptor = _in_memory(nbytes) if folder is None else _on_disk(os.fspath(folder), nbytes)
+        except OSError as error:
+            raise self._failed(error.strerror) from error
+        reader.adopt(self._header(), self._descriptor)
+        self._reader = reader
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes bytes at an offset.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+        """
+        flat, done = data.cast("B"), 0
+        try:
+            while done < flat.nbytes:
+                done += os.pwrite(self._descriptor, flat[done:], offset + done)
+        except OSError as error:
+            raise self._failed(error.strerror) from error
+
+    def finish(self) -> None:
+        """Ends the writing: from now on the reader takes it as it is."""
+        self._reader.identify(self._header())
+
+    def empty(self) -> None:
+        """Gives its bytes back, where all of them have been taken elsewhere; a later read is an error."""
+        os.ftruncate(self._descriptor, 0)
+
+    def _header(self) -> Header:
+        status = os.fstat(self._descriptor)
+        return Header(self.label, {}, {}, 0, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+    def _failed(self, why: str | None) -> CheckpointError:
+        return CheckpointError(
+            "Packed layers could not be written; nothing was loaded.", file=self.label, expected=f"{self.nbytes:,} bytes of room",
+            found=why, fix="free space, or choose another offload_folder",
+        )  # fmt: skip
+
+
+def _in_memory(nbytes: int) -> int:
+    descriptor = os.memfd_create("hfq-packed", getattr(os, "MFD_CLOEXEC", 1))
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _on_disk(folder: str, nbytes: int) -> int:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise CheckpointError(
+            "The disk has too little room for the layers that are packed while loading; nothing was loaded.", file=folder,
+            expected=f"{nbytes:,} bytes", found=f"{free:,} bytes free", fix="free space, or choose another offload_folder",
+        )  # fmt: skip
+    descriptor = _open_without_name(folder)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # takes the room before anything is packed
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_without_name(folder: str) -> int:
+    """A file that no other process can open, and that the system removes when it is closed."""
+    if _WITHOUT_NAME:
+        try:
+            return os.open(folder, _WITHOUT_NAME | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:
+            pass  # a file system without such files: a name is given and taken away
+    descriptor, name = tempfile.mkstemp(prefix=".hfq-packed-", dir=folder)
+    os.unlink(name)
+    return descriptor

@@ -1,0 +1,45 @@
+"""GLM-130B's recipe: weights alone, symmetric by the largest magnitude of each output row, in INT4 or INT8.
+
+    W[n, k] = code[n, k] * scale[n]    scale[n] = max_k |W[n, k]| / (2^(b-1) - 1)
+
+Source: Zeng et al. 2023, arXiv 2210.02414, section 3.3. Written as compressed-tensors' pack-quantized by channel, with
+bfloat16 scales; the recipe's own files are no dialect that another library reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.outputs.base import Output, absmax_codes
+from hfq.formats.packing import pack_stream
+
+__all__ = ["GLM", "PackedRows", "packed_group"]
+
+
+@dataclass(frozen=True)
+class PackedRows(PackQuantized):
+    """pack-quantized by channel as absmax rounds into it; its files are read as `PackQuantized`."""
+
+    scale_shape: tuple[int, ...] = (0, 1)
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale = absmax_codes(weight.detach().to(torch.float32), self.num_bits)
+        codes += 1 << (self.num_bits - 1)
+        packed = pack_stream(codes.to(torch.int32).t(), self.num_bits).t().contiguous()
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+
+def packed_group(num_bits: int) -> dict[str, Any]:
+    """The config group of weights that are packed by channel, activations as they are."""
+    weights = {"num_bits": num_bits, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    return {"weights": weights, "format": "pack-quantized"}
+
+
+GLM = Output(
+    "GLM-130B's recipe: 4 or 8 bits, absmax by row, activations as they are, written as compressed-tensors (pack-quantized)",
+    (4, 8), True, (32, 32), lambda bits: PackedRows(num_bits=bits), packed_group,
+)  # fmt: skip

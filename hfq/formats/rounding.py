@@ -1,0 +1,64 @@
+"""Rounding a float layer to nearest: which tensors a format makes of it, and the one way in which they are made."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from hfq.errors import SetupError
+from hfq.formats.base import Format
+from hfq.formats.dtypes import safetensors_dtype
+
+__all__ = ["round_weight", "rounded_tensors"]
+
+_ROWS = 128
+"""Output rows of the small layer that tells which tensors a format makes: whole blocks and words of every format."""
+
+
+def round_weight(name: str, weight: torch.Tensor, weight_format: Format) -> dict[str, torch.Tensor]:
+    """Packs a layer by rounding to nearest.
+
+    Args:
+        name: The layer's name, for messages.
+        weight: float32 [out, in].
+        weight_format: What it is packed as.
+
+    Returns:
+        The tensors of `rounded_tensors`, by local name.
+
+    Raises:
+        SetupError: A weight is not finite.
+        FormatError: The format cannot hold it.
+    """
+    finite = torch.isfinite(weight)
+    if not finite.all():
+        raise SetupError(
+            "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
+            found=f"{int((~finite).sum())} that are not", fix="download the checkpoint again",
+        )  # fmt: skip
+    del finite
+    return weight_format.quantize(weight)
+
+
+def rounded_tensors(weight_format: Format, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """What `weight_format.quantize` makes of a layer of this size: (safetensors dtype, shape, bytes) by local name.
+
+    Raises:
+        FormatError: The format cannot hold a layer of this size.
+    """
+    shapes = {spec.name: spec.shape for spec in weight_format.tensor_specs(in_features, out_features)}
+    found = {}
+    for local, (dtype, itemsize) in _dtypes(weight_format).items():
+        found[local] = dtype, shapes[local], math.prod(shapes[local]) * itemsize
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _dtypes(weight_format: Format) -> dict[str, tuple[str, int]]:
+    """The safetensors dtype and the bytes of an element of each tensor, seen on a small layer: a spec may allow several."""
+    columns = math.lcm(_ROWS, max(1, getattr(weight_format, "group_size", None) or 1))
+    with torch.device("cpu"):  # transformers builds skeletons under torch.device("meta")
+        made = weight_format.quantize(torch.zeros(_ROWS, columns))
+    return {local: (safetensors_dtype(tensor.dtype), tensor.dtype.itemsize) for local, tensor in made.items()}

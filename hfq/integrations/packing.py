@@ -1,0 +1,174 @@
+"""Which layers of a float checkpoint are packed while it is loaded, and the quantized checkpoint that it is then matched as.
+
+That checkpoint has the tensors that `hfq.quantize` would write, with the same names, dtypes and shapes, so that everything which comes
+after (matching, plan, homes, streaming, saving) is as of a quantized checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfq.checkpoint import Checkpoint
+from hfq.errors import FormatError, SetupError
+from hfq.formats import Format
+from hfq.formats.recipe import Recipe
+from hfq.formats.rounding import rounded_tensors
+from hfq.formats.source import check_floats
+from hfq.integrations.linears import check_unfused, find_blocks, find_linears, find_skipped, size_of
+from hfq.integrations.matching import Match, match_model
+from hfq.integrations.transformers import HfqConfig
+from hfq.spec import ByteRange, TensorInfo
+from hfq.version import __version__
+
+__all__ = ["FloatLayer", "Packing", "lay_out_rows", "plan_packing"]
+
+_ALIGNMENT = 64
+_UNPLACED = "(packed while loading)"
+
+
+@dataclass(frozen=True)
+class FloatLayer:
+    """A layer that is packed.
+
+    Attributes:
+        name: Its name in the model.
+        stored: Its module's name in the checkpoint.
+        weight: Its float weight there.
+        bias: Its bias there, which lies beside the packed tensors.
+        is_transposed: Whether the weight is stored [in, out].
+        size: (out, in).
+    """
+
+    name: str
+    stored: str
+    weight: TensorInfo
+    bias: TensorInfo | None
+    is_transposed: bool
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a load packs.
+
+    Attributes:
+        recipe: How.
+        format: What the layers are packed as.
+        layers: They, by their modules' names in the checkpoint, in the order of the model.
+        checkpoint: The checkpoint that they make; the tensors of packed layers lie in no file yet.
+        source: Its `quantization_config`.
+    """
+
+    recipe: Recipe
+    format: Format
+    layers: Mapping[str, FloatLayer]
+    checkpoint: Checkpoint
+    source: dict[str, Any]
+
+
+def plan_packing(
+    model: PreTrainedModel, floats: Checkpoint, config: HfqConfig, key_mapping: dict[str, str] | None = None
+) -> Packing:
+    """Chooses what is packed as `hfq.quantize` does; nothing is read.
+
+    Args:
+        model: The skeleton on meta, before any module was replaced.
+        floats: The float checkpoint.
+        config: Names the method and its options.
+        key_mapping: As for `match_model`.
+
+    Raises:
+        SetupError: The blocks of the model are not known, or nothing is left to pack.
+        FormatError: The checkpoint is quantized already, does not match, or a layer cannot be packed.
+    """
+    check_floats(floats, "nothing was loaded")
+    recipe, match = Recipe.of(config.options()), match_model(model, floats, {}, key_mapping)
+    layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
+    if not layers:
+        raise SetupError(
+            "No layer is left to pack; nothing was loaded.", expected="linear layers in the model's blocks", found="none",
+            fix="correct modules_to_not_convert",
+        )  # fmt: skip
+    weight_format = recipe.weight_format(layer.size for layer in layers.values())
+    for layer in layers.values():
+        recipe.check_size(layer.name, *layer.size)
+    source = recipe.quantization_config(weight_format, _dense(model, match, layers), __version__)
+    replaced = {info.name for layer in layers.values() for info in (layer.weight, layer.bias) if info is not None}
+    tensors = {name: info for name, info in floats.tensors.items() if name not in replaced}
+    tensors |= lay_out_rows(layers.values(), weight_format, _UNPLACED)[0]
+    made = Checkpoint(floats.root, {**floats.config, "quantization_config": source}, dict(floats.headers), tensors)
+    return Packing(recipe, weight_format, layers, made, source)
+
+
+def lay_out_rows(layers: Iterable[FloatLayer], weight_format: Format, file: str) -> tuple[dict[str, TensorInfo], int]:
+    """Where the tensors of packed layers lie in a file of their own: by stored name, and the file's bytes.
+
+    Raises:
+        FormatError: The format cannot hold a layer.
+    """
+    placed: dict[str, TensorInfo] = {}
+    end = 0
+    for layer in layers:
+        tensors = dict(rounded_tensors(weight_format, *layer.size))
+        if layer.bias is not None:
+            tensors["bias"] = layer.bias.dtype, layer.bias.shape, layer.bias.nbytes
+        for local, (dtype, shape, nbytes) in tensors.items():
+            name = f"{layer.stored}.{local}"
+            placed[name] = TensorInfo(name, dtype, shape, ByteRange(file, end, nbytes))
+            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return placed, end
+
+
+def _layers(model: PreTrainedModel, match: Match, floats: Checkpoint, patterns: list[str] | None) -> Iterator[FloatLayer]:
+    """The linear layers of the blocks, experts that are stored one by one among them."""
+    experts = {name: found for name, found in match.packed.items() if found.slot.kind == "expert"}
+    skipped = set(find_skipped(model, patterns, _with_parents(experts)))
+    for block_name, block in find_blocks(model).items():
+        check_unfused(block, block_name, {*skipped, *match.experts})
+        for name, linear in find_linears(block, block_name, skipped).items():
+            weight = match.dense.get(f"{name}.weight")
+            if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
+                raise FormatError(
+                    "A layer is stored in a way that cannot be packed; nothing was loaded.", tensor=f"{name}.weight",
+                    expected="one tensor named ….weight", found=", ".join(match.merged.get(f"{name}.weight", [str(weight)])),
+                    fix="leave it dense with modules_to_not_convert",
+                )  # fmt: skip
+            size = size_of(linear)
+            yield _layer(name, weight, floats, not isinstance(linear, nn.Linear), size)
+        for name, found in experts.items():
+            if name.startswith(f"{block_name}.") and name not in skipped:
+                slot = found.slot
+                yield _layer(name, found.infos["weight"], floats, False, (slot.out_features, slot.in_features))
+
+
+def _layer(name: str, weight: TensorInfo, floats: Checkpoint, is_transposed: bool, size: tuple[int, int]) -> FloatLayer:
+    stored = weight.name.removesuffix(".weight")
+    return FloatLayer(name, stored, weight, floats.tensors.get(f"{stored}.bias"), is_transposed, size)
+
+
+def _with_parents(names: Iterable[str]) -> list[str]:
+    """Names of modules, and of all that they lie in below the experts of a layer."""
+    found: dict[str, None] = {}
+    for name in names:
+        head, _, tail = name.rpartition("experts.")
+        number = tail.partition(".")[0]
+        found |= {f"{head}experts.{number}": None, name: None}
+    return list(found)
+
+
+def _dense(model: PreTrainedModel, match: Match, layers: Mapping[str, FloatLayer]) -> list[str]:
+    """The stored names of linear layers that stay floats."""
+    names = {*find_linears(model, ""), *(name for name, found in match.packed.items() if found.slot.kind == "expert")}
+    names -= {layer.name for layer in layers.values()}
+    return sorted(_stored_module(name, match) for name in names)
+
+
+def _stored_module(name: str, match: Match) -> str:
+    """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
+    info = match.packed[name].infos["weight"] if name in match.packed else match.dense.get(f"{name}.weight")
+    return info.name.removesuffix(".weight") if info is not None else name

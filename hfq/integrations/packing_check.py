@@ -1,0 +1,51 @@
+"""What cannot be packed while loading, and is refused before anything is read."""
+
+from __future__ import annotations
+
+from hfq.errors import SetupError
+from hfq.formats.recipe import Recipe
+from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.zero_config import is_zero3
+
+__all__ = ["check_packing", "refuse_packing"]
+
+_WRITTEN = "write a quantized checkpoint with hfq.quantize, and load that"
+
+
+def check_packing(config: HfqConfig, has_ranks: bool) -> None:
+    """Refuses a method that needs calibration, and loads that several processes share.
+
+    Args:
+        config: Names a method.
+        has_ranks: Whether the load is one of a tensor parallel run.
+
+    Raises:
+        SetupError: Names what cannot go with packing.
+    """
+    problems = {
+        f"method={config.method!r}, which needs a calibration set": (Recipe.of(config.options()).needs_calibration, _WRITTEN),
+        "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
+        "tensor parallelism": (has_ranks, _WRITTEN),
+        f"backing={config.backing!r}": (
+            config.backing in ("arena", "shared"), "leave backing out: what is packed lies in memory of this process",
+        ),
+    }  # fmt: skip
+    for what, (is_so, fix) in problems.items():
+        if is_so:
+            raise SetupError(
+                f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.", found=what,
+                expected="a method that rounds to nearest, and a load of one process", fix=fix,
+            )  # fmt: skip
+
+
+def refuse_packing(config: HfqConfig, caller: str) -> None:
+    """For loads that cannot pack at all.
+
+    Raises:
+        SetupError: The config names a method.
+    """
+    if config.method is not None:
+        raise SetupError(
+            f"{caller} loads what is quantized already, and the config says how to quantize; nothing was loaded.",
+            expected="no method", found=f"method={config.method!r}", fix=_WRITTEN,
+        )  # fmt: skip

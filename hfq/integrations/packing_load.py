@@ -1,0 +1,150 @@
+"""A load of a float checkpoint that packs its layers: one float weight is in memory at any time, and nothing but packed bytes stays.
+
+Once homes are settled, each home gets a private file without a name: in `offload_folder` for `disk`, in memory for every other. What
+is written to it is read, mapped and streamed as the files of a checkpoint are. Where no row is used as it lies there, as on an
+accelerator, the memory is given back when the rows have been read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.private import PrivateFile
+from hfq.errors import FormatError, PlacementError
+from hfq.formats.gptq import Gptq
+from hfq.formats.rounding import round_weight
+from hfq.integrations.checks import open_files
+from hfq.integrations.compat import passed_key_mapping, passed_offload_folder
+from hfq.integrations.loading import Loading
+from hfq.integrations.packing import FloatLayer, Packing, lay_out_rows, plan_packing
+from hfq.integrations.rows import progress_bar
+from hfq.integrations.transformers import HfqConfig
+from hfq.modules.packed import PackedModule
+from hfq.modules.row import read_tensor
+from hfq.spec import TensorInfo
+
+__all__ = ["PackingLoading"]
+
+logger = logging.get_logger("hfq")
+
+
+class PackingLoading(Loading):
+    """A load that packs; see the file's docstring, and `Loading`.
+
+    Attributes:
+        packing: What is packed, and how.
+    """
+
+    packing: Packing
+
+    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
+        return self._saved(model, folder, is_main_process)
+
+    def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
+        if config.source is not None:
+            raise FormatError(
+                "The config says that the model is quantized already; nothing was loaded.", file="config.json",
+                expected="a model of floats", found=f"quant_method={config.source.get('quant_method')!r}",
+                fix="leave method out to load it, or pass the float checkpoint that it was made of",
+            )  # fmt: skip
+        self.packing = plan_packing(self.model, open_files(files), config, passed_key_mapping())
+        return self.packing.checkpoint, self.packing.source
+
+    def _load_rows(self) -> None:
+        files = self._pack()
+        super()._load_rows()
+        mapped = {info.range.file for row in self.read_plan.rows if row.how == "mapped" for info in row.infos.values()}
+        for home, file in files.items():
+            if home != "disk" and file.label not in mapped:
+                file.empty()
+
+    @contextmanager
+    def _saved(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
+        with super().saved_like_source(model, folder, is_main_process) as is_written_here:
+            yield is_written_here
+        is_whole = is_main_process and not getattr(model, "_hf_peft_config_loaded", False) and not Path(folder).is_file()
+        if is_whole and isinstance(self.packing.format, Gptq):  # which is what older readers of GPTQ look for
+            text = json.dumps(self.packing.source, indent=2) + "\n"
+            Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
+
+    def _pack(self) -> dict[str, PrivateFile]:
+        """Packs every layer into the file of its home, one after the other."""
+        started, by_home = time.perf_counter(), self._by_home()
+        files: dict[str, PrivateFile] = {}
+        for home, modules in by_home.items():
+            layers = [layer for _, layer in modules]
+            label = _label(home)
+            placed, nbytes = lay_out_rows(layers, self.packing.format, label)
+            files[home] = PrivateFile(self.reader, label, nbytes, passed_offload_folder() if home == "disk" else None)
+            for module, layer in modules:
+                self._rebind(module, layer, placed)
+        with progress_bar(sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing") as progress:
+            for home, modules in by_home.items():
+                for module, layer in modules:
+                    self._pack_layer(module, layer, files[home])
+                    progress(layer.weight.nbytes)
+                files[home].finish()
+        logger.info(
+            "hfq: packed %d layers as %s in %.2f s", len(self.packing.layers), self.packing.format.describe(),
+            time.perf_counter() - started,
+        )  # fmt: skip
+        return files
+
+    def _by_home(self) -> dict[str, list[tuple[PackedModule, FloatLayer]]]:
+        """The packed modules of each home with the layers that they are made of, in the order of the model."""
+        made = {}
+        for name, module in self.packed.items():
+            stored = next(iter(module.infos.values())).name.rpartition(".")[0]
+            if stored in self.packing.layers:
+                made[stored] = name, module
+        found: dict[str, list[tuple[PackedModule, FloatLayer]]] = {}
+        for stored, layer in self.packing.layers.items():
+            name, module = made[stored]
+            home = self.homes[f"{name}.{next(iter(module.infos))}"]
+            if home == "disk" and passed_offload_folder() is None:
+                raise PlacementError(
+                    "A layer that is packed while loading rests on disk, and nothing says in which folder; nothing was loaded.",
+                    tensor=layer.name, expected="offload_folder", found="None",
+                    fix="pass from_pretrained(offload_folder=…): a folder with room for the packed layers, on a fast disk",
+                )  # fmt: skip
+            found.setdefault(home, []).append((module, layer))
+        return found
+
+    def _rebind(self, module: PackedModule, layer: FloatLayer, placed: dict[str, TensorInfo]) -> None:
+        """Says where a layer's tensors lie, now that this is settled, to all who ask."""
+        own = {local: placed[f"{layer.stored}.{local}"] for local in module.infos}
+        module.infos.update(own)
+        self.match.packed[module.name].infos.update(own)
+        self.checkpoint.tensors.update({info.name: info for info in own.values()})
+
+    def _pack_layer(self, module: PackedModule, layer: FloatLayer, file: PrivateFile) -> None:
+        weight = read_tensor(self.reader, layer.weight).to(torch.float32)
+        tensors = round_weight(layer.name, weight.t() if layer.is_transposed else weight, self.packing.format)
+        del weight
+        if layer.bias is not None:
+            tensors["bias"] = read_tensor(self.reader, layer.bias)
+        for local, info in module.infos.items():
+            flat = tensors[local].contiguous().reshape(-1).view(torch.uint8)
+            if flat.numel() != info.nbytes:
+                raise FormatError(
+                    "A layer was packed into other bytes than planned; nothing was loaded.", tensor=info.name,
+                    expected=f"{info.nbytes} bytes", found=f"{flat.numel()} bytes", fix="this is a fault in hfq: report it",
+                )  # fmt: skip
+            file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy arrays are buffers
+
+
+def _label(home: str) -> str:
+    """What a home's file is called in messages and byte ranges; the folder before it tells on which file system it lies."""
+    if home == "disk":
+        return f"{Path(passed_offload_folder() or '').absolute()}/(packed while loading)"
+    return f"/dev/shm/(packed while loading, {home})"

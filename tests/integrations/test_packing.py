@@ -1,0 +1,272 @@
+"""Packing while loading: the bytes that `hfq.quantize` writes, in every home, one layer at a time, and nothing left behind."""
+
+import errno
+import gc
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from quantize.test_families import FUSED, IDS, MODELS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hfq
+from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
+from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq.checkpoint import Checkpoint, private
+from hfq.formats.source import source_config
+from hfq.integrations.loaded import loading_of
+from hfq.integrations.packing_check import refuse_packing
+
+pytest.importorskip("optimum.gptq")
+SOURCE = tiny_models.DATA / "tiny-llama"
+TOKENS = torch.arange(3, 40)[None]
+SMALL = torch.arange(12)[None]
+SKIPPED = ["model.layers.1.mlp"]
+SPLIT = {"": "cpu", "model.layers.0.mlp": "disk", "model.layers.2": "disk", "lm_head": "disk"}
+HOMES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" under a limit that sends a part to disk
+
+
+def load(path, device_map=None, folder=None, max_memory=None, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(**options), device_map=device_map, offload_folder=folder, max_memory=max_memory
+    )
+
+
+def logits(model, tokens=TOKENS):
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def private_files():
+    """The bytes of each file without a name that this process holds open, by inode: a map holds a descriptor of its own."""
+    gc.collect()
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target, status = os.readlink(f"/proc/self/fd/{descriptor}"), os.stat(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if "memfd:hfq-packed" in target or ("(deleted)" in target and "/offload" in target):
+            found[status.st_ino] = status.st_size
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return tiny_models.write_model(tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What `hfq quantize --method rtn` writes of the trained model."""
+    folder = tmp_path_factory.mktemp("written") / "rtn"
+    hfq.quantize(SOURCE, HfqConfig(method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED), output=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(written):
+    return logits(load(written))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "offload").mkdir()
+    return tmp_path / "offload"
+
+
+@pytest.mark.parametrize("device_map", HOMES, ids=str)
+def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, device_map, folder, tmp_path):
+    before = private_files()
+    nbytes = sum(info.nbytes for info in Checkpoint.open(written).tensors.values())
+    limit = {"cpu": nbytes * 19 // 20} if device_map == "auto" else None
+    model = load(SOURCE, device_map, folder, limit, method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    assert torch.equal(logits(model), expected)
+    assert not list(folder.iterdir())
+    homes = {loading_of(model).homes[f"{name}.qweight"] for name in loading_of(model).packed}
+    assert homes == ({"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"})
+    assert len(private_files().keys() - before.keys()) == len(homes)
+    model.save_pretrained(tmp_path / "saved")
+    assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(written)
+    configs = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (tmp_path / "saved", written)]
+    assert configs[0] == configs[1]
+    assert (tmp_path / "saved" / "quantize_config.json").read_text() == (written / "quantize_config.json").read_text()
+    del model
+    assert private_files() == before
+
+
+@pytest.mark.parametrize("options", [{"method": "fp8"}, {"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"},
+                                     {"method": "glm"}, {"method": "glm", "num_bits": 8},
+                                     {"method": "rtn", "group_size": -1, "symmetric": False}], ids=str)  # fmt: skip
+def test_every_method_that_needs_no_calibration_packs_while_loading(small, options, folder, tmp_path):
+    hfq.quantize(small, HfqConfig(**options), output=tmp_path / "written")
+    model = load(small, {"": "cpu", "model.layers.1": "disk"}, folder, **options)
+    assert torch.equal(logits(model, SMALL), logits(load(tmp_path / "written"), SMALL))
+    model.save_pretrained(tmp_path / "saved")
+    assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(tmp_path / "written")
+    assert source_config(Checkpoint.open(tmp_path / "saved")) == loading_of(model).packing.source
+
+
+def test_a_config_that_names_hfq_packs_as_well(small):
+    config = hfq.take_over(small, HfqConfig(method="fp8"))
+    model = AutoModelForCausalLM.from_pretrained(small, config=config)
+    assert torch.equal(logits(model, SMALL), logits(load(small, method="fp8"), SMALL))
+
+
+@pytest.fixture
+def family(tmp_path, kind):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**MODELS, **FUSED}[kind], tie_word_embeddings=kind == "opt")
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    model.save_pretrained(tmp_path / "floats")
+    return tmp_path / "floats"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mixtral"])
+def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(family, kind, folder, tmp_path):
+    options = {"method": "rtn", "num_bits": 8, "group_size": 32}
+    options |= {"modules_to_not_convert": ["experts.1", "q_proj"]} if kind == "mixtral" else {}
+    hfq.quantize(family, HfqConfig(**options), output=tmp_path / "written")
+    expected = logits(load(tmp_path / "written"), IDS)
+    model = load(family, {"": "disk" if kind == "mixtral" else "cpu"}, folder, **options)
+    assert torch.equal(logits(model, IDS), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(tmp_path / "written")
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss"])
+def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family, kind):
+    with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*modules_to_not_convert=\['mlp.experts'\]"):
+        load(family, method="rtn", group_size=32)
+    model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
+    assert len(loading_of(model).packed) == 2 * 4
+    assert torch.isfinite(logits(model, IDS)).all()
+
+
+def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
+    """The peak while 78 MB of bfloat16 are packed: what stays (the ring of a streamed model, or the packed one) and 32 MB."""
+    architecture = Architecture(512, 8)
+    source = make_checkpoint(tmp_path, architecture, "bf16")
+    floats = sum(tensor.nbytes for tensor in architecture.tensors("bf16").values())
+    load(SOURCE, {"": "disk"}, folder, method="glm")  # what is imported and compiled once
+    for device_map in ({"": "disk"}, {"": "cpu"}):
+        gc.collect()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pytest.skip("the system does not reset the peak of a process")
+        before = _status("VmRSS")
+        model = load(source, device_map, folder, method="glm")
+        peak, loading = _status("VmHWM") - before, loading_of(model)
+        allowed = (32 << 20) + (loading.streamer.regions.buffer.nbytes if loading.streamer else loading.plan.resident_nbytes())
+        print(f"{device_map}: {peak / 2**20:.1f} MiB at the peak, {allowed / 2**20:.1f} allowed")
+        assert peak < allowed < floats
+        del model, loading
+
+
+def _status(field):
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+REFUSED = [
+    ({"method": "gptq"}, {}, SetupError, r"method='gptq', which needs a calibration set"),
+    ({"method": "rtn"}, {"tp_plan": "auto"}, SetupError, "tensor parallelism"),
+    ({"method": "rtn", "backing": "shared"}, {}, SetupError, "backing='shared'"),
+    ({"method": "rtn", "backing": "arena"}, {}, SetupError, "backing='arena'"),
+    ({"method": "rtn", "group_size": 96}, {}, FormatError, "cannot hold a layer"),
+    ({"method": "rtn", "modules_to_not_convert": ["mpl"]}, {}, SetupError, "matches nothing"),
+    ({"method": "rtn", "modules_to_not_convert": ["layers"]}, {}, SetupError, "No layer is left"),
+    ({"method": "rtn"}, {"device_map": {"": "disk"}}, PlacementError, r"in which folder"),
+    ({"method": "rtn"}, {"device_map": {"": "disk"}, "offload_folder": "/no/such/folder"}, CheckpointError, "could not be written"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "arguments", "error", "named"), REFUSED, ids=str)
+def test_what_cannot_be_packed_is_refused_by_name(options, arguments, error, named):
+    with pytest.raises(error, match=named) as refusal:
+        AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=HfqConfig(**options), **arguments)
+    assert refusal.value.fix
+
+
+def test_under_deepspeed_zero_3_is_refused_and_memory_that_nothing_maps_is_given_back(small):
+    """DeepSpeed casts tensors that lie one by one, so that rows are copied from where they were packed."""
+    pytest.importorskip("deepspeed")
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    with pytest.raises(SetupError, match="ZeRO-3"):
+        load(small, method="fp8")
+    del alive
+    alive, before = (
+        HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}),
+        private_files(),
+    )
+    model = load(small, method="fp8")
+    assert {before.get(inode, size) for inode, size in private_files().items()} - {*before.values()} == {0}
+    del alive
+    assert torch.equal(logits(model, SMALL), logits(load(small, method="fp8"), SMALL))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama-gptq", "tiny-llama-fp8"])
+def test_what_is_quantized_already_is_refused(name):
+    with pytest.raises(FormatError, match=r"quantized already; nothing was loaded"):
+        load(tiny_models.DATA / name, method="rtn", group_size=32)
+
+
+def test_codes_that_no_config_names_are_refused(tmp_path):
+    tiny_models.write_model(tmp_path, tiny_models.packed_tensors(hfq.FORMATS["fp8"]()), None)
+    with pytest.raises(FormatError, match="holds codes; nothing was loaded"):
+        load(tmp_path, method="rtn", group_size=32)
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path):
+    tensors = tiny_models.packed_tensors(hfq.FORMATS["dense"]())
+    tensors[f"{tiny_models.FIRST}.weight"][3, 5] = float("inf")
+    tiny_models.write_model(tmp_path, tensors, None)
+    with pytest.raises(SetupError, match=r"(?s)not finite.*layers\.0\.self_attn\.q_proj"):
+        load(tmp_path, method="fp8")
+
+
+def test_a_disk_without_room_is_found_before_anything_is_packed(folder, monkeypatch):
+    usage = private.shutil.disk_usage(folder)
+    monkeypatch.setattr(private.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"(?s)too little room.*1,000 bytes free.*offload_folder"):
+        load(SOURCE, {"": "disk"}, folder, method="fp8")
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing(folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = private_files()
+    monkeypatch.setattr(private.os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        load(SOURCE, {"": "disk"}, folder, method="fp8")
+    assert private_files() == before
+    assert not list(folder.iterdir())
+
+
+def test_a_file_system_without_nameless_files_gets_one_whose_name_is_taken_away(folder, monkeypatch, expected):
+    monkeypatch.setattr(private, "_WITHOUT_NAME", 0)
+    model = load(SOURCE, {"": "disk"}, folder, method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    assert not list(folder.iterdir())
+    assert torch.equal(logits(model), expected)
+
+
+def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
+    options = {"method": "rtn", "num_bits": 3, "group_size": 64, "modules_to_not_convert": SKIPPED}
+    model = load(SOURCE, {"": "disk"}, folder, stream="direct", verify="always", **options)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), expected)
+
+
+def test_loads_that_cannot_pack_refuse_the_method():
+    refuse_packing(HfqConfig(), "hfq.fms.load")
+    with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load loads what is quantized already.*method='fp8'"):
+        refuse_packing(HfqConfig(method="fp8"), "hfq.fms.load")
