@@ -18,11 +18,11 @@ from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
 from hfq.quantize.report import LayerReport
 
-__all__ = ["BlockQuantizer", "as_weight", "put_weight"]
+__all__ = ["MOMENTS_NBYTES", "BlockQuantizer", "as_weight", "check_finite_weight", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS_NBYTES = 512 << 20
+MOMENTS_NBYTES = 512 << 20
 """Moments that are gathered in one pass; a mixture with many experts takes several."""
 
 
@@ -35,6 +35,11 @@ class BlockQuantizer:
         weight_format: What they are written in.
         recipe: How they are quantized.
         read: Reads the weight of a layer that is on meta, by its name.
+        dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
+
+    Attributes:
+        packed: The tensors of each layer that is done.
+        changed: The other parameters of the block that take part, by their names within it, in the dtypes they are stored in.
     """
 
     def __init__(
@@ -44,9 +49,12 @@ class BlockQuantizer:
         weight_format: Format,
         recipe: Recipe,
         read: Callable[[str], torch.Tensor],
+        dtype_of: Callable[[str], torch.dtype],
     ) -> None:
         self.block, self.linears, self.format, self.recipe, self.read = block, dict(linears), weight_format, recipe, read
+        self.dtype_of = dtype_of
         self.packed: dict[str, dict[str, torch.Tensor]] = {}
+        self.changed: dict[str, torch.Tensor] = {}
         self.reports: list[LayerReport] = []
 
     def run(
@@ -89,7 +97,7 @@ class BlockQuantizer:
             nbytes = 0
             for group in stage:
                 size = 4 * size_of(self.linears[group[0]])[1] ** 2
-                if part and nbytes + size > _MOMENTS_NBYTES:
+                if part and nbytes + size > MOMENTS_NBYTES:
                     yield part
                     part, nbytes = [], 0
                 part.append(group)
@@ -98,7 +106,7 @@ class BlockQuantizer:
 
     def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         first = {group[0]: self.linears[group[0]] for group in stage}
-        moments = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
+        moments: dict[str, Moments] = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
         for group in stage:
             self._quantize_group(group, moments.pop(group[0]))
 
@@ -116,6 +124,10 @@ class BlockQuantizer:
                 moments.tokens,
                 in_features,
             )
+        self._solve_group(group, moments)
+
+    def _solve_group(self, group: list[str], moments: Moments) -> None:
+        """Quantizes layers of one input that tokens reached."""
         tokens = moments.tokens
         factor = factorize(moments.mean(), self.recipe, group[0])
         del moments
@@ -126,13 +138,9 @@ class BlockQuantizer:
             self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
 
     def _round(self, name: str, tokens: int | None) -> None:
-        method = "rtn" if self.recipe.method == "gptq" else self.recipe.method
+        method = "rtn" if self.recipe.needs_calibration else self.recipe.method
         weight = self._weight(name)
-        if not torch.isfinite(weight).all():
-            raise SetupError(
-                "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
-                found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
-            )  # fmt: skip
+        check_finite_weight(name, weight)
         packed = self.format.quantize(weight)
         rounded = as_weight(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False), packed)
         loss = float((rounded - weight).square().mean()) if tokens is None else None
@@ -158,6 +166,19 @@ class BlockQuantizer:
                 "The calibration set never reaches a layer; it cannot be quantized.", tensor=missing[0], expected="a layer that runs",
                 found=f"{len(missing)} that do not: {', '.join(missing[:4])}", fix="leave them dense with modules_to_not_convert",
             )  # fmt: skip
+
+
+def check_finite_weight(name: str, weight: torch.Tensor) -> None:
+    """Refuses a weight that holds what is not a number.
+
+    Raises:
+        SetupError: Names the layer.
+    """
+    if not torch.isfinite(weight).all():
+        raise SetupError(
+            "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
+            found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
+        )  # fmt: skip
 
 
 def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:

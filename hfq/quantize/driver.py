@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint import Reader
 from hfq.checkpoint.folder import check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
@@ -22,9 +23,10 @@ from hfq.formats import Format
 from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.integrations.transformers import HfqConfig
-from hfq.modules.row import read_tensor
-from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
+from hfq.quantize.awq import AwqQuantizer
+from hfq.quantize.block import BlockQuantizer
 from hfq.quantize.calibration import Calibration, Text, calibrate
+from hfq.quantize.finished import put_finished
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
@@ -140,34 +142,28 @@ class _Job:
         with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
             if is_done:
-                self._put_finished(shard, linears)
+                changed = self.journal.shards[shard]["notes"]["changed"]
+                put_finished(self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe)
             else:
-                quantizer = BlockQuantizer(block, linears, self.format, self.recipe, self.source.weight)
+                kind = AwqQuantizer if self.recipe.method == "awq" else BlockQuantizer
+                dtype_of = functools.partial(self.source.dtype_of, name)
+                quantizer = kind(block, linears, self.format, self.recipe, self.source.weight, dtype_of)
                 packed, reports = quantizer.run(hidden, calls)
-                notes = {"layers": [asdict(report) for report in reports]}
-                self.journal.add(shard, dict(self._stored(name, packed)), notes)
+                notes = {"layers": [asdict(report) for report in reports], "changed": sorted(quantizer.changed)}
+                self.journal.add(shard, dict(self._stored(name, packed, quantizer.changed)), notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
 
-    def _put_finished(self, shard: str, linears: Mapping[str, nn.Module]) -> None:
-        finished = Checkpoint.from_files([self.journal.folder / shard])
-        reader = Reader(finished)
-        for full, layer in linears.items():
-            prefix = f"{self.source.stored_module(full)}."
-            own = {
-                name.removeprefix(prefix): read_tensor(reader, info)
-                for name, info in finished.tensors.items()
-                if name.startswith(prefix) and name != f"{prefix}bias"
-            }
-            put_weight(layer, as_weight(self.format, self.recipe, own))
-
-    def _stored(self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, StoredTensor]]:
-        """The shard of a block: packed layers in the place of their weights, everything else as it is; the widest first."""
+    def _stored(
+        self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]], changed: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """The shard of a block: packed layers for weights, what changed with them, all else as it is; the widest first."""
+        new = {self.source.stored(f"{block}.{local}").name: _as_stored(tensor) for local, tensor in changed.items()}
         owners = {self.source.stored(f"{full}.weight").name: full for full in packed}
         entries: list[tuple[str, StoredTensor]] = []
         for info in self.source.stored_of(block):
             if info.name not in owners:
-                entries.append((info.name, _copied(info, self.source.reader)))
+                entries.append((info.name, new.get(info.name) or _copied(info, self.source.reader)))
                 continue
             full = owners[info.name]
             entries += [

@@ -19,6 +19,8 @@ class LayerReport:
         tokens: The calibration tokens that reached it; None where the method needs none.
         loss: The mean squared error of its outputs on them.
         damping: The damping that its factorization took.
+        exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where nothing before it can take
+            a scale.
     """
 
     name: str
@@ -26,6 +28,7 @@ class LayerReport:
     tokens: int | None = None
     loss: float | None = None
     damping: float | None = None
+    exponent: float | None = None
 
 
 @dataclass(frozen=True)

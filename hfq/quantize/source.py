@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import FormatError
+from hfq.formats.dtypes import torch_dtype
 from hfq.formats.source import source_config
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
@@ -66,6 +67,10 @@ class Source:
         """Where a parameter of the model is stored."""
         module, _, local = parameter.rpartition(".")
         return self._packed[module].infos[local] if module in self._packed else self._match.dense[parameter]
+
+    def dtype_of(self, block: str, local: str) -> torch.dtype:
+        """The dtype that a parameter of a block is stored in."""
+        return torch_dtype(self.stored(f"{block}.{local}").dtype)
 
     def stored_module(self, name: str) -> str:
         """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
