@@ -20,7 +20,7 @@ __all__ = ["quantize"]
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The float checkpoint's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
-    method: Annotated[str, typer.Option(help="gptq, rtn (round to nearest) or fp8.")] = "gptq",
+    method: Annotated[str, typer.Option(help="gptq, awq, rtn (round to nearest) or fp8.")] = "gptq",
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8; by default 4.")] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")

@@ -114,10 +114,11 @@ class Recipe:
         if isinstance(weight_format, Gptq):
             return self._gptq_config(dense, version)
         if isinstance(weight_format, Awq):
-            return {
+            config = {
                 "quant_method": "awq", "bits": self.num_bits, "group_size": self.group_size, "zero_point": True, "version": "gemm",
                 "modules_to_not_convert": dense or None, "meta": {"quantizer": [f"hfq:{version}"]},
             }  # fmt: skip
+            return config | _dynamic(dense)
         if isinstance(weight_format, Fp8) and weight_format.strategy == "block":
             return {
                 "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
@@ -148,12 +149,17 @@ class Recipe:
             "lm_head": False, "pack_dtype": "int32",
             "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damping, "static_groups": self.static_groups},
         }  # fmt: skip
-        inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
-        return config | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})
+        return config | _dynamic(dense)
 
 
 RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
 """The names of a recipe's options, which are options of `HfqConfig` too."""
+
+
+def _dynamic(dense: list[str]) -> dict[str, Any]:
+    """gptqmodel's rules for layers of blocks that stay floats; the head it knows."""
+    inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
+    return {"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}
 
 
 def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:
