@@ -40,6 +40,9 @@ def quantize(
     damping: Annotated[
         float | None, typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05.")
     ] = None,
+    recovery: Annotated[
+        int | None, typer.Option(min=0, metavar="STEPS", help="Steps of distillation of each block against the float model.")
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A module that stays floats; may be given again.")] = None,
     calibration: Annotated[
         str | None, typer.Option(metavar="FILE|DATASET", help="Text, or wikitext2, c4 or c4-new with the package datasets.")
@@ -58,7 +61,7 @@ def quantize(
 
     options: dict[str, Any] = {
         "num_bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": act_order, "damping": damping,
-        "static_groups": static_groups, "clip_search": clip_search,
+        "static_groups": static_groups, "clip_search": clip_search, "recovery": recovery,
     }  # fmt: skip
     logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
     config = HfqConfig(method=method, modules_to_not_convert=skip, **options)

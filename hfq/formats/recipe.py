@@ -25,6 +25,7 @@ METHODS = {
 """What `Recipe.method` may be."""
 
 _BLOCK = 128
+_RECOVERABLE = ("gptq", "awq", "rtn")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Recipe:
         damping: What is added to the Hessian's diagonal, as a share of its mean; grows where a factorization fails.
         clip_search: Whether GPTQ and AWQ narrow each range where that lowers the weighted squared error; None for AWQ, and for 2 and
             3 bits of GPTQ alone, where it helps most.
+        recovery: Steps of block-wise distillation against the float model after each block of integer codes; 0 for none.
 
     Raises:
         SetupError: A value is unusable, or values contradict each other.
@@ -58,6 +60,7 @@ class Recipe:
     group_order: bool = True
     damping: float = 0.05
     clip_search: bool | None = None
+    recovery: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -68,6 +71,10 @@ class Recipe:
             raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
         if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
             raise _unusable("damping", self.damping, "a number between 0 and 1")
+        if type(self.recovery) is not int or self.recovery < 0:
+            raise _unusable("recovery", self.recovery, "a number of steps, 0 or more")
+        if self.recovery and self.method not in _RECOVERABLE:
+            raise _unusable("recovery", self.recovery, f"0 with method={self.method!r}: it trains the scales of integer codes")
         if self.symmetric is None:
             object.__setattr__(self, "symmetric", self.method != "awq")
         for option in fields(self):
@@ -87,9 +94,14 @@ class Recipe:
         return (self.method == "awq" or self.num_bits < 4) if self.clip_search is None else self.clip_search
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether the method looks at activations."""
+    def measures(self) -> bool:
+        """Whether the method chooses codes by activations."""
         return self.method in ("gptq", "awq")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether the method, or recovery, looks at activations."""
+        return self.measures or self.recovery > 0
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
         """The dialect that layers of these sizes (out, in) are written in: one for all of them."""

@@ -68,7 +68,7 @@ class HfqConfig(QuantizationConfigMixin):
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
         method: How `hfq.quantize` quantizes a float checkpoint; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`,
-            `group_size`, `symmetric`, `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`.
+            `group_size`, `symmetric`, `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`, `recovery`.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.

@@ -73,7 +73,7 @@ class BlockQuantizer:
             SetupError: A layer that every token passes was reached by none, or its activations are not finite.
             FormatError: A weight cannot be packed.
         """
-        if not self.recipe.needs_calibration:
+        if not self.recipe.measures:
             for name in self.linears:
                 self._round(name, None)
             return self.packed, self.reports
@@ -138,7 +138,7 @@ class BlockQuantizer:
             self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
 
     def _round(self, name: str, tokens: int | None) -> None:
-        method = "rtn" if self.recipe.needs_calibration else self.recipe.method
+        method = "rtn" if self.recipe.measures else self.recipe.method
         weight = self._weight(name)
         check_finite_weight(name, weight)
         packed = self.format.quantize(weight)

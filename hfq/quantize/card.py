@@ -56,6 +56,11 @@ def model_card(
             "",
             f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}.",
         ]
+    for block, (before, after) in report.recovered.items():
+        kept = (
+            f"fell from {before:.3g} to {after:.3g}" if after < before else f"is {before:.3g}: what was trained was not kept"
+        )
+        lines += ["", f"Recovery of {block}: the mean squared error of its outputs {kept}."]
     told = (
         ("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few),
         ("Rounded without scaling, since nothing before them can take a scale", plain),

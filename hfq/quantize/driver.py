@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,12 @@ from hfq.formats import Format
 from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.integrations.transformers import HfqConfig
-from hfq.quantize.awq import AwqQuantizer
-from hfq.quantize.block import BlockQuantizer
 from hfq.quantize.calibration import Calibration, Text, calibrate
-from hfq.quantize.finished import put_finished
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
+from hfq.quantize.quantized import put_finished, quantize_block
+from hfq.quantize.recovery import Teacher
 from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
@@ -49,7 +46,7 @@ def quantize(
     """Writes a quantized copy of a float checkpoint, block by block.
 
     Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
-    libraries take. A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+    libraries take (of AWQ, of up to 512 MiB of inputs; recovery holds the hidden states twice, and the block with its gradients). A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
 
     Args:
         model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
@@ -115,20 +112,22 @@ class _Job:
         hidden, calls = (
             capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
         )
+        self.teacher = Teacher(hidden) if self.recipe.recovery else None
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
             self._block(name, shard, hidden, calls.get(name, ()), is_last=number == len(self.source.blocks))
             made += is_made
-            reports = tuple(LayerReport(**entry) for entry in self.journal.shards[shard]["notes"]["layers"])
+            reports = tuple(LayerReport(**entry) for entry in self._notes(shard)["layers"])
             layers += reports
             seconds = time.perf_counter() - started
             eta = seconds / made * (len(self.source.blocks) - number) if made else None
             if progress is not None:
                 progress(Progress(name, number, len(self.source.blocks), reports, seconds, eta))
         report = QuantizeReport(
-            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started
-        )
+            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started,
+            {name: tuple(found) for name, shard in self._shards().items() if (found := self._notes(shard)["recovered"])},
+        )  # fmt: skip
         finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
         return report
 
@@ -141,16 +140,13 @@ class _Job:
             return
         with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
+            targets = self.teacher.advance(block, calls) if self.teacher else None
             if is_done:
-                changed = self.journal.shards[shard]["notes"]["changed"]
+                changed = self._notes(shard)["changed"]
                 put_finished(self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe)
             else:
-                kind = AwqQuantizer if self.recipe.method == "awq" else BlockQuantizer
-                dtype_of = functools.partial(self.source.dtype_of, name)
-                quantizer = kind(block, linears, self.format, self.recipe, self.source.weight, dtype_of)
-                packed, reports = quantizer.run(hidden, calls)
-                notes = {"layers": [asdict(report) for report in reports], "changed": sorted(quantizer.changed)}
-                self.journal.add(shard, dict(self._stored(name, packed, quantizer.changed)), notes)
+                made = quantize_block(self.source, name, linears, self.format, self.recipe, hidden, calls, targets)
+                self.journal.add(shard, dict(self._stored(name, made.packed, made.changed)), made.notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
 
@@ -179,6 +175,9 @@ class _Job:
         if shard not in self.journal and rest:
             rest.sort(key=lambda info: -DTYPE_BITS[info.dtype])
             self.journal.add(shard, {info.name: _copied(info, self.source.reader) for info in rest}, {"layers": []})
+
+    def _notes(self, shard: str) -> dict[str, Any]:
+        return self.journal.shards[shard]["notes"]
 
     def _shards(self) -> dict[str, str]:
         return {name: self._name(number) for number, name in enumerate(self.source.blocks, 1)}
@@ -221,9 +220,10 @@ def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int
     if not recipe.needs_calibration:
         return None
     if text is None:
+        what = f"method={recipe.method!r}" if recipe.measures else "recovery"
         raise SetupError(
-            f"method={recipe.method!r} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
-            found="None", fix="pass text like that which the model will read, or use method='rtn'",
+            f"{what} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
+            found="None", fix="pass text like that which the model will read, or use method='rtn' without recovery",
         )  # fmt: skip
     from transformers import AutoTokenizer
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["LayerReport", "Progress", "QuantizeReport"]
@@ -60,6 +61,7 @@ class QuantizeReport:
         nbytes: The bytes of all tensors.
         resumed: Blocks that an earlier run had finished.
         seconds: How long it took.
+        recovered: With recovery, the mean squared error of each block's outputs before and after it.
     """
 
     path: Path
@@ -68,3 +70,4 @@ class QuantizeReport:
     nbytes: int
     resumed: int
     seconds: float
+    recovered: Mapping[str, tuple[float, float]] = field(default_factory=dict)
