@@ -49,7 +49,7 @@ class AwqQuantizer(BlockQuantizer):
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
         """As `BlockQuantizer.run`; the norms and biases that took a scale are in `changed`."""
-        seen, known = trace(self.block, self.linears, batches[0], calls[0]), dict[str, str]()
+        seen, known = trace(self.block, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {
             group[0]: find_fold(self.block, self.linears, group, seen, batches[0], calls[0], known) for group in groups
@@ -73,14 +73,17 @@ class AwqQuantizer(BlockQuantizer):
         return groups
 
     def _parts(self, groups: Stage) -> Iterator[Stage]:
+        """The groups in parts whose moments fit."""
         part: Stage = []
+        nbytes = 0
         for group in groups:
-            part.append(group)
-            if sum(4 * size_of(self.linears[each[0]])[1] ** 2 for each in part) >= MOMENTS_NBYTES:
+            size = 4 * size_of(self.linears[group[0]])[1] ** 2
+            if part and nbytes + size > MOMENTS_NBYTES:
                 yield part
-                part = []
-        if part:
-            yield part
+                part, nbytes = [], 0
+            part.append(group)
+            nbytes += size
+        yield part
 
     def _solve_group(self, group: list[str], moments: Moments) -> None:
         if not isinstance(moments, InputMoments) or not isinstance(self.format, Awq):
@@ -89,6 +92,8 @@ class AwqQuantizer(BlockQuantizer):
         hessian = moments.mean()
         _check(hessian, group[0])
         weights = [self._weight(name) for name in group]
+        for name, weight in zip(group, weights, strict=True):
+            check_finite_weight(name, weight)
         rounding = Rounding(self.format)
         fold, exponent = self.folds.get(group[0]), None
         if fold is not None:
@@ -99,7 +104,6 @@ class AwqQuantizer(BlockQuantizer):
                 weights = [weight * given for weight in weights]
                 hessian.div_(given).div_(given[:, None])
         for name, weight in zip(group, weights, strict=True):
-            check_finite_weight(name, weight)
             shares = rounding.search_shares(weight, hessian) if self.recipe.narrows else None
             codes, scales, zeros = rounding.codes(weight, shares)
             packed = self.format.pack(codes.flatten(1), scales, zeros)

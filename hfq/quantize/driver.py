@@ -46,7 +46,8 @@ def quantize(
     """Writes a quantized copy of a float checkpoint, block by block.
 
     Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
-    libraries take (of AWQ, of up to 512 MiB of inputs; recovery holds the hidden states twice, and the block with its gradients). A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+    libraries take (of AWQ, moments of up to 512 MiB; with recovery, hidden states twice, and a block's weights and their gradients). A
+    run that was killed goes on where it stopped when it is started again, and gives the same bytes.
 
     Args:
         model_or_path: The checkpoint's folder, or a model that hfq loaded from it.

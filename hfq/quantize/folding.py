@@ -9,13 +9,14 @@ may feed them, head by head perhaps, and each candidate is tried: powers of two 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hfq.quantize.layers import is_expert, size_of, without_number
+from hfq.quantize.layers import is_expert, size_of, with_number_of, without_number
 from hfq.quantize.replay import Call, run_block
 
 __all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
@@ -143,7 +144,7 @@ def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tens
 
 def find_fold(
     block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace, hidden: torch.Tensor, call: Call,
-    known: dict[str, str],
+    known: dict[str, Fold | None],
 ) -> Fold | None:  # fmt: skip
     """The module that can take a scale of the input of some layers.
 
@@ -157,22 +158,29 @@ def find_fold(
         known: What was found for the same layers of other experts; added to.
 
     Returns:
-        It, or None where there is none, or where these hidden states do not reach the layers.
+        It, or None where there is none, or where these hidden states reach neither the layers nor those of another expert.
     """
-    if group[0] not in seen.inputs:
-        return None
-    candidates = list(_candidates(block, linears, group, seen))
     pattern = without_number(group[0])
     if is_expert(group[0]) and pattern in known:
-        return next((fold for fold in candidates if without_number(fold.name) == known[pattern]), None)
+        return _of_expert(known[pattern], group[0], block, linears)
+    if group[0] not in seen.inputs:
+        return None
     layers = [linears[name] for name in group]
     effect = _change(block, layers, None, seen.output, hidden, call)
-    fits = (
-        fold for fold in candidates if effect and _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect
-    )
-    found = next(fits, None)
-    known[pattern] = without_number(found.name) if found else ""
-    return found
+    candidates = _candidates(block, linears, group, seen) if effect else ()
+    fits = (fold for fold in candidates if _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect)
+    known[pattern] = next(fits, None)
+    return known[pattern]
+
+
+def _of_expert(like: Fold | None, layer: str, block: nn.Module, linears: Mapping[str, nn.Module]) -> Fold | None:
+    """What was found for one expert, for the expert of this layer."""
+    if like is None:
+        return None
+    name = with_number_of(like.name, layer)
+    module = block.get_submodule(name)
+    is_free = like.is_norm or any(module is quantized for quantized in linears.values())
+    return dataclasses.replace(like, name=name, module=module) if is_free else None
 
 
 def _candidates(block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace) -> Iterator[Fold]:
@@ -213,7 +221,7 @@ def _change(
 ) -> float:
     """How much the block's output moves where the inputs of layers are scaled by powers of two, made good by a module or by none."""
     outputs = size_of(layers[0])[1] if fold is None else fold.out_features
-    scale = torch.randint(-2, 3, (outputs,), generator=torch.Generator().manual_seed(0)).float().exp2()
+    scale = torch.randint(-4, 5, (outputs,), generator=torch.Generator().manual_seed(0)).float().exp2()
     with _restored([*layers, *([] if fold is None else [fold.module])]):
         if fold is not None:
             kept = torch.ones(outputs)

@@ -19,7 +19,7 @@ from hfq.formats import Format
 from hfq.formats.recipe import Recipe
 from hfq.quantize.block import as_weight, put_weight
 from hfq.quantize.folding import put
-from hfq.quantize.replay import Call, run_block
+from hfq.quantize.replay import Call, forward_block, run_block
 
 __all__ = ["Recovery", "Teacher"]
 
@@ -86,21 +86,21 @@ class Recovery:
             The mean squared error of the block's outputs before and after.
         """
         before = self._error(batches, calls, targets)
+        if before == 0:
+            return before, before
         values = [*(layer.ratio for layer in self.layers), *(dense.shift for dense in self.dense.values())]
-        optimizer = torch.optim.Adam(values, lr=_RATE)
+        optimizer = torch.optim.Adam(values, lr=_RATE, eps=1e-12)
         for step in range(self.recipe.recovery):
             optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / self.recipe.recovery)) / 2
             index = step % len(batches)
             self._put(rounded=False)
-            loss = _squared(
-                type(self.block).forward(self.block, batches[index], *calls[index].args, **calls[index].kwargs), targets[index]
-            )
+            loss = _squared(forward_block(self.block, batches[index], calls[index]), targets[index]) / before
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         self._put(rounded=True)
         after = self._error(batches, calls, targets)
-        if after >= before:
+        if not after < before:  # nor where it is not a number
             self._put_back()
             return before, before
         for name, layer in zip(self.packed, self.layers, strict=True):
@@ -170,6 +170,5 @@ class _Dense:
         return (self.start + self.unit * self.shift.detach()).to(dtype)
 
 
-def _squared(output: torch.Tensor | tuple, target: torch.Tensor) -> torch.Tensor:
-    found = output[0] if isinstance(output, tuple) else output
-    return (found - target).square().mean()
+def _squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()

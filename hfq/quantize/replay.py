@@ -13,7 +13,7 @@ from torch import nn
 from hfq.errors import SetupError
 from hfq.quantize.layers import size_of
 
-__all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "measure", "run_block"]
+__all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
 
 
 class _Enough(Exception):
@@ -107,7 +107,12 @@ class _Recorder:
 def run_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The block's output, by its class's own forward: its weights are in place."""
     with torch.no_grad():
-        output = type(block).forward(block, hidden, *call.args, **call.kwargs)
+        return forward_block(block, hidden, call)
+
+
+def forward_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """As `run_block`, and autograd records where it is on."""
+    output = type(block).forward(block, hidden, *call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 

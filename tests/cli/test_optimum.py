@@ -1,8 +1,5 @@
 """`optimum-cli hfq VERB`: hfq's own verbs, options and errors, and one parser for them."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,43 +9,40 @@ import tiny_models
 from hfq.checkpoint import Checkpoint
 from hfq.formats.source import source_config
 
-pytest.importorskip("optimum.commands.base")
-ROOT = Path(__file__).parents[2]
-SEVERAL = """
-import contextlib, io, json, sys
-from optimum.commands.optimum_cli import main
-results = []
-for arguments in json.loads(sys.argv[1]):
-    sys.argv, out, code = ["optimum-cli", *arguments], io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try: main()
-        except SystemExit as end: code = end.code
-    results.append([code, out.getvalue()])
-print(json.dumps(results))
-"""
+optimum_cli = pytest.importorskip("optimum.commands.optimum_cli")
+QUANTIZE = ["quantize", "--method", "rtn", "--bits", "3", "--group-size", "32"]
 
 
-def test_optimum_cli_runs_the_verbs_of_hfq(tmp_path):
-    source, quantized = tiny_models.DATA / "tiny-llama", tiny_models.DATA / "tiny-llama-gptq"
-    commands = [
-        ["hfq", "--help"],
-        ["hfq", "quantize", "--help"],
-        ["hfq", "quantize", source, tmp_path / "out", "--method", "rtn", "--bits", "3", "--group-size", "32"],
-        ["hfq", "quantize", quantized, tmp_path / "no", "--method", "rtn"],
-        ["hfq", "quantise"],
-    ]
-    paths = [str(ROOT), *(path for path in sys.path if path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", SEVERAL, json.dumps(commands, default=str)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    overview, options, written, refused, unknown = json.loads(done.stdout.splitlines()[-1])
-    assert overview[0] == options[0] == written[0] == 0
-    assert "quantize, convert, eval, verify, plan" in " ".join(overview[1].split())
-    assert "optimum-cli hfq quantize" in options[1]
-    assert "--group-size" in options[1]
-    assert f"{tmp_path / 'out'}: 28 layers as gptq v1 int3 g32 sym" in written[1]
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(arguments) → (the exit status, what was printed) of `optimum-cli hfq arguments`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # an installed hfq has the file beside optimum's own
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["optimum-cli", "hfq", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            optimum_cli.main()
+        return end.value.code or 0, "".join(capsys.readouterr())
+
+    return run
+
+
+def test_it_tells_its_verbs_and_their_options(run):
+    status, told = run("--help")
+    assert (status, "quantize, convert, eval, verify, plan" in " ".join(told.split())) == (0, True)
+    status, told = run("quantize", "--help")
+    assert (status, "Usage: optimum-cli hfq quantize" in told, "--group-size" in told) == (0, True, True)
+
+
+def test_it_runs_a_verb(run, tmp_path):
+    status, told = run(*QUANTIZE, tiny_models.DATA / "tiny-llama", tmp_path / "out")
+    assert status == 0
+    assert f"{tmp_path / 'out'}: 28 layers as gptq v1 int3 g32 sym" in told
     assert source_config(Checkpoint.open(tmp_path / "out"))["bits"] == 3
-    assert refused[0] == 1
-    assert "quantized already" in refused[1]
-    assert (unknown[0], "quantise" in unknown[1]) == (2, True)
+
+
+def test_errors_are_hfq_s(run, tmp_path):
+    status, told = run(*QUANTIZE, tiny_models.DATA / "tiny-llama-gptq", tmp_path / "out")
+    assert (status, told.startswith("FormatError: The source is quantized already")) == (1, True)
+    status, told = run("quantise")
+    assert (status, "quantise" in told) == (2, True)

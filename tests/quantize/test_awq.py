@@ -107,11 +107,12 @@ def test_its_files_are_standard_ones_that_compute_the_same_everywhere(awq, outli
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_other_blocks_are_scaled_where_that_is_possible(source, tmp_path):  # noqa: F811
     tokens = [torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(6)]
-    config = HfqConfig(method="awq", num_bits=8, group_size=32)
+    config = HfqConfig(method="awq", num_bits=8, group_size=32, recovery=2)
     report = hfq.quantize(source, config, output=tmp_path / "awq", calibration=tokens, samples=6, sequence_length=40)
     with torch.no_grad():
         found, exact = load(tmp_path / "awq")(IDS).logits, load(source)(IDS).logits
     assert (found - exact).norm() < 0.02 * exact.norm()
+    assert all(after <= before for before, after in report.recovered.values())
     plain = [layer.name for layer in report.layers if layer.exponent is None]
     card = (tmp_path / "awq" / "README.md").read_text()
     assert f"Rounded without scaling, since nothing before them can take a scale: {', '.join(plain)}." in card
