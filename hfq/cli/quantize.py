@@ -67,14 +67,8 @@ def quantize(
     config = HfqConfig(method=method, modules_to_not_convert=skip, **options)
     with _bar() as show:
         report = run(
-            source,
-            config,
-            output=target,
-            calibration=calibration,
-            samples=samples,
-            sequence_length=sequence_length,
-            progress=show,
-        )
+            source, config, output=target, calibration=calibration, samples=samples, sequence_length=sequence_length, progress=show
+        )  # fmt: skip
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 
 

@@ -23,7 +23,7 @@ from hfq.quantize.replay import Call, forward_block, run_block
 
 __all__ = ["Recovery", "Teacher"]
 
-_RATE = 2e-3
+_RATE = 5e-3
 """Adam's first step, as a share of each value."""
 _NARROWEST = 0.25
 """The least that a scale may become, as a share of what it was."""
