@@ -17,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=["hfq", "hfq.*"]),
+    packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],  # the latter adds verbs to optimum-cli
     package_data={"hfq": ["py.typed", "kernels/native/*.cpp", "placement/*.yaml"]},
     python_requires=">=3.10",
     install_requires=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -44,10 +45,15 @@ app.command("quantize")(quantize.quantize)
 app.command("report")(report.report)
 
 
-def main() -> None:
-    """Runs the command; an `HfqError` is printed without a traceback, and the exit status is 1."""
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Runs the command; an `HfqError` is printed without a traceback, and the exit status is 1.
+
+    Args:
+        arguments: The verb and its options; those of the process by default.
+        program: What the command calls itself.
+    """
     try:
-        app()
+        app(arguments, prog_name=program)
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["quantize"]
 
-_METHODS = "gptq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by row), glm (GLM-130B's)."
+_METHODS = (
+    "gptq, awq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by row), glm (GLM-130B's)."
+)
 
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The float checkpoint's folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
     method: Annotated[str, typer.Option(help=_METHODS)] = "gptq",
-    bits: Annotated[int | None, typer.Option(help="Of gptq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Of gptq, awq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
     ] = None,
@@ -41,6 +43,9 @@ def quantize(
     ] = None,
     damping: Annotated[
         float | None, typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05.")
+    ] = None,
+    recovery: Annotated[
+        int | None, typer.Option(min=0, metavar="STEPS", help="Steps of distillation of each block against the float model.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A module that stays floats; may be given again.")] = None,
     calibration: Annotated[
@@ -60,20 +65,14 @@ def quantize(
 
     options: dict[str, Any] = {
         "num_bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": act_order, "damping": damping,
-        "static_groups": static_groups, "clip_search": clip_search,
+        "static_groups": static_groups, "clip_search": clip_search, "recovery": recovery,
     }  # fmt: skip
     logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
     config = HfqConfig(method=method, modules_to_not_convert=skip, **options)
     with _bar() as show:
         report = run(
-            source,
-            config,
-            output=target,
-            calibration=calibration,
-            samples=samples,
-            sequence_length=sequence_length,
-            progress=show,
-        )
+            source, config, output=target, calibration=calibration, samples=samples, sequence_length=sequence_length, progress=show
+        )  # fmt: skip
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 
 

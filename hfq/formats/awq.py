@@ -54,7 +54,7 @@ class Awq(AwqShards, AwqOrder):
     dialects = (
         Dialect(
             "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales",
-            ("awq-gemm", "awq-gemm-w3"), ("autoawq-gemm-g32",),
+            ("awq-gemm", "awq-gemm-w3"), ("autoawq-gemm-g32",), is_emitted=True,
         ),
         Dialect("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv-g32", "autoawq-gemv-g64")),
         Dialect("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
@@ -172,21 +172,40 @@ class Awq(AwqShards, AwqOrder):
         self.tensor_specs(in_features, out_features)
         span = in_features if self.group_size == -1 else self.group_size
         grouped = weight.detach().to(torch.float32).unflatten(1, (-1, span))
-        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
-        top = (1 << self.num_bits) - 1
-        scale = torch.where(high == low, 1, (high - low) / top).to(torch.float16)
-        zero = (-low / scale.float()).round().clamp(0, top)
-        codes = (grouped / scale.float()[:, :, None] + zero[:, :, None]).round().clamp(0, top)
-        codes, zero = codes.flatten(1).to(torch.int32), zero.to(torch.int32)
+        scales, zeros = self.scales_and_zeros(grouped.amin(2), grouped.amax(2))
+        codes = (grouped / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, (1 << self.num_bits) - 1)
+        return self.pack(codes.flatten(1), scales, zeros)
+
+    def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero points.
+
+        Raises:
+            FormatError: A range is too wide for F16.
+        """
+        low, high, top = low.clamp(max=0), high.clamp(min=0), (1 << self.num_bits) - 1
+        scales = torch.where(high == low, 1, (high - low) / top).to(torch.float16).float()
+        if not torch.isfinite(scales).all():
+            raise FormatError(
+                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
+                expected=f"ranges of at most {torch.finfo(torch.float16).max * top:g}", fix="leave this layer dense",
+            )  # fmt: skip
+        scales = torch.where(scales == 0, 1, scales)  # weights below what F16 holds: all round to 0
+        return scales, (-low / scales).round().clamp(0, top)
+
+    def pack(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of a layer: from codes [out, in], scales and zero points [out, groups]."""
+        codes, zeros, scale = codes.to(torch.int32), zeros.to(torch.int32), scales.to(torch.float16)
         if self.version == "gemm":
-            packed = {"qweight": self._pack_columns(codes.t()), "qzeros": self._pack_columns(zero.t())}
+            packed = {"qweight": self._pack_columns(codes.t()), "qzeros": self._pack_columns(zeros.t())}
             return packed | {"scales": scale.t().contiguous()}
-        padding = (0, 8 * zeros_width(in_features, span) - zero.shape[1])
-        zero, scale = torch.nn.functional.pad(zero, padding), torch.nn.functional.pad(scale, padding)
+        in_features = codes.shape[1]
+        span = in_features if self.group_size == -1 else self.group_size
+        padding = (0, 8 * zeros_width(in_features, span) - zeros.shape[1])
+        zeros, scale = torch.nn.functional.pad(zeros, padding), torch.nn.functional.pad(scale, padding)
         if self.version == "gemv":
-            packed = {"qweight": pack_stream(codes.t(), 4), "qzeros": pack_stream(zero.t(), 4)}
+            packed = {"qweight": pack_stream(codes.t(), 4), "qzeros": pack_stream(zeros.t(), 4)}
             return {name: words.t().contiguous() for name, words in packed.items()} | {"scales": scale}
-        scaled = -(zero.float() * scale.float()).to(torch.float16)
+        scaled = -(zeros.float() * scale.float()).to(torch.float16)
         return {"qweight": _interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
 
     def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hfq.errors import FormatError, SetupError, nearest
+from hfq.formats.awq import Awq
 from hfq.formats.base import ActivationScheme, Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
@@ -19,6 +20,7 @@ __all__ = ["METHODS", "RECIPE_OPTIONS", "Recipe"]
 
 METHODS = {
     "gptq": "GPTQ: codes chosen by the activations' second moments, written as GPTQ",
+    "awq": "AWQ: input channels scaled by the activations' magnitudes before rounding, written as AWQ gemm",
     "rtn": "round to nearest, written as GPTQ",
     "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel (compressed-tensors)",
     **{name: output.description for name, output in OUTPUTS.items()},
@@ -27,11 +29,14 @@ METHODS = {
 
 _BLOCK = 128
 _OPTIONS = {
-    "rtn": ("num_bits", "group_size", "symmetric"),
+    "awq": ("num_bits", "group_size", "symmetric", "clip_search", "recovery"),
+    "rtn": ("num_bits", "group_size", "symmetric", "recovery"),
     "fp8": (),
     **{name: output.options for name, output in OUTPUTS.items()},
 }
 """The options that methods other than GPTQ take."""
+
+_RECOVERABLE = ("gptq", "awq", "rtn")
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,16 @@ class Recipe:
         method: One of `METHODS`.
         num_bits: 2, 3, 4 or 8; of integer codes.
         group_size: Input channels that share a scale; -1 for all.
-        symmetric: Whether the zero point is the middle of the codes; written as GPTQ v1, else as v2.
+        symmetric: Whether the zero point is the middle of the codes; written as GPTQ v1, else as v2. None for yes, but for AWQ, which
+            stores zero points.
         act_order: GPTQ quantizes channels by decreasing activation, and groups follow that order (`desc_act`).
         static_groups: With `act_order`: groups stay those of neighbouring channels, with scales from the float weight.
         group_order: Without `act_order`: groups are quantized by decreasing activation, and so are the channels of each; the file
             is as without. gptqmodel's `act_group_aware`.
         damping: What is added to the Hessian's diagonal, as a share of its mean; grows where a factorization fails.
-        clip_search: Whether GPTQ narrows each range where that lowers the weighted squared error; None for 2 and 3 bits alone, where
-            it helps most.
+        clip_search: Whether GPTQ and AWQ narrow each range where that lowers the weighted squared error; None for AWQ, and for 2 and
+            3 bits of GPTQ alone, where it helps most.
+        recovery: Steps of block-wise distillation against the float model after each block of integer codes; 0 for none.
 
     Raises:
         SetupError: A value is unusable, or values contradict each other.
@@ -58,12 +65,13 @@ class Recipe:
     method: str = "gptq"
     num_bits: int = 4
     group_size: int = 128
-    symmetric: bool = True
+    symmetric: bool | None = None
     act_order: bool = False
     static_groups: bool = False
     group_order: bool = True
     damping: float = 0.05
     clip_search: bool | None = None
+    recovery: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -75,12 +83,22 @@ class Recipe:
             raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
         if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
             raise _unusable("damping", self.damping, "a number between 0 and 1")
+        if type(self.recovery) is not int or self.recovery < 0:
+            raise _unusable("recovery", self.recovery, "a number of steps, 0 or more")
+        if self.recovery and self.method not in _RECOVERABLE:
+            raise _unusable("recovery", self.recovery, f"0 with method={self.method!r}: it trains the scales of integer codes")
+        if self.symmetric is None:
+            object.__setattr__(self, "symmetric", self.method != "awq")
         for option in fields(self):
-            is_choice = isinstance(option.default, bool) or (option.name == "clip_search" and self.clip_search is not None)
+            is_given = option.name == "symmetric" or (option.name == "clip_search" and self.clip_search is not None)
+            is_choice = is_given or isinstance(option.default, bool)
             if is_choice and not isinstance(getattr(self, option.name), bool):
                 raise _unusable(option.name, getattr(self, option.name), "True or False")
         if self.static_groups and not self.act_order:
             raise _unusable("static_groups", True, "act_order=True beside it: groups are static without act_order")
+        if self.method == "awq" and (self.symmetric or self.act_order):
+            wrong = "symmetric" if self.symmetric else "act_order"
+            raise _unusable(wrong, True, "False with method='awq': its files store zero points, and groups of neighbours")
 
     @property
     def output(self) -> Output | None:
@@ -95,17 +113,24 @@ class Recipe:
     @property
     def narrows(self) -> bool:
         """Whether ranges are narrowed."""
-        return self.num_bits < 4 if self.clip_search is None else self.clip_search
+        return (self.method == "awq" or self.num_bits < 4) if self.clip_search is None else self.clip_search
+
+    @property
+    def measures(self) -> bool:
+        """Whether the method chooses codes by activations."""
+        return self.method in ("gptq", "awq")
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method looks at activations."""
-        return self.method == "gptq"
+        """Whether the method, or recovery, looks at activations."""
+        return self.measures or self.recovery > 0
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
         """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
         if self.output is not None:
             return self.output.make(self.width)
+        if self.method == "awq":
+            return Awq(group_size=self.group_size, num_bits=self.num_bits)
         if self.method != "fp8":
             reading = "field_plus_one" if self.symmetric else "stored"
             return Gptq(self.num_bits, self.group_size, self.symmetric, reading, g_idx_length=2)  # type: ignore[arg-type]
@@ -126,6 +151,12 @@ class Recipe:
             return self.output.quantization_config(self.width, dense)
         if isinstance(weight_format, Gptq):
             return self._gptq_config(dense, version)
+        if isinstance(weight_format, Awq):
+            config = {
+                "quant_method": "awq", "bits": self.num_bits, "group_size": self.group_size, "zero_point": True, "version": "gemm",
+                "modules_to_not_convert": dense or None, "meta": {"quantizer": [f"hfq:{version}"]},
+            }  # fmt: skip
+            return config | _dynamic(dense)
         if isinstance(weight_format, Fp8) and weight_format.strategy == "block":
             return {
                 "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
@@ -190,12 +221,17 @@ class Recipe:
             "lm_head": False, "pack_dtype": "int32",
             "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damping, "static_groups": self.static_groups},
         }  # fmt: skip
-        inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
-        return config | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})
+        return config | _dynamic(dense)
 
 
 RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
 """The names of a recipe's options, which are options of `HfqConfig` too."""
+
+
+def _dynamic(dense: list[str]) -> dict[str, Any]:
+    """gptqmodel's rules for layers of blocks that stay floats; the head it knows."""
+    inside = [name for name in dense if name != "lm_head" and not name.endswith(".lm_head")]
+    return {"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {}
 
 
 def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:

@@ -11,7 +11,7 @@ from hfq.errors import SetupError
 from hfq.formats.base import Format
 from hfq.formats.dtypes import safetensors_dtype
 
-__all__ = ["round_weight", "rounded_tensors"]
+__all__ = ["check_finite_weight", "round_weight", "rounded_tensors"]
 
 _ROWS = 128
 """Output rows of the small layer that tells which tensors a format makes: whole blocks and words of every format."""
@@ -32,14 +32,22 @@ def round_weight(name: str, weight: torch.Tensor, weight_format: Format) -> dict
         SetupError: A weight is not finite.
         FormatError: The format cannot hold it.
     """
+    check_finite_weight(name, weight)
+    return weight_format.quantize(weight)
+
+
+def check_finite_weight(name: str, weight: torch.Tensor) -> None:
+    """Refuses a weight that holds what is not a number.
+
+    Raises:
+        SetupError: Names the layer.
+    """
     finite = torch.isfinite(weight)
     if not finite.all():
         raise SetupError(
             "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
             found=f"{int((~finite).sum())} that are not", fix="download the checkpoint again",
         )  # fmt: skip
-    del finite
-    return weight_format.quantize(weight)
 
 
 def rounded_tensors(weight_format: Format, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...], int]]:

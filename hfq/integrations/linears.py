@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hfq.errors import SetupError, nearest
 
 __all__ = [
-    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "without_number",
+    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "with_number_of",
+    "without_number",
 ]  # fmt: skip
 
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
@@ -133,3 +134,9 @@ def size_of(layer: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer or a Conv1D."""
     rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
+
+
+def with_number_of(name: str, expert: str) -> str:
+    """A layer's name with the number of another layer's expert in place of its own."""
+    found = _EXPERT.search(expert)
+    return _EXPERT.sub(found.group(), name) if found else name

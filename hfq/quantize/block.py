@@ -19,11 +19,11 @@ from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
 from hfq.quantize.report import LayerReport
 
-__all__ = ["BlockQuantizer", "as_weight", "put_weight"]
+__all__ = ["MOMENTS_NBYTES", "BlockQuantizer", "as_weight", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS_NBYTES = 512 << 20
+MOMENTS_NBYTES = 512 << 20
 """Moments that are gathered in one pass; a mixture with many experts takes several."""
 
 
@@ -36,6 +36,11 @@ class BlockQuantizer:
         weight_format: What they are written in.
         recipe: How they are quantized.
         read: Reads the weight of a layer that is on meta, by its name.
+        dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
+
+    Attributes:
+        packed: The tensors of each layer that is done.
+        changed: The other parameters of the block that take part, by their names within it, in the dtypes they are stored in.
     """
 
     def __init__(
@@ -45,9 +50,12 @@ class BlockQuantizer:
         weight_format: Format,
         recipe: Recipe,
         read: Callable[[str], torch.Tensor],
+        dtype_of: Callable[[str], torch.dtype],
     ) -> None:
         self.block, self.linears, self.format, self.recipe, self.read = block, dict(linears), weight_format, recipe, read
+        self.dtype_of = dtype_of
         self.packed: dict[str, dict[str, torch.Tensor]] = {}
+        self.changed: dict[str, torch.Tensor] = {}
         self.reports: list[LayerReport] = []
 
     def run(
@@ -66,7 +74,7 @@ class BlockQuantizer:
             SetupError: A layer that every token passes was reached by none, or its activations are not finite.
             FormatError: A weight cannot be packed.
         """
-        if not self.recipe.needs_calibration:
+        if not self.recipe.measures:
             for name in self.linears:
                 self._round(name, None)
             return self.packed, self.reports
@@ -90,7 +98,7 @@ class BlockQuantizer:
             nbytes = 0
             for group in stage:
                 size = 4 * size_of(self.linears[group[0]])[1] ** 2
-                if part and nbytes + size > _MOMENTS_NBYTES:
+                if part and nbytes + size > MOMENTS_NBYTES:
                     yield part
                     part, nbytes = [], 0
                 part.append(group)
@@ -99,7 +107,7 @@ class BlockQuantizer:
 
     def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         first = {group[0]: self.linears[group[0]] for group in stage}
-        moments = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
+        moments: dict[str, Moments] = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
         for group in stage:
             self._quantize_group(group, moments.pop(group[0]))
 
@@ -117,6 +125,10 @@ class BlockQuantizer:
                 moments.tokens,
                 in_features,
             )
+        self._solve_group(group, moments)
+
+    def _solve_group(self, group: list[str], moments: Moments) -> None:
+        """Quantizes layers of one input that tokens reached."""
         tokens = moments.tokens
         factor = factorize(moments.mean(), self.recipe, group[0])
         del moments
@@ -127,7 +139,7 @@ class BlockQuantizer:
             self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
 
     def _round(self, name: str, tokens: int | None) -> None:
-        method = "rtn" if self.recipe.method == "gptq" else self.recipe.method
+        method = "rtn" if self.recipe.measures else self.recipe.method
         weight = self._weight(name)
         packed = round_weight(name, weight, self.format)
         rounded = as_weight(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False), packed)

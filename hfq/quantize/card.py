@@ -35,8 +35,11 @@ def model_card(
     options |= {"clip_search": recipe.narrows} if "clip_search" in options else {}
     losses = {layer.name: layer.loss for layer in report.layers if layer.loss is not None and math.isfinite(layer.loss)}
     nearest = [layer.name for layer in report.layers if layer.method != recipe.method]
+    plain = [layer.name for layer in report.layers if layer.method == "awq" and layer.exponent is None]
     few = [
-        layer.name for layer in report.layers if layer.tokens is not None and layer.damping is not None and layer.tokens < 128
+        layer.name
+        for layer in report.layers
+        if layer.tokens is not None and layer.method in ("gptq", "awq") and layer.tokens < 128
     ]
     lines = [
         f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers as {report.dialect}.", "",
@@ -53,7 +56,16 @@ def model_card(
             "",
             f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}.",
         ]
-    for what, names in (("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few)):
+    for block, (before, after) in report.recovered.items():
+        kept = (
+            f"fell from {before:.3g} to {after:.3g}" if after < before else f"is {before:.3g}: what was trained was not kept"
+        )
+        lines += ["", f"Recovery of {block}: the mean squared error of its outputs {kept}."]
+    told = (
+        ("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few),
+        ("Rounded without scaling, since nothing before them can take a scale", plain),
+    )  # fmt: skip
+    for what, names in told:
         if names:
             lines += ["", f"{what}: {', '.join(names)}."]
     return "\n".join([body, "", _HEADING, "", *lines, ""])

@@ -6,14 +6,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint import Reader
 from hfq.checkpoint.folder import check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
@@ -22,12 +21,12 @@ from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.formats.rounding import rounded_tensors
 from hfq.integrations.transformers import HfqConfig
-from hfq.modules.row import read_tensor
-from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
 from hfq.quantize.calibration import Calibration, Text, calibrate
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
+from hfq.quantize.quantized import put_finished, quantize_block
+from hfq.quantize.recovery import Teacher
 from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
@@ -47,7 +46,8 @@ def quantize(
     """Writes a quantized copy of a float checkpoint, block by block.
 
     Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
-    libraries take. A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+    libraries take (of AWQ, moments of up to 512 MiB; with recovery, hidden states twice, and a block's weights and their gradients). A
+    run that was killed goes on where it stopped when it is started again, and gives the same bytes.
 
     Args:
         model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
@@ -113,20 +113,22 @@ class _Job:
         hidden, calls = (
             capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
         )
+        self.teacher = Teacher(hidden) if self.recipe.recovery else None
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
             self._block(name, shard, hidden, calls.get(name, ()), is_last=number == len(self.source.blocks))
             made += is_made
-            reports = tuple(LayerReport(**entry) for entry in self.journal.shards[shard]["notes"]["layers"])
+            reports = tuple(LayerReport(**entry) for entry in self._notes(shard)["layers"])
             layers += reports
             seconds = time.perf_counter() - started
             eta = seconds / made * (len(self.source.blocks) - number) if made else None
             if progress is not None:
                 progress(Progress(name, number, len(self.source.blocks), reports, seconds, eta))
         report = QuantizeReport(
-            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started
-        )
+            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started,
+            {name: tuple(found) for name, shard in self._shards().items() if (found := self._notes(shard)["recovered"])},
+        )  # fmt: skip
         finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
         return report
 
@@ -139,35 +141,26 @@ class _Job:
             return
         with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
+            targets = self.teacher.advance(block, calls) if self.teacher else None
             if is_done:
-                self._put_finished(shard, linears)
+                changed = self._notes(shard)["changed"]
+                put_finished(self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe)
             else:
-                quantizer = BlockQuantizer(block, linears, self.format, self.recipe, self.source.weight)
-                packed, reports = quantizer.run(hidden, calls)
-                notes = {"layers": [asdict(report) for report in reports]}
-                self.journal.add(shard, dict(self._stored(name, packed)), notes)
+                made = quantize_block(self.source, name, linears, self.format, self.recipe, hidden, calls, targets)
+                self.journal.add(shard, dict(self._stored(name, made.packed, made.changed)), made.notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
 
-    def _put_finished(self, shard: str, linears: Mapping[str, nn.Module]) -> None:
-        finished = Checkpoint.from_files([self.journal.folder / shard])
-        reader = Reader(finished)
-        for full, layer in linears.items():
-            prefix = f"{self.source.stored_module(full)}."
-            own = {
-                name.removeprefix(prefix): read_tensor(reader, info)
-                for name, info in finished.tensors.items()
-                if name.startswith(prefix) and name != f"{prefix}bias"
-            }
-            put_weight(layer, as_weight(self.format, self.recipe, own))
-
-    def _stored(self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, StoredTensor]]:
-        """The shard of a block: packed layers in the place of their weights, everything else as it is; the widest first."""
+    def _stored(
+        self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]], changed: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """The shard of a block: packed layers for weights, what changed with them, all else as it is; the widest first."""
+        new = {self.source.stored(f"{block}.{local}").name: _as_stored(tensor) for local, tensor in changed.items()}
         owners = {self.source.stored(f"{full}.weight").name: full for full in packed}
         entries: list[tuple[str, StoredTensor]] = []
         for info in self.source.stored_of(block):
             if info.name not in owners:
-                entries.append((info.name, _copied(info, self.source.reader)))
+                entries.append((info.name, new.get(info.name) or _copied(info, self.source.reader)))
                 continue
             full = owners[info.name]
             entries += [
@@ -183,6 +176,9 @@ class _Job:
         if shard not in self.journal and rest:
             rest.sort(key=lambda info: -DTYPE_BITS[info.dtype])
             self.journal.add(shard, {info.name: _copied(info, self.source.reader) for info in rest}, {"layers": []})
+
+    def _notes(self, shard: str) -> dict[str, Any]:
+        return self.journal.shards[shard]["notes"]
 
     def _shards(self) -> dict[str, str]:
         return {name: self._name(number) for number, name in enumerate(self.source.blocks, 1)}
@@ -225,9 +221,10 @@ def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int
     if not recipe.needs_calibration:
         return None
     if text is None:
+        what = f"method={recipe.method!r}" if recipe.measures else "recovery"
         raise SetupError(
-            f"method={recipe.method!r} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
-            found="None", fix="pass text like that which the model will read, or use method='rtn'",
+            f"{what} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
+            found="None", fix="pass text like that which the model will read, or use method='rtn' without recovery",
         )  # fmt: skip
     from transformers import AutoTokenizer
 

@@ -8,9 +8,11 @@ from hfq.integrations.linears import (
     is_expert,
     optimum_gptq,
     size_of,
+    with_number_of,
     without_number,
 )
 
 __all__ = [
-    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "without_number",
+    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "with_number_of",
+    "without_number",
 ]  # fmt: skip

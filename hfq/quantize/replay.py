@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from hfq.errors import SetupError
 from hfq.quantize.layers import size_of
 
-__all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "measure", "run_block"]
+__all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
 
 
 class _Enough(Exception):
@@ -107,7 +107,12 @@ class _Recorder:
 def run_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The block's output, by its class's own forward: its weights are in place."""
     with torch.no_grad():
-        output = type(block).forward(block, hidden, *call.args, **call.kwargs)
+        return forward_block(block, hidden, call)
+
+
+def forward_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """As `run_block`, and autograd records where it is on."""
+    output = type(block).forward(block, hidden, *call.args, **call.kwargs)
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -169,13 +174,17 @@ class Moments:
         return self.hessian.div_(max(self.tokens, 1))
 
 
+AnyMoments = TypeVar("AnyMoments", bound=Moments)
+
+
 def measure(
     block: nn.Module,
     layers: Mapping[str, nn.Module],
     batches: Sequence[torch.Tensor],
     calls: Sequence[Call],
     is_last_known: bool,
-) -> dict[str, Moments]:
+    kind: type[AnyMoments] = Moments,  # type: ignore[assignment]
+) -> dict[str, AnyMoments]:
     """The moments of the inputs of some layers over all batches.
 
     Args:
@@ -184,11 +193,12 @@ def measure(
         batches: The hidden states that reach the block.
         calls: Its call for each batch.
         is_last_known: Whether each forward can end once it has reached all of them.
+        kind: What is gathered of each, from zeros [in, in].
     """
-    moments = {}
+    moments: dict[str, AnyMoments] = {}
     for name, layer in layers.items():
         size = size_of(layer)[1]
-        moments[name] = Moments(torch.zeros(size, size))
+        moments[name] = kind(torch.zeros(size, size))
     for hidden, call in zip(batches, calls, strict=True):
         missing = set(layers)
 

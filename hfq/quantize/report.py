@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["LayerReport", "Progress", "QuantizeReport"]
@@ -19,6 +20,8 @@ class LayerReport:
         tokens: The calibration tokens that reached it; None where the method needs none.
         loss: The mean squared error of its outputs on them.
         damping: The damping that its factorization took.
+        exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where nothing before it can take
+            a scale.
     """
 
     name: str
@@ -26,6 +29,7 @@ class LayerReport:
     tokens: int | None = None
     loss: float | None = None
     damping: float | None = None
+    exponent: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class QuantizeReport:
         nbytes: The bytes of all tensors.
         resumed: Blocks that an earlier run had finished.
         seconds: How long it took.
+        recovered: With recovery, the mean squared error of each block's outputs before and after it.
     """
 
     path: Path
@@ -65,3 +70,4 @@ class QuantizeReport:
     nbytes: int
     resumed: int
     seconds: float
+    recovered: Mapping[str, tuple[float, float]] = field(default_factory=dict)

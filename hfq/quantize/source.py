@@ -66,6 +66,10 @@ class Source:
         module, _, local = parameter.rpartition(".")
         return self._packed[module].infos[local] if module in self._packed else self._match.dense[parameter]
 
+    def dtype_of(self, block: str, local: str) -> torch.dtype:
+        """The dtype that a parameter of a block is stored in."""
+        return torch_dtype(self.stored(f"{block}.{local}").dtype)
+
     def stored_module(self, name: str) -> str:
         """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
         weight = f"{name}.weight"

@@ -17,6 +17,8 @@ RECIPES = [
     {"method": "gptq", "num_bits": 4, "group_size": 64},
     {"method": "gptq", "num_bits": 4, "group_size": 32, "symmetric": False, "act_order": True},
     {"method": "gptq", "num_bits": 2, "group_size": 32, "symmetric": False},
+    {"method": "awq", "num_bits": 4, "group_size": 64},
+    {"method": "awq", "num_bits": 3, "group_size": 32, "modules_to_not_convert": ["model.layers.1.mlp"]},
     {"method": "rtn", "num_bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
 ]
 
@@ -30,6 +32,14 @@ def logits(model):
         return model(TOKENS).logits.float()
 
 
+def dequantized(layer):
+    if "Awq" not in type(layer).__name__:
+        return layer.dequantize_weight()
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    return dequantize_gemm(layer.qweight, layer.qzeros, layer.scales, layer.bits, layer.group_size)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     from gptqmodel import BACKEND, GPTQModel
@@ -40,14 +50,25 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     model, checked = load(tmp_path / "it"), 0
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            weight = peer.get_submodule(name).dequantize_weight().t()
+            weight = dequantized(peer.get_submodule(name)).t()
             found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
             worst = (found.float() - weight.float()).abs().max()
             assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
             checked += 1
-    assert checked == 28 - len(recipe.get("modules_to_not_convert", ()))
+    assert checked == 28 - sum(3 if name.endswith("mlp") else 1 for name in recipe.get("modules_to_not_convert", ()))
     expected = logits(model)
     assert (logits(peer) - expected).norm() < 0.02 * expected.norm()  # the peer computes in 16 bits
+
+
+def test_transformers_reads_the_awq_that_hfq_wrote(tmp_path):
+    calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
+    config = HfqConfig(method="awq", group_size=64, modules_to_not_convert=["model.layers.2.self_attn.o_proj"])
+    hfq.quantize(SOURCE, config, output=tmp_path / "it", calibration=calibration, samples=4, sequence_length=64)
+    expected = logits(load(tmp_path / "it"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)
+    assert not [module for module in stock.modules() if type(module).__module__.startswith("hfq")]
+    assert type(stock.model.layers[2].self_attn.o_proj) is torch.nn.Linear
+    assert (logits(stock) - expected).norm() < 0.02 * expected.norm()
 
 
 def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):

@@ -1,0 +1,253 @@
+"""Which module of a block can take a scale of the input channels of linear layers, without a change of what the block computes.
+
+Layers with weights W diag(s) compute what they did if what feeds them gives x / s: a norm whose weight is divided by s, or a linear
+layer whose rows are, where all between is linear in them (values before the output projection, `up` before `down`, a layer
+before ReLU and the next). No names are asked. A forward shows which norm's output is which layers' input, sizes show which layers
+may feed them, head by head perhaps, and each candidate is tried: powers of two are folded in, and the block must give what it gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfq.quantize.layers import is_expert, size_of, with_number_of, without_number
+from hfq.quantize.replay import Call, run_block
+
+__all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
+
+_EQUAL = 1e-3
+"""The largest change of a block's output that is rounding, as a share of the change where nothing is made good."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A module that takes the scale of other layers' inputs.
+
+    Attributes:
+        name: Its name within the block.
+        module: A norm, or a linear layer.
+        channels: int64 [in]: which output channel of it feeds each input channel of those layers.
+        offset: What a norm adds to its weight: 1 for those that store it so.
+    """
+
+    name: str
+    module: nn.Module
+    channels: torch.Tensor
+    offset: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the module is a norm."""
+        return self.module.weight.dim() == 1  # type: ignore[operator]
+
+    @property
+    def out_features(self) -> int:
+        """The output channels of the module."""
+        return len(self.module.weight) if self.is_norm else size_of(self.module)[0]  # type: ignore[arg-type]
+
+    def give(
+        self, scale: torch.Tensor, dtype_of: Callable[[str], torch.dtype]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Divides the module's output channels by a scale, as nearly as what is stored of them can hold it.
+
+        Args:
+            scale: float32 [out of the module], positive; 1 for channels that feed none of the layers.
+            dtype_of: The dtype of each stored parameter; the rows of a linear layer, which is quantized later, stay float32.
+
+        Returns:
+            The scale that the layers' input channels are to be multiplied by, float32 [in], and the parameters that changed, by name
+            within the block and in their dtypes.
+        """
+        weight: torch.Tensor = self.module._parameters["weight"].detach()  # type: ignore[union-attr]
+        changed: dict[str, torch.Tensor] = {}
+        if self.is_norm:
+            stored = ((weight + self.offset) / scale - self.offset).to(dtype_of(f"{self.name}.weight"))
+            is_lost = (stored.float() + self.offset == 0) | ~torch.isfinite(stored)
+            changed["weight"] = stored = torch.where(is_lost, weight.to(stored.dtype), stored)
+            given = stored.float() + self.offset
+            scale = torch.where(is_lost, 1, (weight + self.offset) / given)
+            put(self.module, "weight", stored.float())
+        else:
+            along = scale[:, None] if isinstance(self.module, nn.Linear) else scale
+            put(self.module, "weight", weight / along)
+        bias = self.module._parameters.get("bias")
+        if bias is not None:
+            changed["bias"] = (bias.detach() / scale).to(dtype_of(f"{self.name}.bias"))
+            put(self.module, "bias", changed["bias"].float())
+        return scale[self.channels], {f"{self.name}.{local}": value for local, value in changed.items()}
+
+
+def put(module: nn.Module, local: str, value: torch.Tensor) -> None:
+    """Puts a value in a parameter's place."""
+    module._parameters[local] = nn.Parameter(value, requires_grad=False)
+
+
+def scale_columns(layer: nn.Module, scale: torch.Tensor) -> None:
+    """Multiplies the input channels of a linear layer or a Conv1D by a scale [in]."""
+    weight: torch.Tensor = layer._parameters["weight"].detach()  # type: ignore[union-attr]
+    put(layer, "weight", weight * (scale if isinstance(layer, nn.Linear) else scale[:, None]))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward of a block.
+
+    Attributes:
+        inputs: The input of each linear layer that it reached, in the order in which they ran.
+        norms: The norms, by name within the block, with their outputs.
+        output: What the block gave.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    norms: Sequence[tuple[str, nn.Module, torch.Tensor]]
+    output: torch.Tensor
+
+    def readers(self, name: str) -> list[str]:
+        """The layers that are given the same tensor as this one."""
+        if name not in self.inputs:
+            return []
+        return [other for other, inputs in self.inputs.items() if _is_same(inputs, self.inputs[name])]
+
+
+def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call) -> Trace:
+    """Runs a block and keeps what its linear layers get and its norms give; all is kept alive, so that no two share memory."""
+    inputs: dict[str, torch.Tensor] = {}
+    norms: list[tuple[str, nn.Module, torch.Tensor]] = []
+
+    def saw_input(name: str, args: tuple) -> None:
+        inputs.setdefault(name, args[0])
+
+    def saw_output(name: str, module: nn.Module, output: torch.Tensor) -> None:
+        norms.append((name, module, output))
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args, name=name: saw_input(name, args))
+        for name, layer in linears.items()
+    ]
+    for name, module in block.named_modules():
+        if _is_norm(module):
+            hooks.append(
+                module.register_forward_hook(lambda module, args, output, name=name: saw_output(name, module, output))
+            )
+    try:
+        return Trace(inputs, norms, run_block(block, hidden, call))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def find_fold(
+    block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace, hidden: torch.Tensor, call: Call,
+    known: dict[str, Fold | None],
+) -> Fold | None:  # fmt: skip
+    """The module that can take a scale of the input of some layers.
+
+    Args:
+        block: The block, its weights in place; afterwards it is as it was.
+        linears: All of its layers that are quantized: the only linear layers that may change.
+        group: Those with this input.
+        seen: What `trace` saw of these hidden states.
+        hidden: Hidden states to try it on.
+        call: The block's call.
+        known: What was found for the same layers of other experts; added to.
+
+    Returns:
+        It, or None where there is none, or where these hidden states reach neither the layers nor those of another expert.
+    """
+    pattern = without_number(group[0])
+    if is_expert(group[0]) and pattern in known:
+        return _of_expert(known[pattern], group[0], block, linears)
+    if group[0] not in seen.inputs:
+        return None
+    layers = [linears[name] for name in group]
+    effect = _change(block, layers, None, seen.output, hidden, call)
+    candidates = _candidates(block, linears, group, seen) if effect else ()
+    fits = (fold for fold in candidates if _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect)
+    known[pattern] = next(fits, None)
+    return known[pattern]
+
+
+def _of_expert(like: Fold | None, layer: str, block: nn.Module, linears: Mapping[str, nn.Module]) -> Fold | None:
+    """What was found for one expert, for the expert of this layer."""
+    if like is None:
+        return None
+    name = with_number_of(like.name, layer)
+    module = block.get_submodule(name)
+    is_free = like.is_norm or any(module is quantized for quantized in linears.values())
+    return dataclasses.replace(like, name=name, module=module) if is_free else None
+
+
+def _candidates(block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace) -> Iterator[Fold]:
+    """The norm that gives the group's input; else linear layers that ran before, the last one first."""
+    inputs = seen.inputs[group[0]]
+    channels = torch.arange(inputs.shape[-1])
+    for name, module, output in seen.norms:
+        if _is_same(output, inputs):
+            yield Fold(name, module, channels)
+            yield Fold(name, module, channels, offset=1.0)
+    names = {module: name for name, module in block.named_modules()}
+    dims = {vars(module).get(name) for module in block.modules() for name in ("head_dim", "head_size")}
+    head_dims = sorted(dim for dim in dims if isinstance(dim, int))
+    ran = list(seen.inputs)
+    for name in reversed(ran[: ran.index(group[0])]):
+        layer = linears[name]
+        for feeding in _channel_maps(size_of(layer)[0], len(channels), head_dims):
+            yield Fold(names[layer], layer, feeding)
+
+
+def _channel_maps(given: int, taken: int, dims: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Which of a layer's output channels may feed each input channel of another."""
+    if given == taken:
+        yield torch.arange(taken)
+    if given > taken:  # values behind queries and keys, or `up` behind the gate
+        yield torch.arange(given - taken, given)
+    shared = given if given < taken else (given - taken) // 2  # values of fewer heads: alone, or behind as many keys
+    for dim in dims:
+        if 0 < shared < taken and not shared % dim and not taken % shared:
+            heads = torch.arange(given - shared, given).view(-1, 1, dim)
+            yield heads.expand(-1, taken // shared, -1).flatten()
+        if given == 3 * taken and not taken % dim:  # queries, keys and values of each head together
+            yield torch.arange(given).view(-1, 3, dim)[:, 2].flatten()
+
+
+def _change(
+    block: nn.Module, layers: Sequence[nn.Module], fold: Fold | None, expected: torch.Tensor, hidden: torch.Tensor, call: Call
+) -> float:
+    """How much the block's output moves where the inputs of layers are scaled by powers of two, made good by a module or by none."""
+    outputs = size_of(layers[0])[1] if fold is None else fold.out_features
+    scale = torch.randint(-4, 5, (outputs,), generator=torch.Generator().manual_seed(0)).float().exp2()
+    with _restored([*layers, *([] if fold is None else [fold.module])]):
+        if fold is not None:
+            kept = torch.ones(outputs)
+            kept[fold.channels] = scale[fold.channels]
+            scale, _ = fold.give(kept, lambda name: torch.float32)
+        for layer in layers:
+            scale_columns(layer, scale)
+        return float((run_block(block, hidden, call) - expected).norm())
+
+
+@contextlib.contextmanager
+def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    before = [(module, dict(module._parameters)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.update(parameters)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = module._parameters
+    weight = own.get("weight")
+    is_alone = not any(module.children()) and own.keys() <= {"weight", "bias"}
+    return is_alone and weight is not None and weight.dim() == 1
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)

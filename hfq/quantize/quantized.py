@@ -1,0 +1,99 @@
+"""One quantized block: made from its float weights, or put back as an earlier run finished it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.formats import Format
+from hfq.formats.recipe import Recipe
+from hfq.modules.row import read_tensor
+from hfq.quantize.awq import AwqQuantizer
+from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
+from hfq.quantize.folding import put
+from hfq.quantize.recovery import Recovery
+from hfq.quantize.replay import Call
+from hfq.quantize.source import Source
+
+__all__ = ["QuantizedBlock", "put_finished", "quantize_block"]
+
+
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """What is stored of a block in place of its floats.
+
+    Attributes:
+        packed: The tensors of each quantized layer, by its name in the model.
+        changed: Other parameters that changed with them, by their names within the block, in the dtypes they are stored in.
+        notes: What the journal keeps of it, as JSON types.
+    """
+
+    packed: Mapping[str, Mapping[str, torch.Tensor]]
+    changed: Mapping[str, torch.Tensor]
+    notes: Mapping[str, Any]
+
+
+def quantize_block(
+    source: Source, name: str, linears: Mapping[str, nn.Module], weight_format: Format, recipe: Recipe,
+    hidden: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor] | None,
+) -> QuantizedBlock:  # fmt: skip
+    """Quantizes a block that is in memory where the method needs that; its layers then hold their quantized weights.
+
+    Args:
+        source: The float checkpoint.
+        name: The block.
+        linears: Its layers to quantize, by their names in the model.
+        weight_format: What they are packed as.
+        recipe: How.
+        hidden: The hidden states that reach the block; empty for methods that need none.
+        calls: Its call for each.
+        targets: What the float model has behind the block, for recovery.
+    """
+    block, dtype_of = source.blocks[name], functools.partial(source.dtype_of, name)
+    kind = AwqQuantizer if recipe.method == "awq" else BlockQuantizer
+    quantizer = kind(block, linears, weight_format, recipe, source.weight, dtype_of)
+    packed, reports = quantizer.run(hidden, calls)
+    recovered = None
+    if targets is not None:
+        recovery = Recovery(block, linears, packed, quantizer.changed, weight_format, recipe, dtype_of)
+        recovered = recovery.run(hidden, calls, targets)
+    notes = {"layers": [asdict(report) for report in reports], "changed": sorted(quantizer.changed), "recovered": recovered}
+    return QuantizedBlock(packed, quantizer.changed, notes)
+
+
+def put_finished(
+    file: Path, source: Source, name: str, linears: Mapping[str, nn.Module], changed: Iterable[str], weight_format: Format,
+    recipe: Recipe,
+) -> None:  # fmt: skip
+    """Gives a block in memory the weights that its finished shard means.
+
+    Args:
+        file: The shard.
+        source: The float checkpoint.
+        name: The block.
+        linears: Its quantized layers, by their names in the model.
+        changed: Other parameters that were changed with them, by their names within the block.
+        weight_format: What the layers are packed as.
+        recipe: How they were quantized.
+    """
+    finished = Checkpoint.from_files([file])
+    reader = Reader(finished)
+    for full, layer in linears.items():
+        prefix = f"{source.stored_module(full)}."
+        own = {
+            stored.removeprefix(prefix): read_tensor(reader, info)
+            for stored, info in finished.tensors.items()
+            if stored.startswith(prefix) and stored != f"{prefix}bias"
+        }
+        put_weight(layer, as_weight(weight_format, recipe, own))
+    for parameter in changed:
+        owner, _, local = parameter.rpartition(".")
+        stored = finished.tensors[source.stored(f"{name}.{parameter}").name]
+        put(source.blocks[name].get_submodule(owner), local, read_tensor(reader, stored).float())

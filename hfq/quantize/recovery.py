@@ -1,0 +1,174 @@
+"""Recovery: a quantized block is brought nearer to its float teacher, by what can move while its codes stay.
+
+Block-wise distillation: Adam lowers the squared error of a block's outputs against the float model's own hidden states there, over
+the scales of its layers, its norms and its biases (Yao et al. 2022, arXiv 2206.01861, distil layer by layer; Chen et al. 2024, arXiv
+2407.11062, train scales alone while codes stay). The teacher runs beside the quantized model, block by block, so that a block also
+makes good what those before it lost. What is stored keeps its dialect and its dtypes: values are rounded to them before the error is
+judged, and a block whose error did not fall is left as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hfq.formats import Format
+from hfq.formats.recipe import Recipe
+from hfq.quantize.block import as_weight, put_weight
+from hfq.quantize.folding import put
+from hfq.quantize.replay import Call, forward_block, run_block
+
+__all__ = ["Recovery", "Teacher"]
+
+_RATE = 5e-3
+"""Adam's first step, as a share of each value."""
+_NARROWEST = 0.25
+"""The least that a scale may become, as a share of what it was."""
+
+
+class Teacher:
+    """The float model's hidden states, block after block.
+
+    Args:
+        hidden: What reaches the first block.
+    """
+
+    def __init__(self, hidden: Sequence[torch.Tensor]) -> None:
+        self.hidden = list(hidden)
+
+    def advance(self, block: nn.Module, calls: Sequence[Call]) -> list[torch.Tensor]:
+        """Runs the next block, whose float weights are in place; gives what it gave."""
+        for index, call in enumerate(calls):
+            self.hidden[index] = run_block(block, self.hidden[index], call)
+        return self.hidden
+
+
+class Recovery:
+    """Trains what may move in one quantized block.
+
+    Args:
+        block: The block; its layers hold their quantized weights.
+        linears: Its quantized layers, by name.
+        packed: Their tensors.
+        changed: Other parameters that quantization has changed, by name within the block.
+        weight_format: What the layers are packed as.
+        recipe: How they were quantized, and how many steps there are.
+        dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
+    """
+
+    def __init__(
+        self, block: nn.Module, linears: Mapping[str, nn.Module], packed: dict[str, dict[str, torch.Tensor]],
+        changed: dict[str, torch.Tensor], weight_format: Format, recipe: Recipe, dtype_of: Callable[[str], torch.dtype],
+    ) -> None:  # fmt: skip
+        self.block, self.packed, self.changed, self.recipe, self.dtype_of = block, packed, changed, recipe, dtype_of
+        self.format = weight_format
+        self.layers = [_Layer(linears[name], packed[name], weight_format, recipe) for name in packed]
+        self.dense = {
+            name: _Dense(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in block.named_parameters()
+            if parameter.dim() == 1
+        }
+
+    def run(
+        self, batches: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor]
+    ) -> tuple[float, float]:
+        """Trains, rounds to what is stored, and keeps it where the error fell.
+
+        Args:
+            batches: The hidden states that reach the quantized block, [batch, length, hidden].
+            calls: The block's call for each.
+            targets: What the teacher gives for each.
+
+        Returns:
+            The mean squared error of the block's outputs before and after.
+        """
+        before = self._error(batches, calls, targets)
+        if before == 0:
+            return before, before
+        values = [*(layer.ratio for layer in self.layers), *(dense.shift for dense in self.dense.values())]
+        optimizer = torch.optim.Adam(values, lr=_RATE, eps=1e-12)
+        for step in range(self.recipe.recovery):
+            optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / self.recipe.recovery)) / 2
+            index = step % len(batches)
+            self._put(rounded=False)
+            loss = _squared(forward_block(self.block, batches[index], calls[index]), targets[index]) / before
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        self._put(rounded=True)
+        after = self._error(batches, calls, targets)
+        if not after < before:  # nor where it is not a number
+            self._put_back()
+            return before, before
+        for name, layer in zip(self.packed, self.layers, strict=True):
+            self.packed[name]["scales"] = layer.rounded()
+        self.changed.update({name: dense.rounded(self.dtype_of(name)) for name, dense in self.dense.items()})
+        return before, after
+
+    def _put(self, rounded: bool) -> None:
+        with torch.set_grad_enabled(not rounded):
+            for layer in self.layers:
+                layer.put(rounded)
+            for name, dense in self.dense.items():
+                dense.put(self.dtype_of(name) if rounded else None)
+
+    def _put_back(self) -> None:
+        for name, layer in zip(self.packed, self.layers, strict=True):
+            put_weight(layer.layer, as_weight(self.format, self.recipe, self.packed[name]))
+        for dense in self.dense.values():
+            put(dense.module, dense.local, dense.start)
+
+    def _error(self, batches: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor]) -> float:
+        total = 0.0
+        for hidden, call, target in zip(batches, calls, targets, strict=True):
+            total += float(_squared(run_block(self.block, hidden, call), target)) * len(hidden)
+        return total / sum(map(len, batches))
+
+
+class _Layer:
+    """A quantized layer: its codes less their zero points, which stay, and the scales, which are multiplied by ratios."""
+
+    def __init__(self, layer: nn.Module, packed: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe) -> None:
+        self.layer, self.scales = layer, packed["scales"]
+        self.centred = as_weight(weight_format, recipe, {**packed, "scales": torch.ones_like(self.scales)})
+        in_features = self.centred.shape[1]
+        g_idx = packed.get("g_idx")
+        is_listed = g_idx is not None and g_idx.numel() == in_features
+        self.group = g_idx.long() if is_listed else torch.arange(in_features) // (in_features // len(self.scales))  # type: ignore[union-attr]
+        self.ratio = nn.Parameter(torch.ones_like(self.scales, dtype=torch.float32))
+
+    def put(self, rounded: bool) -> None:
+        """Gives the layer the weight of its scales, as they are stored or as they are trained."""
+        scales = self.rounded().float() if rounded else self.scales.float() * self.ratio.clamp(min=_NARROWEST)
+        weight = self.centred * scales.t().index_select(1, self.group)
+        self.layer._parameters["weight"] = weight if isinstance(self.layer, nn.Linear) else weight.t()  # type: ignore[assignment]
+
+    def rounded(self) -> torch.Tensor:
+        """The scales in the dtype they are stored in."""
+        return (self.scales.float() * self.ratio.detach().clamp(min=_NARROWEST)).to(self.scales.dtype)
+
+
+class _Dense:
+    """A norm's weight, or a bias: it moves by shares of its mean magnitude."""
+
+    def __init__(self, module: nn.Module, local: str) -> None:
+        self.module, self.local = module, local
+        self.start: torch.Tensor = module._parameters[local].detach()  # type: ignore[union-attr]
+        self.unit = float(self.start.abs().mean())
+        self.shift = nn.Parameter(torch.zeros_like(self.start))
+
+    def put(self, dtype: torch.dtype | None) -> None:
+        """Gives the module the value, as it is stored in this dtype or as it is trained."""
+        value = self.start + self.unit * self.shift if dtype is None else self.rounded(dtype).float()
+        self.module._parameters[self.local] = value  # type: ignore[assignment]
+
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The value in the dtype it is stored in."""
+        return (self.start + self.unit * self.shift.detach()).to(dtype)
+
+
+def _squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
