@@ -69,7 +69,8 @@ class HfqConfig(QuantizationConfigMixin):
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
         method: How `hfq.quantize` quantizes a float checkpoint, and `from_pretrained` packs one while loading it, where the method
             needs no calibration; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`, `group_size`, `symmetric`,
-            `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`, `recovery`. `modules_to_not_convert` then stay floats.
+            `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`, `recovery`. `modules_to_not_convert` then stay
+            floats.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.formats.dtypes import torch_dtype
 from hfq.formats.source import check_floats
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
