@@ -57,12 +57,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all."""
+    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all, on an axis of `scale`."""
 
     title: str
     groups: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     line: float = 1.0
+    scale: str = "linear"
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
@@ -75,6 +76,7 @@ class Chart:
             axes.bar_label(bars, fmt="%.2f", fontsize=7)
         axes.axhline(self.line, color="black", linewidth=0.8, linestyle="--")
         axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups)
+        axes.set_yscale(self.scale)
         axes.set_title(self.title)
         axes.legend(fontsize=8)
 
@@ -111,12 +113,13 @@ class Report:
     targets: Sequence[Target]
     records: Sequence[Record]
     chart: Chart | Scatter
+    targets_note: str = "Medians over the rounds."
 
     def to_markdown(self, plot: str | None = None) -> str:
         """The page; `plot` is the file of the plot beside it."""
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
-            "Targets", "Medians over the rounds.", ("what", "measured", "target", ""),
+            "Targets", self.targets_note, ("what", "measured", "target", ""),
             [
                 (t.what, "-" if t.value is None else f"{t.value:.3f}", f"{'>=' if t.at_least else '<='} {t.bound:g}", t.verdict)
                 for t in self.targets
