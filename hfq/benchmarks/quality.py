@@ -15,6 +15,7 @@ import torch
 
 from hfq.benchmarks import quality_methods as methods
 from hfq.benchmarks.machine import machine_facts
+from hfq.benchmarks.quality_differences import differences
 from hfq.benchmarks.quality_measure import Subject, largest_activation
 from hfq.benchmarks.quality_orderings import orderings, quick_orderings
 from hfq.benchmarks.quality_outliers import NONE, Outliers
@@ -69,7 +70,8 @@ def bench_quality(folder: Path, quick: bool, say: Callable[[str], None]) -> Repo
     )
     targets = (quick_orderings if quick else orderings)(records)
     note = "Orderings, with their margins: where one does not hold, the command fails."
-    return Report("Quality: published tables on small models", facts, tables(records), targets, records, chart(records), note)
+    shown = [differences(records), *tables(records)]
+    return Report("Quality: published tables on small models", facts, shown, targets, records, chart(records), note)
 
 
 def check_orderings(report: Report) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from hfq.benchmarks.quality_measure import Quantize, Subject
 from hfq.formats import Format
@@ -79,9 +82,11 @@ def measure_gptq(subject: Subject, bits: Iterable[int], by_activation: bool = Tr
 def measure_kmeans(subject: Subject, bits: Iterable[int]) -> None:
     """A table of its own for each row."""
     for each in bits:
-        subject.round(
-            "k-means, by row", each, lambda weight, each=each: kmeans(weight, each, True, _KMEANS_STEPS).dequantize()
-        )
+        subject.round("k-means, by row", each, functools.partial(_kmeans, num_bits=each))
+
+
+def _kmeans(weight: torch.Tensor, num_bits: int) -> torch.Tensor:
+    return kmeans(weight, num_bits, by_row=True, steps=_KMEANS_STEPS).dequantize()
 
 
 def measure_rounded(subject: Subject, methods: Mapping[str, tuple[float, Quantize]]) -> None:

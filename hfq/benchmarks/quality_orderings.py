@@ -15,7 +15,7 @@ from hfq.benchmarks.report import Record, Target
 __all__ = ["LOSSLESS", "orderings", "quick_orderings"]
 
 LOSSLESS = 0.003
-"""Perplexities that differ by this share are equal: see the noise that docs/quantize.md tells."""
+"""Perplexities that differ by this share are equal."""
 
 OPT, LLAMA = ("OPT", "none"), ("Llama", "none")
 SHIFTED, GAINED = ("OPT", "+60"), ("Llama", "×200")
@@ -94,9 +94,9 @@ def _injected(records: Sequence[Record]) -> list[Target]:
 
 def _int8(found: _Found) -> list[Target]:
     """LLM.int8(): without outliers all is one; with them tensors break first, then rows, and decomposition holds."""
-    targets = [found.holds(column, (name, None), 1.02) for column in (OPT, LLAMA) for name in INT8]
+    targets = [found.holds(column, (name, None), 1 + LOSSLESS) for column in (OPT, LLAMA) for name in INT8]
     decomposed = [name for name in INT8 if "decomposition" in name or "LLM.int8()" in name]
-    targets += [found.holds(column, (name, None), 1.02) for column in (STRONG, GAINED) for name in decomposed]
+    targets += [found.holds(column, (name, None), 1 + LOSSLESS) for column in (STRONG, GAINED) for name in decomposed]
     absmax, zero = ("int8 absmax", None), ("int8 zeropoint", None)
     by_row, by_vector = ("int8 absmax row-wise", None), ("int8 absmax vector-wise", None)
     zero_vector, whole = ("int8 zeropoint vector-wise", None), ("absmax LLM.int8()", None)

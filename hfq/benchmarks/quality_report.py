@@ -30,7 +30,7 @@ def find(records: Iterable[Record], column: Column, method: str, bits: float | N
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """All tables; of what was not measured there is no column, and no row."""
-    tables_of_codes = [(name, bits) for bits in (4, 3, 2) for name in ("k-means, by row", "RTN")]
+    codes: list[tuple[str, float | None]] = [(name, bits) for bits in (4, 3, 2) for name in ("k-means, by row", "RTN")]
     return [
         _int8(records),
         _as_printed(published.LLM_INT8),
@@ -44,7 +44,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         _as_printed(published.GLM),
         _table(
             _without_outliers(records), "Number formats and tables",
-            f"{_BOTH} Weights alone; RTN is that of the table above.", _any_bits(NUMBER_FORMATS) + tables_of_codes,
+            f"{_BOTH} Weights alone; RTN is that of the table above.", _any_bits(NUMBER_FORMATS) + codes,
         ),
         Table("Errata", "What the material prints, and what its own arithmetic gives.", ("printed", "found", "see"), published.ERRATA),
     ]  # fmt: skip
