@@ -67,7 +67,7 @@ class Chart:
 
     def draw(self, figure) -> None:
         """Draws it into an empty figure of matplotlib."""
-        figure.set_size_inches(2 + 1.2 * len(self.groups), 4)
+        figure.set_size_inches(2 + max(1.2, 0.32 * len(self.series)) * len(self.groups), 4)
         axes = figure.subplots()
         width = 0.8 / max(len(self.series), 1)
         for index, (name, values) in enumerate(self.series.items()):
