@@ -7,18 +7,22 @@ belongs to depends on its own bytes alone.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["PARTS", "Corpus", "part_of", "publish", "read_documents", "read_topics"]
+from hfq.errors import CheckpointError
+
+__all__ = ["PARTS", "Corpus", "kept", "part_of", "publish", "read_documents", "read_topics"]
 
 PARTS = ("held out", "calibration", "training")
 _END = "</s>"
@@ -76,6 +80,9 @@ class Corpus:
             folder: Holds corpora and models between runs.
             vocabulary: Entries of the byte-pair encoding.
             is_small: Whether to take the help topics alone.
+
+        Raises:
+            CheckpointError: What an earlier run left is damaged.
         """
         import tokenizers
         from safetensors.torch import load_file, save_file
@@ -85,10 +92,11 @@ class Corpus:
         if not path.is_dir():
             tokens = _tokenize(read_topics() if is_small else read_documents(), vocabulary)
             publish(path, lambda made: save_file(tokens, made / "tokens.safetensors"))
-        return cls(key, load_file(path / "tokens.safetensors"))
+        with kept(path):
+            return cls(key, load_file(path / "tokens.safetensors"))
 
 
-def publish(path: Path, write) -> None:
+def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Makes a folder by `write(temporary folder)`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -98,6 +106,24 @@ def publish(path: Path, write) -> None:
             os.rename(made, path)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kept(path: Path) -> Iterator[None]:
+    """Names a folder that an earlier run left where it cannot be read.
+
+    Raises:
+        CheckpointError: It cannot.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            "What an earlier run of this benchmark left cannot be read.", file=path, expected="a folder that was finished",
+            found=str(error), fix="delete this folder; it is made anew",
+        ) from error  # fmt: skip
 
 
 def _tokenize(documents: list[str], vocabulary: int) -> dict[str, torch.Tensor]:

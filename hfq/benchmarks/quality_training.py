@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hfq.benchmarks.quality_text import Corpus, publish
+from hfq.benchmarks.quality_text import Corpus, kept, publish
 
 __all__ = ["CONTEXT", "LLAMA", "OPT", "SMALL", "Trained", "Training", "train", "trained"]
 
@@ -89,6 +89,9 @@ def trained(training: Training, corpus: Corpus, folder: Path, say: Callable[[str
         corpus: The text.
         folder: Holds corpora and models between runs.
         say: Is told how it goes.
+
+    Raises:
+        CheckpointError: What an earlier run left is damaged.
     """
     from transformers import AutoModelForCausalLM
 
@@ -103,8 +106,10 @@ def trained(training: Training, corpus: Corpus, folder: Path, say: Callable[[str
             (made / _TOOK).write_text(json.dumps(took), encoding="utf-8")
 
         publish(path, write)
-    took = json.loads((path / _TOOK).read_text(encoding="utf-8"))
-    return Trained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), *took)
+    with kept(path):
+        seconds, processor_seconds = json.loads((path / _TOOK).read_text(encoding="utf-8"))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return Trained(model.eval(), seconds, processor_seconds)
 
 
 def train(training: Training, tokens: torch.Tensor, say: Callable[[str], None]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hfq import HfqError
+from hfq import CheckpointError, HfqError
 from hfq.benchmarks import quality
 from hfq.benchmarks import quality_published as published
 from hfq.benchmarks.quality_differences import differences
@@ -17,7 +17,7 @@ from hfq.benchmarks.quality_methods import INT8, NUMBER_FORMATS, WEIGHTS_ALONE, 
 from hfq.benchmarks.quality_orderings import orderings, quick_orderings
 from hfq.benchmarks.quality_outliers import NONE
 from hfq.benchmarks.quality_report import chart, find, tables
-from hfq.benchmarks.quality_text import PARTS, part_of, publish, read_topics
+from hfq.benchmarks.quality_text import PARTS, Corpus, part_of, publish, read_topics
 from hfq.benchmarks.quality_training import Training, orthogonalized, train
 from hfq.benchmarks.report import Chart, Report, Target
 from hfq.cli.main import app
@@ -128,6 +128,14 @@ def test_what_is_kept_between_runs_is_whole_or_not_there(tmp_path):
     publish(tmp_path / "made", lambda folder: (folder / "again").touch())  # another process was first
     assert [file.name for file in (tmp_path / "made").iterdir()] == ["whole"]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_text_that_was_damaged_since_is_named(tmp_path):
+    Corpus.make(tmp_path, 300, is_small=True)
+    (file,) = tmp_path.rglob("tokens.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="delete this folder"):
+        Corpus.make(tmp_path, 300, is_small=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 16, 64), (1, 64, 16)])
