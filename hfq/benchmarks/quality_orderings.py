@@ -6,6 +6,7 @@ what breaks, and what does not. Divergences are ratios: how many times as far on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hfq.benchmarks.quality_methods import ACT_ORDER, INT8, NUMBER_FORMATS
@@ -20,6 +21,7 @@ LOSSLESS = 0.003
 OPT, LLAMA = ("OPT", "none"), ("Llama", "none")
 SHIFTED, GAINED = ("OPT", "+60"), ("Llama", "×200")
 STRONG = ("OPT", "×100 +297")
+_STRENGTHS = (OPT, ("OPT", "×4 +9"), ("OPT", "×16 +45"), STRONG)
 
 Point = tuple[str, float | None]
 """A method and its bits."""
@@ -37,6 +39,14 @@ class _Found:
         ratio = None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
         return Target(
             f"{_named(column)}: divergence of {_point(worse)} over that of {_point(better)}", ratio, margin, at_least=True
+        )
+
+    def grows(self, method: str, weaker: Column, stronger: Column, margin: float) -> Target:
+        """The divergence of a method with stronger outliers over that with weaker ones, at least `margin`."""
+        values = [self._value(column, (method, None), "kl") for column in (stronger, weaker)]
+        ratio = None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
+        return Target(
+            f"{method}: divergence of {_named(stronger)} over that of {_named(weaker)}", ratio, margin, at_least=True
         )
 
     def breaks(self, column: Column, point: Point, bound: float) -> Target:
@@ -93,10 +103,14 @@ def _injected(records: Sequence[Record]) -> list[Target]:
 
 
 def _int8(found: _Found) -> list[Target]:
-    """LLM.int8(): without outliers all is one; with them tensors break first, then rows, and decomposition holds."""
+    """LLM.int8(): without outliers all is one; with them tensors break first, then rows; what decomposes holds."""
     targets = [found.holds(column, (name, None), 1 + LOSSLESS) for column in (OPT, LLAMA) for name in INT8]
     decomposed = [name for name in INT8 if "decomposition" in name or "LLM.int8()" in name]
     targets += [found.holds(column, (name, None), 1 + LOSSLESS) for column in (STRONG, GAINED) for name in decomposed]
+    targets += [
+        found.grows(name, weaker, stronger, 2)
+        for name in INT8 if name not in decomposed for weaker, stronger in itertools.pairwise(_STRENGTHS)
+    ]  # fmt: skip
     absmax, zero = ("int8 absmax", None), ("int8 zeropoint", None)
     by_row, by_vector = ("int8 absmax row-wise", None), ("int8 absmax vector-wise", None)
     zero_vector, whole = ("int8 zeropoint vector-wise", None), ("absmax LLM.int8()", None)
