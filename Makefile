@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile every module anew
 
-.PHONY: demo test check docs site bench interop clean
+.PHONY: demo test check docs site bench tables interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	$(BIN)/hfq bench stream --out docs/benchmarks
 	$(BIN)/hfq bench kernels --out docs/benchmarks
 	$(BIN)/hfq bench generate --out docs/benchmarks
+
+tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/hfq bench quality --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	tests/interop/run.sh

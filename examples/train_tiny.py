@@ -7,38 +7,17 @@ The text is what every Python installation carries: the docstrings of the standa
 """
 
 import argparse
-import ast
 import hashlib
 import math
 import pathlib
-import sysconfig
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hfq.benchmarks.quality_text import read_documents
+
 VOCABULARY, CONTEXT, BATCH = 1536, 256, 16
-
-
-def read_documents() -> list[str]:
-    """The documents, in a fixed order: one for each module that has docstrings, each help topic, the licence."""
-    import pydoc_data.topics
-
-    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
-        documents.append("\n\n".join(text for text in docstrings if text and len(text) > 40))
-    documents += [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    documents += [path.read_text(encoding="utf-8") for path in sorted(library.glob("LICENSE*"))]
-    return [text for text in documents if len(text) > 200]
 
 
 def is_held_out(document: str) -> bool:

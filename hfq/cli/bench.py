@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate` and `fms`: what hfq costs here, against the machine and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `fms` and `quality`: what hfq costs here, against the machine and other tools."""
 
 from __future__ import annotations
 
@@ -124,6 +124,24 @@ def generate(
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     counts = threads or sorted({1, torch.get_num_threads()})
     _show(bench_generate(folder or default_folder(), size, rounds, counts, _say), "generate", as_json, out)
+
+
+@bench.command("quality")
+def quality(
+    folder: Annotated[
+        Path | None, typer.Option(help="Holds the trained models between runs; by default in the user's cache.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller model and a few rows: under a minute.")] = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """The published tables of perplexities on small models that are trained here; fails where their orderings do not hold."""
+    from hfq.benchmarks.models import default_folder
+    from hfq.benchmarks.quality import bench_quality, check_orderings
+
+    report = bench_quality(folder or default_folder(), quick, _say)
+    _show(report, "quality", as_json, out)
+    check_orderings(report)
 
 
 def _say(text: str) -> None:

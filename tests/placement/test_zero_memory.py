@@ -24,6 +24,24 @@ def test_three_devices_follow_the_formula():
     assert [device_bytes(PAPER, stage, 3) / 1e9 for stage in (1, 2, 3)] == [60.0, 50.0, 40.0]
 
 
+def test_figures_that_were_printed_for_three_devices_are_those_of_no_number_of_devices():
+    """An erratum: 54.8, 47.9 and 41 GB."""
+    for ranks in range(1, 200):
+        found = [device_bytes(PAPER, stage, ranks) / 1e9 for stage in (1, 2, 3)]
+        assert found != pytest.approx([54.8, 47.9, 41], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("billions", "printed", "exact", "inference"), [(11, 176, 176, 22), (66, 1056, 1056, 132), (176, 2800, 2816, 352)]
+)
+def test_figures_that_were_printed_for_inference_are_those_of_training_with_adam(billions, printed, exact, inference):
+    """An erratum: T5-11B, OPT-66B and BLOOM; in 16 bits inference takes an eighth."""
+    trained, frozen = (ModelStates(**{role: (billions * 10**9,)}) for role in ("trained", "frozen"))
+    assert device_bytes(trained, 0, 1) == exact * 10**9
+    assert device_bytes(frozen, 0, 1, optimizer="none") == inference * 10**9
+    assert printed == pytest.approx(exact, rel=0.01)
+
+
 def test_one_rank_holds_everything_in_every_stage():
     assert {device_bytes(PAPER, stage, 1) for stage in (0, 1, 2, 3)} == {120_000_000_000}
 

@@ -28,6 +28,14 @@ def test_absmax_to_two_bits(strategy, error):
         assert found.scale.flatten().tolist() == pytest.approx([2.09, 2.12, 1.92, 1.87])
 
 
+def test_the_printed_errors_are_not_those_of_the_printed_matrix():
+    """An erratum: one entry is printed as 1.98, and the errors are those of 1.48."""
+    printed = WEIGHT.clone()
+    printed[0, 2] = 1.98
+    errors = [float((printed - absmax(printed, 2, strategy).dequantize()).norm()) for strategy in ("channel", "tensor")]
+    assert errors == pytest.approx([1.991, 2.198], abs=1e-3)  # three digits are known
+
+
 def test_absmax_of_a_vector_to_eight_bits():
     assert absmax(torch.tensor([[15, 0.1, 0.02, 1.0, 0.01]])).codes.tolist() == [[127, 1, 0, 8, 0]]
 
