@@ -23,8 +23,9 @@ from hfq.formats.dtypes import safetensors_dtype
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.row import read_tensor
-from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
+from hfq.quantize.block import BlockQuantizer, hold_packed
 from hfq.quantize.calibration import Calibration, Text, calibrate
+from hfq.quantize.heap import trim_heap
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
@@ -46,8 +47,8 @@ def quantize(
 ) -> QuantizeReport:  # fmt: skip
     """Writes a quantized copy of a float checkpoint, block by block.
 
-    Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
-    libraries take. A run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+    Peak memory is at most one block in float32, the hidden states of the calibration set, and 400 MiB with all imports. A run that
+    was killed goes on where it stopped when it is started again, and gives the same bytes.
 
     Args:
         model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
@@ -110,9 +111,7 @@ class _Job:
         layers: list[LayerReport] = []
         done_before = sum(shard in self.journal for shard in self._shards().values())
         self._write_rest()
-        hidden, calls = (
-            capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
-        )
+        hidden, calls = self._captured()
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
@@ -137,7 +136,7 @@ class _Job:
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
             return
-        with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
+        with self.source.in_memory(name, self.linears[name]) if hidden else self.source.on_meta(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
             if is_done:
                 self._put_finished(shard, linears)
@@ -148,6 +147,16 @@ class _Job:
                 self.journal.add(shard, dict(self._stored(name, packed)), notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
+        trim_heap()
+
+    def _captured(self) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
+        """What reaches the blocks, where the method looks at activations."""
+        if self.calibration is None:
+            return [], {}
+        widest = max(size for sizes in self.sizes.values() for size in sizes)
+        captured = capture(self.source.model, self.source.blocks, self.calibration.batches(widest))
+        trim_heap()
+        return captured
 
     def _put_finished(self, shard: str, linears: Mapping[str, nn.Module]) -> None:
         finished = Checkpoint.from_files([self.journal.folder / shard])
@@ -159,7 +168,7 @@ class _Job:
                 for name, info in finished.tensors.items()
                 if name.startswith(prefix) and name != f"{prefix}bias"
             }
-            put_weight(layer, as_weight(self.format, self.recipe, own))
+            hold_packed(layer, self.format, self.recipe, own)
 
     def _stored(self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, StoredTensor]]:
         """The shard of a block: packed layers in the place of their weights, everything else as it is; the widest first."""
