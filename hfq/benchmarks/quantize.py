@@ -43,7 +43,7 @@ CONSTANT_NBYTES = 400 << 20
 BITS = (4, 3, 2)
 GPTQ = {"method": "gptq", "num_bits": 4, "group_size": 128}
 _WORKER = "hfq.benchmarks.quantize_worker"
-_LENGTH, _SAMPLES = 256, 4
+_LENGTH, _SAMPLES = 128, 8
 _QUALITY_LENGTH, _QUALITY_SAMPLES = 256, 32
 
 
