@@ -127,7 +127,7 @@ def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Rec
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     scales, zeros = torch.full((2, in_features // span, out_features), torch.nan)
-    loss, rows = 0.0, max(_PART_NBYTES // (4 * in_features), in_features // 8) // 32 * 32  # at most a quarter of the factor
+    loss, rows = 0.0, max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32  # an eighth of the factor
     rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
     for start in range(0, out_features, rows):  # outputs know nothing of each other
         part = slice(start, start + rows)
