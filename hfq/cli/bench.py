@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate`, `fms` and `quality`: what hfq costs here, against the machine and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `quantize`, `fms`, `quality`: what hfq costs, against limits and other tools."""
 
 from __future__ import annotations
 
@@ -124,6 +124,27 @@ def generate(
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     counts = threads or sorted({1, torch.get_num_threads()})
     _show(bench_generate(folder or default_folder(), size, rounds, counts, _say), "generate", as_json, out)
+
+
+@bench.command("quantize")
+def quantize(
+    folder: Folder = None,
+    size: Size = 2.3e9,
+    rounds: Rounds = 3,
+    trained: Annotated[
+        list[Path] | None, typer.Option(help="A small trained model, with its tokenizer and held_out.txt; may be given again.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Memory, time and quality of quantizing to GPTQ and FP8, against the promised bound and gptqmodel."""
+    from hfq.benchmarks.models import default_folder
+    from hfq.benchmarks.quantize import bench_quantize
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    _show(bench_quantize(folder or default_folder(), size, rounds, trained or [], _say, threads), "quantize", as_json, out)
 
 
 @bench.command("quality")

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-__all__ = ["thread_buffer"]
+__all__ = ["release_buffers", "thread_buffer"]
 
 
 class _Buffers(threading.local):
@@ -26,3 +26,8 @@ def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int
         with torch.inference_mode(False):
             kept[key] = torch.empty(numel, dtype=dtype, device=device)
     return kept[key][:numel]
+
+
+def release_buffers() -> None:
+    """Gives up what this thread keeps; the next use makes it afresh. Nobody may hold a part of it."""
+    _buffers.kept.clear()

@@ -273,7 +273,7 @@ class Gptq(GptqShards, GptqOrder):
         return (unpack_planes if self.is_planar else unpack_stream)(words, self.num_bits, count)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        return (pack_planes if self.is_planar else pack_stream)(codes.to(torch.int32), self.num_bits)
+        return (pack_planes if self.is_planar else pack_stream)(codes, self.num_bits)
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""

@@ -9,6 +9,9 @@ __all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 """The widths of the bit planes of a code, the lowest first."""
 
+_PACKED_AT_ONCE = 1 << 20
+"""Codes whose words are made in one go, in int64."""
+
 
 def unpack_stream(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
     """Unpacks along dim 0: code `i` is bits `[i * num_bits, (i + 1) * num_bits)` of the words' bit stream.
@@ -47,13 +50,16 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
         int32 [ceil(count * num_bits / 32), n].
     """
     count, columns = codes.shape
-    if 32 % num_bits == 0:  # no code straddles two words
-        per_word, codes = 32 // num_bits, codes.to(torch.int32)
-        packed = torch.zeros(-(-count // per_word), columns, dtype=torch.int32, device=codes.device)
-        for place in range(per_word):
-            part = codes[place::per_word]
-            packed[: len(part)] |= part << (place * num_bits)
+    if 32 % num_bits == 0:
+        share = 32 // num_bits
+        packed = torch.zeros(-(-count // share), columns, dtype=torch.int32, device=codes.device)
+        for place in range(min(share, count)):
+            part = codes[place::share].to(torch.int32)
+            packed[: len(part)].bitwise_or_(part << (place * num_bits))
         return packed
+    if codes.numel() > _PACKED_AT_ONCE:
+        parts = codes.split(max(_PACKED_AT_ONCE // max(count, 1), 1), dim=1)
+        return torch.cat([pack_stream(part, num_bits) for part in parts], dim=1)
     words = torch.zeros(-(-count * num_bits // 32) + 1, columns, dtype=torch.int64, device=codes.device)
     bits = torch.arange(count, device=codes.device) * num_bits
     wide = codes.to(torch.int64) << (bits % 32)[:, None]

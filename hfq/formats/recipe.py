@@ -125,6 +125,11 @@ class Recipe:
         """Whether the method, or recovery, looks at activations."""
         return self.measures or self.recovery > 0
 
+    @property
+    def moves_floats(self) -> bool:
+        """Whether a block's float weights change before they are rounded, or with what is trained, and lie in float32 for that."""
+        return self.method == "awq" or self.recovery > 0
+
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
         """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
         if self.output is not None:

@@ -22,6 +22,7 @@ from hfq.quantize.folding import Fold, Trace, find_fold, trace
 from hfq.quantize.layers import is_expert, size_of
 from hfq.quantize.replay import Call, Moments, Stage, measure
 from hfq.quantize.report import LayerReport
+from hfq.quantize.triangle import Triangle
 
 __all__ = ["AwqQuantizer", "InputMoments", "Rounding", "search_scale"]
 
@@ -78,7 +79,7 @@ class AwqQuantizer(BlockQuantizer):
         part: Stage = []
         nbytes = 0
         for group in groups:
-            size = 4 * size_of(self.linears[group[0]])[1] ** 2
+            size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
             if part and nbytes + size > MOMENTS_NBYTES:
                 yield part
                 part, nbytes = [], 0
@@ -90,7 +91,7 @@ class AwqQuantizer(BlockQuantizer):
         if not isinstance(moments, InputMoments) or not isinstance(self.format, Awq):
             raise TypeError(type(self.format).__name__)
         tokens, magnitudes = moments.tokens, torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1)
-        hessian = moments.mean()
+        hessian = moments.mean().whole()
         _check(hessian, group[0])
         weights = [self._weight(name) for name in group]
         for name, weight in zip(group, weights, strict=True):

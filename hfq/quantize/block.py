@@ -11,20 +11,30 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.formats import Format
+from hfq.formats.buffers import release_buffers
 from hfq.formats.gptq import Gptq
 from hfq.formats.recipe import Recipe
-from hfq.formats.rounding import round_weight
+from hfq.formats.rounding import check_finite_weight, round_weight
 from hfq.quantize.gptq import factorize, solve
+from hfq.quantize.heap import trim_heap
+from hfq.quantize.held import hold, tensors_of
 from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
 from hfq.quantize.report import LayerReport
+from hfq.quantize.triangle import Triangle
 
-__all__ = ["MOMENTS_NBYTES", "BlockQuantizer", "as_weight", "put_weight"]
+__all__ = ["MOMENTS_NBYTES", "BlockQuantizer", "as_weight", "put_packed", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
 MOMENTS_NBYTES = 512 << 20
 """Moments that are gathered in one pass; a mixture with many experts takes several."""
+
+_ROUNDED_NBYTES = 4 << 20
+"""Floats that are rounded to nearest in one go."""
+
+_ROWS_MULTIPLE = 128
+"""Rows of a weight that no format packs apart: those of a block of FP8."""
 
 
 class BlockQuantizer:
@@ -35,7 +45,7 @@ class BlockQuantizer:
         linears: Its layers to quantize, by name.
         weight_format: What they are written in.
         recipe: How they are quantized.
-        read: Reads the weight of a layer that is on meta, by its name.
+        read: Reads the weight of a layer that is on meta, by its name, as it is stored.
         dtype_of: The dtype that a parameter of the block is stored in, by its name within the block.
 
     Attributes:
@@ -97,7 +107,7 @@ class BlockQuantizer:
             part: Stage = []
             nbytes = 0
             for group in stage:
-                size = 4 * size_of(self.linears[group[0]])[1] ** 2
+                size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
                 if part and nbytes + size > MOMENTS_NBYTES:
                     yield part
                     part, nbytes = [], 0
@@ -107,6 +117,7 @@ class BlockQuantizer:
 
     def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         first = {group[0]: self.linears[group[0]] for group in stage}
+        trim_heap()
         moments: dict[str, Moments] = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
         for group in stage:
             self._quantize_group(group, moments.pop(group[0]))
@@ -117,7 +128,7 @@ class BlockQuantizer:
                 logger.warning("%s: no calibration token reached this expert; it is rounded to nearest.", name)
                 self._round(name, 0)
             return
-        in_features = len(moments.hessian)
+        in_features = moments.hessian.size
         if is_expert(group[0]) and moments.tokens < in_features:
             logger.warning(
                 "%s: %d calibration tokens reached this expert, fewer than its %d inputs.",
@@ -130,31 +141,54 @@ class BlockQuantizer:
     def _solve_group(self, group: list[str], moments: Moments) -> None:
         """Quantizes layers of one input that tokens reached."""
         tokens = moments.tokens
+        release_buffers()  # of the forwards that are over
+        trim_heap()
         factor = factorize(moments.mean(), self.recipe, group[0])
-        del moments
+        trim_heap()
         weight_format = _as_gptq(self.format)
         for name in group:
             solved = solve(self._weight(name), factor, weight_format, self.recipe, name)
+            trim_heap()
             packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
-            self._keep(name, packed, LayerReport(name, "gptq", tokens, solved.loss, factor.damping))
+            report = LayerReport(name, "gptq", tokens, solved.loss, factor.damping)
+            del solved
+            self._keep(name, packed, report)
 
     def _round(self, name: str, tokens: int | None) -> None:
         method = "rtn" if self.recipe.measures else self.recipe.method
-        weight = self._weight(name)
-        packed = round_weight(name, weight, self.format)
-        rounded = as_weight(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False), packed)
-        loss = float((rounded - weight).square().mean()) if tokens is None else None
-        self._keep(name, packed, LayerReport(name, method, tokens, loss))
+        packed, error = self._rounded(name, self._weight(name))
+        self._keep(name, packed, LayerReport(name, method, tokens, error if tokens is None else None))
+
+    def _rounded(self, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
+        """The packed tensors of a weight [out, in], made by parts of its rows, and the mean squared error."""
+        check_finite_weight(name, weight)
+        out_features, in_features = weight.shape
+        reader = reader_format(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False))
+        rows = max(_ROUNDED_NBYTES // (4 * in_features) // _ROWS_MULTIPLE, 1) * _ROWS_MULTIPLE
+        parts, error = [], 0.0
+        for part in weight.split(rows):
+            floats = part.to(torch.float32)
+            parts.append(round_weight(name, floats, self.format))
+            error += float(reader.dequantize(parts[-1]).sub_(floats).double().square_().sum())
+        specs = {spec.name: spec.shape for spec in self.format.tensor_specs(in_features, out_features)}
+        packed = {local: _joined([part[local] for part in parts], specs[local]) for local in parts[0]}
+        if "weight_shape" in packed:  # which is that of the whole layer
+            packed["weight_shape"] = torch.tensor(weight.shape, dtype=packed["weight_shape"].dtype)
+        return packed, error / weight.numel()
 
     def _keep(self, name: str, packed: dict[str, torch.Tensor], report: LayerReport) -> None:
         self.packed[name] = packed
         self.reports.append(report)
         if self.recipe.needs_calibration:
-            put_weight(self.linears[name], as_weight(self.format, self.recipe, packed))
+            put_packed(self.linears[name], self.format, self.recipe, packed)
+        trim_heap()
 
     def _weight(self, name: str) -> torch.Tensor:
-        """float32 [out, in]."""
+        """[out, in], as it lies in memory, or as it is stored."""
         layer = self.linears[name]
+        held = tensors_of(layer)
+        if held is not None:
+            return held["weight"]
         parameter: torch.Tensor = layer._parameters["weight"]  # type: ignore[assignment]
         weight = self.read(name) if parameter.is_meta else parameter.detach()
         return weight if isinstance(layer, nn.Linear) else weight.t()
@@ -168,17 +202,36 @@ class BlockQuantizer:
             )  # fmt: skip
 
 
+def reader_format(weight_format: Format, recipe: Recipe) -> Format:
+    """The format as a reader of the checkpoint has it, who has seen whether groups are scattered."""
+    if isinstance(weight_format, Gptq):
+        return dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)
+    return weight_format
+
+
 def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes with."""
-    if isinstance(weight_format, Gptq):
-        weight_format = dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)
-    return weight_format.dequantize(packed)
+    return reader_format(weight_format, recipe).dequantize(packed)
+
+
+def put_packed(layer: nn.Module, weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> None:
+    """Makes a layer compute with what packed tensors mean: with them if it is held, else with the weight in float32."""
+    if tensors_of(layer) is None:
+        put_weight(layer, as_weight(weight_format, recipe, packed))
+    else:
+        hold(layer, packed, reader_format(weight_format, recipe))
 
 
 def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
     """Gives a linear layer or a Conv1D a weight [out, in]."""
     value = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
     layer._parameters["weight"] = nn.Parameter(value, requires_grad=False)
+
+
+def _joined(parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """Parts of a tensor of this shape, one after the other along the dimension that they are parts of; or the one they all are."""
+    divided = [dim for dim, (size, found) in enumerate(zip(shape, parts[0].shape, strict=True)) if size != found]
+    return torch.cat(parts, divided[0]) if divided else parts[0]
 
 
 def _as_gptq(weight_format: Format) -> Gptq:

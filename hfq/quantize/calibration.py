@@ -24,7 +24,7 @@ DATASETS = ("wikitext2", "c4", "c4-new")
 Text = str | Path | Sequence[str] | Sequence[torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 """A file of text, a set of optimum by name, texts, or token ids [1, length] by themselves or as `input_ids`."""
 
-_BATCH_TOKENS = 2048
+_BATCH_TOKENS, _BATCH_NBYTES = 2048, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,14 @@ class Calibration:
         """The sha256 of the tokens."""
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
 
-    def batches(self) -> list[torch.Tensor]:
-        """The samples in batches of about 2048 tokens."""
-        return list(self.tokens.split(max(1, _BATCH_TOKENS // self.tokens.shape[1])))
+    def batches(self, width: int = 1) -> list[torch.Tensor]:
+        """The samples in batches of about 2048 tokens, of fewer where a model is wide.
+
+        Args:
+            width: The most channels that a layer takes or gives; one such tensor of a batch takes 2 MiB, or one sample.
+        """
+        tokens = min(_BATCH_TOKENS, _BATCH_NBYTES // (4 * width))
+        return list(self.tokens.split(max(1, tokens // self.tokens.shape[1])))
 
 
 def calibrate(

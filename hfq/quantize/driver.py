@@ -22,6 +22,7 @@ from hfq.formats.recipe import METHODS, Recipe
 from hfq.formats.rounding import rounded_tensors
 from hfq.integrations.transformers import HfqConfig
 from hfq.quantize.calibration import Calibration, Text, calibrate
+from hfq.quantize.heap import trim_heap
 from hfq.quantize.journal import Journal
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantize.output import finish
@@ -45,9 +46,9 @@ def quantize(
 ) -> QuantizeReport:  # fmt: skip
     """Writes a quantized copy of a float checkpoint, block by block.
 
-    Peak memory is one block in float32, the hidden states of the calibration set, the second moments of one input and what the
-    libraries take (of AWQ, moments of up to 512 MiB; with recovery, hidden states twice, and a block's weights and their gradients). A
-    run that was killed goes on where it stopped when it is started again, and gives the same bytes.
+    Peak memory is at most one block in float32, the hidden states of the calibration set, and 400 MiB with all imports; AWQ and
+    recovery take more (docs/quantize.md). A run that was killed goes on where it stopped when it is started again, and gives the
+    same bytes.
 
     Args:
         model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
@@ -110,9 +111,7 @@ class _Job:
         layers: list[LayerReport] = []
         done_before = sum(shard in self.journal for shard in self._shards().values())
         self._write_rest()
-        hidden, calls = (
-            capture(self.source.model, self.source.blocks, self.calibration.batches()) if self.calibration else ([], {})
-        )
+        hidden, calls = self._captured()
         self.teacher = Teacher(hidden) if self.recipe.recovery else None
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
@@ -139,7 +138,8 @@ class _Job:
         is_done = shard in self.journal
         if is_done and (not hidden or is_last):
             return
-        with (self.source.in_memory if hidden else self.source.on_meta)(name) as block:
+        held = () if self.recipe.moves_floats else self.linears[name]
+        with self.source.in_memory(name, held) if hidden else self.source.on_meta(name) as block:
             linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
             targets = self.teacher.advance(block, calls) if self.teacher else None
             if is_done:
@@ -150,6 +150,16 @@ class _Job:
                 self.journal.add(shard, dict(self._stored(name, made.packed, made.changed)), made.notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
+        trim_heap()
+
+    def _captured(self) -> tuple[list[torch.Tensor], dict[str, list[Call]]]:
+        """What reaches the blocks, where the method looks at activations."""
+        if self.calibration is None:
+            return [], {}
+        width = 1 if self.recipe.recovery else max(size for sizes in self.sizes.values() for size in sizes)
+        captured = capture(self.source.model, self.source.blocks, self.calibration.batches(width))
+        trim_heap()
+        return captured
 
     def _stored(
         self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]], changed: Mapping[str, torch.Tensor]

@@ -17,12 +17,15 @@ import torch
 from hfq.errors import FormatError, SetupError
 from hfq.formats.gptq import Gptq
 from hfq.formats.recipe import Recipe
+from hfq.quantize.triangle import Triangle
 
 __all__ = ["Factor", "Solved", "factorize", "solve"]
 
 logger = logging.getLogger(__name__)
 
 _LEAF = 16
+_PART_NBYTES = 8 << 20
+_CHECKED_ROWS = 256
 _CLIP_STEPS = 20
 _NARROWEST = 0.4
 _MOST_DAMPING = 1.0
@@ -33,13 +36,14 @@ class Factor:
     """The factored Hessian of one input; layers that share the input share it.
 
     Attributes:
-        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in the reverse of their order.
+        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in the reverse of their order; what
+            lies above the diagonal is not looked at.
         variances: float32 [in], the squared diagonal of L: what an error of 1 in a channel costs once the later ones have made good.
         order: int64 [in]: the channels in the reverse of the order they are quantized in.
         damping: The share of the mean diagonal that was added to it.
     """
 
-    feedback: torch.Tensor
+    feedback: Triangle | torch.Tensor
     variances: torch.Tensor
     order: torch.Tensor
     damping: float
@@ -64,20 +68,21 @@ class Solved:
     loss: float
 
 
-def factorize(hessian: torch.Tensor, recipe: Recipe, name: str) -> Factor:
+def factorize(hessian: Triangle | torch.Tensor, recipe: Recipe, name: str) -> Factor:
     """Orders the channels and factors their damped Hessian; where that fails the damping grows.
 
     Args:
-        hessian: float32 [in, in], the mean over tokens of x x^T; overwritten.
+        hessian: float32 [in, in], the mean over tokens of x x^T; used up.
         recipe: How the channels are ordered, and the damping to begin with.
         name: The layer's name, for messages.
 
     Raises:
         SetupError: No token reached the layer, a value is not finite, or no damping up to the diagonal's mean itself helps.
     """
-    diagonal = hessian.diagonal().clone()
+    matrix = Triangle.of(hessian)
+    diagonal = matrix.diagonal()
     mean = float(diagonal.mean())
-    if not torch.isfinite(diagonal).all() or not torch.isfinite(hessian.sum()):
+    if not torch.isfinite(diagonal).all() or not matrix.is_finite():
         raise SetupError(
             "The activations that reach a layer are not finite; it cannot be quantized.", tensor=name, expected="finite activations",
             found=f"a Hessian whose diagonal has a mean of {mean}", fix="check the model on this calibration text; run it in float32",
@@ -89,17 +94,13 @@ def factorize(hessian: torch.Tensor, recipe: Recipe, name: str) -> Factor:
         )  # fmt: skip
     order = _order(diagonal, recipe).flip(0)
     damping, added = recipe.damping, 0.0
+    matrix = matrix.permute(order)
     while damping <= _MOST_DAMPING:
-        hessian.diagonal().add_(damping * mean - added)
+        matrix.add_to_diagonal(damping * mean - added)
         added = damping * mean
-        factor = hessian[
-            order[:, None], order
-        ].mT  # symmetric: the transpose is in LAPACK's own layout, and is factored in place
-        info = torch.linalg.cholesky_ex(factor, out=(factor, torch.empty((), dtype=torch.int32))).info
-        if not info and torch.isfinite(factor.diagonal()).all():
-            variances = factor.diagonal().square()
-            return Factor(factor.div_(factor.diagonal().clone()), variances, order, damping)
-        del factor
+        if matrix.factor():
+            roots = matrix.diagonal()
+            return Factor(matrix.divide(roots), roots.square(), order, damping)
         logger.warning("%s: its Hessian is not positive definite with damping %g; trying %g.", name, damping, 2 * damping)
         damping *= 2
     raise SetupError(
@@ -122,41 +123,48 @@ def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Rec
         FormatError: Groups do not divide the input, or the weight is not finite or out of the range of the dialect's scales.
     """
     _check(weight, weight_format, name)
-    return _Solver(weight, factor, weight_format, recipe).run()
+    out_features, in_features = weight.shape
+    span = in_features if weight_format.group_size == -1 else weight_format.group_size
+    codes = torch.empty(in_features, out_features, dtype=torch.uint8)
+    scales, zeros = torch.full((2, in_features // span, out_features), torch.nan)
+    loss, rows = 0.0, max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32  # an eighth of the factor
+    rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
+    for start in range(0, out_features, rows):  # outputs know nothing of each other
+        part = slice(start, start + rows)
+        solver = _Solver(weight[part].detach(), factor, weight_format, recipe, codes[:, part], scales[:, part], zeros[:, part])
+        loss += float(solver.run().double().sum())
+        g_idx = solver.g_idx
+        del solver  # before the next part is taken
+    return Solved(codes, scales, zeros, g_idx, loss / out_features)
 
 
 class _Solver:
     """The state of one solve. `rows` holds, channel by channel in reverse order, the float to be rounded, then the error made."""
 
-    def __init__(self, weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe) -> None:
-        self.format, self.recipe, self.factor = weight_format, recipe, factor
-        self.weight = weight.detach()
+    def __init__(
+        self, weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe, codes: torch.Tensor, scales: torch.Tensor,
+        zeros: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self.format, self.recipe, self.factor, self.feedback = weight_format, recipe, factor, Triangle.of(factor.feedback)
         out_features, self.size = weight.shape
         self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
         self.top = (1 << weight_format.num_bits) - 1
-        self.rows = self.weight.t()[factor.order].to(torch.float32).contiguous()
-        self.codes = torch.empty(self.size, out_features, dtype=torch.uint8)
-        self.scales, self.zeros = torch.full((2, self.size // self.span, out_features), torch.nan)
+        self.weight = weight.t()[factor.order]
+        self.rows = self.weight.to(torch.float32, copy=True)
+        self.codes, self.scales, self.zeros = codes, scales, zeros
         self.g_idx = torch.empty(self.size, dtype=torch.int64)
         self.loss = torch.zeros(out_features)
 
-    def run(self) -> Solved:
+    def run(self) -> torch.Tensor:
+        """Fills codes, scales and zeros; the loss of each output [out]."""
         if self.recipe.static_groups:
-            importance = self._importance()
+            places = torch.empty_like(self.factor.order)
+            places[self.factor.order] = torch.arange(self.size)
             for group in range(len(self.scales)):
-                channels = slice(group * self.span, (group + 1) * self.span)
-                self._fit(group, self.weight[:, channels].t().float(), importance[channels])
+                channels = places[group * self.span : (group + 1) * self.span]
+                self._fit(group, self.weight[channels].float(), self.factor.variances[channels])
         self._halve(0, self.size)
-        codes = torch.empty_like(self.codes)
-        codes[self.factor.order] = self.codes
-        loss = float(self.loss.double().mean())
-        return Solved(codes, self.scales, self.zeros, self.g_idx, loss)
-
-    def _importance(self) -> torch.Tensor:
-        """The variances in the order of the file."""
-        importance = torch.empty_like(self.factor.variances)
-        importance[self.factor.order] = self.factor.variances
-        return importance
+        return self.loss
 
     def _halve(self, start: int, stop: int) -> None:
         """Quantizes channels [start, stop) from the last to the first, whose floats hold the errors of all after them."""
@@ -170,16 +178,15 @@ class _Solver:
         self._halve(start, middle)
 
     def _make_good(self, start: int, middle: int, stop: int) -> None:
-        feedback = self.factor.feedback[middle:stop, start:middle]
-        self.rows[start:middle].addmm_(feedback.t(), self.rows[middle:stop])
+        for first, last, feedback in self.feedback.pieces(middle, stop):
+            self.rows[start:middle].addmm_(feedback[:, start:middle].t(), self.rows[first:last])
 
     def _group(self, start: int, stop: int) -> None:
         """Fits the scales of one group to what its weights would be if they stayed floats, and quantizes it."""
-        order = self.factor.order[start:stop]
-        original = self.weight[:, order].t().float()
-        group = (self.size - stop) // self.span if self.recipe.act_order else int(order[0]) // self.span
+        original = self.weight[start:stop].float()
+        group = (self.size - stop) // self.span if self.recipe.act_order else int(self.factor.order[start]) // self.span
         if stop < self.size:
-            upper = self.factor.feedback[start:stop, start:stop].t()
+            upper = self.feedback.corner(start, stop).t()
             shift = torch.linalg.solve_triangular(upper, self.rows[start:stop] - original, upper=True, unitriangular=True)
             original = shift.add_(original)
         self._fit(group, original, self.factor.variances[start:stop])
@@ -196,23 +203,31 @@ class _Solver:
         self._quarter(start, middle)
 
     def _leaf(self, start: int, stop: int) -> None:
-        size, order = self.size, self.factor.order[start:stop]
-        original, channels = self.weight[:, order].t().float(), order.tolist()
-        residuals = torch.empty_like(original)
-        for row in range(stop - 1, start - 1, -1):
-            channel = channels[row - start]
-            is_scattered = self.recipe.act_order and not self.recipe.static_groups
-            group = (size - 1 - row) // self.span if is_scattered else channel // self.span
-            self.g_idx[channel] = group
-            value, scale, zero = self.rows[row], self.scales[group], self.zeros[group]
-            code = torch.addcdiv(zero, value, scale).round_().clamp_(0, self.top)
-            self.codes[row] = code
-            rounded = code.sub_(zero).mul_(scale)
-            torch.sub(value, rounded, out=residuals[row - start])
-            torch.sub(original[row - start], rounded, out=value)
-            if row > start:
-                self.rows[start:row].addr_(self.factor.feedback[row, start:row], value)
+        """Quantizes some channels, one after the other."""
+        channels, groups = self.factor.order[start:stop], self._groups(start, stop)
+        original, rows, feedback = self.weight[start:stop].float(), self.rows[start:stop], self.feedback.corner(start, stop)
+        codes, errors = torch.empty_like(rows), torch.empty_like(rows)
+        each = zip(
+            range(stop - start), rows.unbind(), original.unbind(), codes.unbind(), errors.unbind(), self.scales[groups].unbind(),
+            self.zeros[groups].unbind(), feedback.unbind(), strict=True,
+        )  # fmt: skip
+        for row, value, floats, code, error, scale, zero, shares in reversed(list(each)):
+            torch.addcdiv(zero, value, scale, out=code).round_().clamp_(0, self.top)
+            torch.sub(code, zero, out=error).mul_(scale)
+            torch.sub(floats, error, out=error)
+            if row:
+                rows[:row].addr_(shares[:row], error)
+        self.codes[channels] = codes.to(torch.uint8)
+        self.g_idx[channels] = groups
+        residuals = rows.sub_(original).add_(errors)
         self.loss += residuals.square_().mul_(self.factor.variances[start:stop, None]).sum(0)
+        rows.copy_(errors)
+
+    def _groups(self, start: int, stop: int) -> torch.Tensor:
+        """int64, the groups of channels."""
+        if self.recipe.act_order and not self.recipe.static_groups:
+            return (self.size - 1 - torch.arange(start, stop)) // self.span
+        return self.factor.order[start:stop] // self.span
 
     def _fit(self, group: int, weights: torch.Tensor, importance: torch.Tensor) -> None:
         """Settles the scales and zero points of one group [span, out]."""
@@ -261,7 +276,7 @@ def _check(weight: torch.Tensor, weight_format: Gptq, name: str) -> None:
             found=f"[{out_features}, {in_features}]", expected="sizes divisible by 32, and an input divisible by the group size",
             fix="choose another group size, or leave this layer dense (modules_to_not_convert)",
         )  # fmt: skip
-    if not torch.isfinite(weight).all():
+    if not all(torch.isfinite(part).all() for part in weight.split(_CHECKED_ROWS)):
         raise FormatError(
             "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
             found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",

@@ -16,7 +16,7 @@ from hfq.formats import Format
 from hfq.formats.recipe import Recipe
 from hfq.modules.row import read_tensor
 from hfq.quantize.awq import AwqQuantizer
-from hfq.quantize.block import BlockQuantizer, as_weight, put_weight
+from hfq.quantize.block import BlockQuantizer, put_packed
 from hfq.quantize.folding import put
 from hfq.quantize.recovery import Recovery
 from hfq.quantize.replay import Call
@@ -92,7 +92,7 @@ def put_finished(
             for stored, info in finished.tensors.items()
             if stored.startswith(prefix) and stored != f"{prefix}bias"
         }
-        put_weight(layer, as_weight(weight_format, recipe, own))
+        put_packed(layer, weight_format, recipe, own)
     for parameter in changed:
         owner, _, local = parameter.rpartition(".")
         stored = finished.tensors[source.stored(f"{name}.{parameter}").name]

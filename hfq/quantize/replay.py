@@ -12,6 +12,7 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.quantize.layers import size_of
+from hfq.quantize.triangle import Triangle
 
 __all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
 
@@ -160,18 +161,18 @@ class Moments:
         tokens: How many there were.
     """
 
-    hessian: torch.Tensor
+    hessian: Triangle
     tokens: int = 0
 
     def add(self, inputs: torch.Tensor) -> None:
         """Adds activations [..., in]."""
         rows = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
-        self.hessian.addmm_(rows.t(), rows)
+        self.hessian.add_products(rows)
         self.tokens += len(rows)
 
-    def mean(self) -> torch.Tensor:
+    def mean(self) -> Triangle:
         """The mean over tokens, in place."""
-        return self.hessian.div_(max(self.tokens, 1))
+        return self.hessian.divide(max(self.tokens, 1))
 
 
 AnyMoments = TypeVar("AnyMoments", bound=Moments)
@@ -197,8 +198,7 @@ def measure(
     """
     moments: dict[str, AnyMoments] = {}
     for name, layer in layers.items():
-        size = size_of(layer)[1]
-        moments[name] = kind(torch.zeros(size, size))
+        moments[name] = kind(Triangle.zeros(size_of(layer)[1]))
     for hidden, call in zip(batches, calls, strict=True):
         missing = set(layers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.formats.dense import Dense
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.source import check_floats
 from hfq.integrations.loaded import loading_of
@@ -20,9 +21,11 @@ from hfq.integrations.transformers import HfqConfig
 from hfq.modules.experts import PackedExperts
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import read_tensor
+from hfq.quantize.held import hold, let_go
 from hfq.quantize.layers import find_blocks
 from hfq.spec import TensorInfo
 from hfq.streaming.block import DenseParameter
+from hfq.streaming.regions import untouched_rings
 
 __all__ = ["Source"]
 
@@ -43,9 +46,10 @@ class Source:
         root = loading_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "nothing was written")
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
-        )
+        with untouched_rings():
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                root, quantization_config=HfqConfig(), device_map={"": "disk"}, dtype=torch.float32
+            )
         self.model.eval()
         self.reader = Reader(self.checkpoint)
         self.blocks = find_blocks(self.model)
@@ -78,8 +82,8 @@ class Source:
         return self.stored(weight).name.removesuffix(".weight") if is_stored else name
 
     def weight(self, name: str) -> torch.Tensor:
-        """The weight of a layer as it is stored, [out, in] but for a Conv1D, in float32."""
-        return read_tensor(self.reader, self.stored(f"{name}.weight")).to(torch.float32)
+        """The weight of a layer as it is stored, [out, in] but for a Conv1D."""
+        return read_tensor(self.reader, self.stored(f"{name}.weight"))
 
     def stored_of(self, block: str) -> list[TensorInfo]:
         """The stored tensors of a block, in the order of the checkpoint."""
@@ -109,19 +113,34 @@ class Source:
                 _replace(block, local, module)
 
     @contextlib.contextmanager
-    def in_memory(self, name: str) -> Iterator[nn.Module]:
-        """The block as long as the context lasts: every weight in float32, experts as linear layers."""
+    def in_memory(self, name: str, layers: Collection[str] = ()) -> Iterator[nn.Module]:
+        """The block as long as the context lasts, with experts as linear layers.
+
+        Args:
+            name: Its name.
+            layers: Linear layers of it, by their names in the model, that compute with their weights as they are stored. Every
+                other parameter is in float32.
+        """
         resting: list[tuple[DenseParameter, nn.Parameter]] = []
         with self.on_meta(name) as block:
+            held = {f"{layer}.weight": block.get_submodule(layer.removeprefix(f"{name}.")) for layer in layers}
             try:
                 for parameter, _ in list(block.named_parameters()):
+                    full = f"{name}.{parameter}"
+                    info = self.stored(full)
+                    value = read_tensor(self.reader, info)
+                    if full in held:
+                        hold(held[full], {"weight": value if isinstance(held[full], nn.Linear) else value.t()}, Dense())
+                        continue
                     owner, local = block.get_submodule(parameter.rpartition(".")[0]), parameter.rpartition(".")[2]
-                    slot = DenseParameter(owner, local, self.stored(f"{name}.{parameter}"))
-                    resting.append((slot, slot.give(read_tensor(self.reader, slot.info).to(torch.float32))))
+                    slot = DenseParameter(owner, local, info)
+                    resting.append((slot, slot.give(value.to(torch.float32))))
                 yield block
             finally:
                 for slot, before in resting:
                     slot.give(before)
+                for layer in held.values():
+                    let_go(layer)
 
 
 def _replace(block: nn.Module, name: str, module: nn.Module) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 
@@ -19,7 +20,19 @@ from hfq.streaming.recorder import Recorder
 from hfq.streaming.ring import Ring
 from hfq.streaming.source import CHUNK_NBYTES, Source
 
-__all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
+__all__ = ["AcceleratorRegions", "HostRegions", "Regions", "untouched_rings"]
+
+_TOUCHES = ContextVar("touches", default=True)
+
+
+@contextlib.contextmanager
+def untouched_rings() -> Iterator[None]:
+    """Rings on the host that are made within take memory as they are used: for models whose blocks are brought by other means."""
+    token = _TOUCHES.set(False)
+    try:
+        yield
+    finally:
+        _TOUCHES.reset(token)
 
 
 class Regions(ABC):
@@ -152,7 +165,7 @@ class HostRegions(Regions):
     """Blocks compute where they are read."""
 
     def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
-        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=True), read_ahead_nbytes)
+        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=_TOUCHES.get()), read_ahead_nbytes)
 
     def give_back(self, block: int) -> None:
         """Nothing follows: who computed here is done with it."""
