@@ -25,7 +25,7 @@ from hfq.quantize.held import hold, let_go
 from hfq.quantize.layers import find_blocks
 from hfq.spec import TensorInfo
 from hfq.streaming.block import DenseParameter
-from hfq.streaming.regions import untouched_rings
+from hfq.streaming.buffers import untouched_rings
 
 __all__ = ["Source"]
 

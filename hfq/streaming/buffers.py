@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes"]
+__all__ = ["HUGE_PAGE", "huge_buffer", "huge_page_nbytes", "touches_rings", "untouched_rings"]
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
+_TOUCHES = ContextVar("touches", default=True)
 
 
 def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
@@ -52,3 +55,18 @@ def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
     except (OSError, ValueError):
         return None
     return None
+
+
+@contextlib.contextmanager
+def untouched_rings() -> Iterator[None]:
+    """Rings on the host that are made within take memory as they are used: for models whose blocks are brought by other means."""
+    token = _TOUCHES.set(False)
+    try:
+        yield
+    finally:
+        _TOUCHES.reset(token)
+
+
+def touches_rings() -> bool:
+    """Whether a ring takes all of its memory when it is made."""
+    return _TOUCHES.get()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from hfq.placement.budget import ring_nbytes
-from hfq.streaming.buffers import huge_buffer
+from hfq.streaming.buffers import huge_buffer, touches_rings
 from hfq.streaming.clock import Clock, HostClock
 from hfq.streaming.lane import Lane
 from hfq.streaming.layout import PAGE, BlockLayout, Run
@@ -20,19 +19,7 @@ from hfq.streaming.recorder import Recorder
 from hfq.streaming.ring import Ring
 from hfq.streaming.source import CHUNK_NBYTES, Source
 
-__all__ = ["AcceleratorRegions", "HostRegions", "Regions", "untouched_rings"]
-
-_TOUCHES = ContextVar("touches", default=True)
-
-
-@contextlib.contextmanager
-def untouched_rings() -> Iterator[None]:
-    """Rings on the host that are made within take memory as they are used: for models whose blocks are brought by other means."""
-    token = _TOUCHES.set(False)
-    try:
-        yield
-    finally:
-        _TOUCHES.reset(token)
+__all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
 
 
 class Regions(ABC):
@@ -165,7 +152,7 @@ class HostRegions(Regions):
     """Blocks compute where they are read."""
 
     def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
-        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=_TOUCHES.get()), read_ahead_nbytes)
+        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=touches_rings()), read_ahead_nbytes)
 
     def give_back(self, block: int) -> None:
         """Nothing follows: who computed here is done with it."""
