@@ -10,9 +10,10 @@ from hfq.placement.estimate import ModelSizes, Workload
 from hfq.placement.hardware import Hardware
 from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
 from hfq.placement.launch_files import LIVE_ELEMENTS
+from hfq.placement.roofline import Work
 from hfq.placement.zero_memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
 
-__all__ = ["ZeroFit", "fit_zero3"]
+__all__ = ["ZeroFit", "fit_zero3", "gathering_work"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,22 @@ def fit_zero3(
         "The model does not fit under ZeRO-3; nothing was loaded.", expected="room on each rank and node", problems=tried,
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
         fix=f"pass {' and '.join(ways)}" + ("" if has_nvme else ", or --nvme FOLDER, or more --ranks"),
+    )  # fmt: skip
+
+
+def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
+    """What a step of each rank does.
+
+    Args:
+        fit: What the ranks hold.
+        sizes: The model.
+        workload: What each rank does.
+    """
+    resting = sum(nbytes for homes in fit.memory.parts.values() for nbytes in homes.values())
+    kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
+    return Work(
+        sizes.weights, 0, 0, kv, workload.batch, sizes.layers, resting, is_on_cpu=fit.ranks_on_cpu, calls=sizes.calls,
+        gathered=fit.gathered,
     )  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""`hfq bench plan`: bytes in each home as planned and as measured, and steps as predicted and as they were, in four placements.
+
+Rates change with what else a machine does, so that every round takes a sample of each rate and of each step, and medians are
+compared with medians. What is planned is planned from headers, and what is predicted comes from rates of other layers than those of
+the model: see `probes`, `model_probes` and `calibrate_ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hfq.benchmarks.calibrate import MachineProbe, disk_file
+from hfq.benchmarks.calibrate_ranks import RanksProbe
+from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq.benchmarks.plan_cases import WORKLOAD, Case, formats_of, open_cases
+from hfq.benchmarks.plan_report import plan_report
+from hfq.benchmarks.probes import ProductProbe
+from hfq.benchmarks.ranks import Ranks
+from hfq.benchmarks.report import Record, Report
+from hfq.integrations.planning import PlannedModel, open_model
+from hfq.placement.hardware import Hardware
+from hfq.placement.model_states import count_states
+from hfq.placement.profile import Profile
+from hfq.placement.roofline import predict
+from hfq.placement.zero_fit import fit_zero3, gathering_work
+
+__all__ = ["GENERATED", "bench_plan", "generated"]
+
+GENERATED = ("fp8", "gptq4")
+"""The formats of the generated models."""
+
+_PROBED_NBYTES = 512 << 20
+_EVERYTHING = 1 << 50
+
+
+@dataclasses.dataclass
+class _Probes:
+    """What all checkpoints share."""
+
+    machine: MachineProbe
+    ranks: Ranks | None
+    gathering: RanksProbe | None
+    count: int
+    size: int
+
+    def forget(self) -> None:
+        for probe in (self.machine, self.gathering):
+            if probe is not None:
+                probe.forget()
+
+
+def bench_plan(
+    folder: Path, checkpoints: Sequence[Path], nbytes: float, rounds: int, say: Callable[[str], None], ranks: int = 2, quick: bool = False
+) -> Report:  # fmt: skip
+    """Runs the benchmark.
+
+    Args:
+        folder: Where checkpoints are made, or found.
+        checkpoints: Further ones.
+        nbytes: The size of each generated checkpoint, in bytes.
+        rounds: How often everything is measured, in turns.
+        say: Is told what is going on.
+        ranks: Local ranks under ZeRO-3; 0 leaves ZeRO-3 out.
+        quick: Small probes: checks that it works, predicts nothing.
+
+    Raises:
+        SetupError: The disk has too little room, or DeepSpeed is missing or fails.
+    """
+    say("making checkpoints")
+    paths = [*checkpoints, *(generated(folder, weights, nbytes) for weights in GENERATED)]
+    records: list[Record] = []
+    with _probes(folder, ranks, quick) as probes:
+        for path in paths:
+            say(f"{path.name}: loading")
+            records += _measure(path, probes, rounds, say)
+            gc.collect()
+    facts = {"rounds": f"{rounds}, steps and rates in turns; medians", "threads": str(torch.get_num_threads())}
+    return plan_report(folder, facts, records)
+
+
+def generated(folder: Path, weights: str, nbytes: float) -> Path:
+    """A generated checkpoint of so many bytes in this format.
+
+    Args:
+        folder: Where it is made, or found.
+        weights: One of `models.FORMATS`.
+        nbytes: Its size.
+    """
+    hidden = Architecture.of_size(nbytes).hidden
+    empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(weights).values()) for layers in (0, 1))
+    return make_checkpoint(folder, Architecture(hidden, max(round((nbytes - empty) / (one - empty)), 8)), weights)
+
+
+@contextlib.contextmanager
+def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
+    size, nbytes = (256, 4 << 20) if quick else (2048, _PROBED_NBYTES)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(disk_file(folder, nbytes))
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        machine = MachineProbe(file, models, size, (1, 2) if quick else None)
+        ranks = stack.enter_context(Ranks(count)) if count else None
+        gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
+        yield _Probes(machine, ranks, gathering, count, size)
+
+
+def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None]) -> list[Record]:
+    """The records of one checkpoint, one for each placement."""
+    model = open_model(path)
+    dtype = getattr(torch, model.sizes.dtype)
+    formats = {f"dense {model.sizes.dtype}": None, **formats_of(model)}
+    products = {kind: ProductProbe(each, 1, dtype, probes.size) for kind, each in formats.items()}
+    cases = list(open_cases(path, model))
+    if probes.ranks is not None:
+        probes.ranks.ask("load", path=str(path))
+    probes.forget()
+    shared: list[float] = []
+    for number in range(rounds):
+        say(f"{path.name}: round {number + 1} of {rounds}")
+        probes.machine.measure()
+        for measured in (*products.values(), *cases):
+            measured.measure()
+        if probes.ranks is not None and probes.gathering is not None:
+            probes.gathering.measure()
+            answers = probes.ranks.ask("steps", path=str(path), count=1)
+            shared += [max(seconds) for seconds in zip(*(answer["seconds"] for answer in answers), strict=True)]
+    rates = {kind: {1: probe.rate} for kind, probe in products.items()}
+    profile = dataclasses.replace(
+        probes.machine.profile(), products=rates, calls={kind: probe.call_seconds for kind, probe in products.items()},
+        zero3=None if probes.gathering is None else probes.gathering.rates,
+    )  # fmt: skip
+    label = {"checkpoint": path.name, "dialects": model.loading.describe_formats(), "profile": dataclasses.asdict(profile)}
+    records = [label | _record(case, profile) for case in cases]
+    if probes.ranks is not None:
+        found = _sharded(probes.ranks.ask("held", path=str(path)), model, probes.count, profile)
+        records.append(label | found | {"achieved": statistics.median(shared), "steps": shared})
+        probes.ranks.ask("drop", path=str(path))
+    return records
+
+
+def _record(case: Case, profile: Profile) -> Record:
+    terms = predict(case.work, profile).terms
+    return {
+        "placement": case.placement, "planned": case.planned, "measured": case.measured, "predicted": case.predict(profile),
+        "achieved": statistics.median(case.seconds), "terms": terms, "steps": case.seconds,
+    }  # fmt: skip
+
+
+def _sharded(held: list[dict], model: PlannedModel, count: int, profile: Profile) -> Record:
+    """The record of ZeRO-3, without what was achieved: the shards of the fullest rank."""
+    itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
+    states = count_states(model.loading.checkpoint, itemsize=itemsize)
+    fit = fit_zero3(states, model.sizes, Hardware((), _EVERYTHING), WORKLOAD, count)
+    parts = {name: sum(fit.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")}
+    measured = {name: max(rank[name] for rank in held) for name in ("packed", "frozen")}
+    found = predict(gathering_work(fit, model.sizes, WORKLOAD), profile)
+    return {
+        "placement": f"ZeRO-3, {count} ranks", "planned": parts, "measured": measured, "predicted": found.step_seconds,
+        "terms": dict(found.terms),
+    }  # fmt: skip
