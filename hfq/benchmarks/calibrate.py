@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,13 +22,12 @@ from hfq.benchmarks.calibrate_ranks import measure_ranks
 from hfq.benchmarks.limits import drop_cache
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.model_probes import DepthProbe
-from hfq.benchmarks.probes import BesideProbe, ProductProbe, ReadProbe
+from hfq.benchmarks.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
 from hfq.errors import SetupError
-from hfq.formats import Format
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.integrations.planning import kind_of_weight
+from hfq.integrations.planning import PlannedModel, kind_of_weight
 from hfq.placement.profile import Profile
 
 __all__ = ["MachineProbe", "calibrate", "disk_file"]
@@ -42,14 +41,14 @@ _USUAL = Gptq(4, 128, False, "stored")
 
 
 def calibrate(
-    folder: Path, say: Callable[[str], None], formats: Iterable[Format] = (), quick: bool = False, ranks: int = 0
+    folder: Path, say: Callable[[str], None], model: PlannedModel | None = None, quick: bool = False, ranks: int = 0
 ) -> Profile:
     """Measures this machine.
 
     Args:
         folder: On the disk that checkpoints rest on; a file of 1 GiB is written there and removed.
         say: Is told what is going on.
-        formats: Formats whose products are measured beside the usual ones.
+        model: A checkpoint whose layers are measured beside the usual ones.
         quick: Small sizes: checks that it works, measures nothing.
         ranks: Also what a step costs under ZeRO-3 on so many local ranks; 0 for none.
 
@@ -67,9 +66,13 @@ def calibrate(
     usual = [Fp8(strategy="block", block_structure=(128, 128)), *(Gptq(bits, 128, False, "stored") for bits in (4, 8)), Awq()]
     for name, dtype in _DTYPES.items():
         say(f"products with {name} activations")
-        for weight_format in (None, *usual, *formats):
-            kind = f"dense {name}" if weight_format is None else kind_of_weight(weight_format, name)
-            products[kind], calls[kind] = _measure_product(weight_format, dtype, size, rounds)
+        layers: dict[str, tuple[Layer, Layer | None]] = {
+            kind_of_weight(each, name): (Layer(each, size, size), None) for each in usual
+        }
+        layers |= {} if model is None else layers_of(model, name)
+        layers[f"dense {name}"] = Layer(None, size, size), None
+        for kind, (large, small) in layers.items():
+            products[kind], calls[kind] = _measure_product(large, small, dtype, rounds)
     zero3 = None
     if ranks:
         say(f"{ranks} ranks under ZeRO-3")
@@ -91,7 +94,7 @@ class MachineProbe:
 
     def __init__(self, file: Path, folder: Path, size: int = _SIZE, depths: tuple[int, int] | None = None) -> None:
         self._disk, self._cached = ReadProbe(file, True), ReadProbe(file, False)
-        self._product = ProductProbe(_USUAL, 1, torch.bfloat16, size)
+        self._product = ProductProbe(Layer(_USUAL, size, size))
         self._beside = [BesideProbe(self._product, read) for read in (self._disk, self._cached)]
         self._depth = DepthProbe(folder, depths) if depths else DepthProbe(folder)
         self._memory: list[float] = []
@@ -124,11 +127,9 @@ class MachineProbe:
         )  # fmt: skip
 
 
-def _measure_product(
-    weight_format: Format | None, dtype: torch.dtype, size: int, rounds: int
-) -> tuple[dict[int, float], float]:
+def _measure_product(large: Layer, small: Layer | None, dtype: torch.dtype, rounds: int) -> tuple[dict[int, float], float]:
     """({rows: weights per second}, seconds of a call) of one kind of weight."""
-    probes = {rows: ProductProbe(weight_format, rows, dtype, size, 2 if rounds == 1 else None) for rows in ROWS}
+    probes = {rows: ProductProbe(large, small, rows, dtype, 2 if rounds == 1 else None) for rows in ROWS}
     for _ in range(rounds):
         for probe in probes.values():
             probe.measure()

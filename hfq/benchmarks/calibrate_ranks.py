@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.probes import ProductProbe
+from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.ranks import Ranks
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
@@ -44,7 +44,7 @@ class RanksProbe:
         self._layers = {name: shape.layers for name, shape in shapes.items()}
         self._samples: dict[str, list[float]] = {name: [] for name in shapes}
         self._slowdowns: list[float] = []
-        self._alone = ProductProbe(Gptq(4, 128, False, "stored"), 1, torch.bfloat16)
+        self._alone = ProductProbe(Layer(Gptq(4, 128, False, "stored"), 2048, 2048))
         for path in self._paths.values():
             ranks.ask("load", path=str(path))
 

@@ -1,8 +1,8 @@
 """`hfq bench plan`: bytes in each home as planned and as measured, and steps as predicted and as they were, in four placements.
 
 Rates change with what else a machine does, so that every round takes a sample of each rate and of each step, and medians are
-compared with medians. What is planned is planned from headers, and what is predicted comes from rates of other layers than those of
-the model: see `probes`, `model_probes` and `calibrate_ranks`.
+compared with medians. What is planned is planned from headers. What is predicted comes from rates: of products with layers of the
+sizes that the model has, but of random weights and by themselves, and of tiny models (`probes`, `model_probes`, `calibrate_ranks`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from hfq.benchmarks.calibrate import MachineProbe, disk_file
 from hfq.benchmarks.calibrate_ranks import RanksProbe
 from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.plan_cases import WORKLOAD, Case, formats_of, open_cases
+from hfq.benchmarks.plan_cases import WORKLOAD, Case, open_cases
 from hfq.benchmarks.plan_report import plan_report
-from hfq.benchmarks.probes import ProductProbe
+from hfq.benchmarks.probes import ProductProbe, layers_of
 from hfq.benchmarks.ranks import Ranks
 from hfq.benchmarks.report import Record, Report
 from hfq.integrations.planning import PlannedModel, open_model
@@ -49,7 +49,6 @@ class _Probes:
     ranks: Ranks | None
     gathering: RanksProbe | None
     count: int
-    size: int
 
     def forget(self) -> None:
         for probe in (self.machine, self.gathering):
@@ -58,8 +57,14 @@ class _Probes:
 
 
 def bench_plan(
-    folder: Path, checkpoints: Sequence[Path], nbytes: float, rounds: int, say: Callable[[str], None], ranks: int = 2, quick: bool = False
-) -> Report:  # fmt: skip
+    folder: Path,
+    checkpoints: Sequence[Path],
+    nbytes: float,
+    rounds: int,
+    say: Callable[[str], None],
+    ranks: int = 2,
+    quick: bool = False,
+) -> Report:
     """Runs the benchmark.
 
     Args:
@@ -108,15 +113,16 @@ def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
         machine = MachineProbe(file, models, size, (1, 2) if quick else None)
         ranks = stack.enter_context(Ranks(count)) if count else None
         gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
-        yield _Probes(machine, ranks, gathering, count, size)
+        yield _Probes(machine, ranks, gathering, count)
 
 
 def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None]) -> list[Record]:
     """The records of one checkpoint, one for each placement."""
     model = open_model(path)
     dtype = getattr(torch, model.sizes.dtype)
-    formats = {f"dense {model.sizes.dtype}": None, **formats_of(model)}
-    products = {kind: ProductProbe(each, 1, dtype, probes.size) for kind, each in formats.items()}
+    products = {
+        kind: ProductProbe(large, small, dtype=dtype) for kind, (large, small) in layers_of(model, model.sizes.dtype).items()
+    }
     cases = list(open_cases(path, model))
     if probes.ranks is not None:
         probes.ranks.ask("load", path=str(path))

@@ -11,17 +11,15 @@ from typing import Any
 from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import PlacementError
-from hfq.formats import Format
 from hfq.integrations.loaded import loading_of
-from hfq.integrations.planning import PlannedModel, kind_of_weight
-from hfq.modules.packed import PackedModule
+from hfq.integrations.planning import PlannedModel
 from hfq.placement.budget import READ_AHEAD_NBYTES, plan_homes, ring_nbytes
 from hfq.placement.estimate import Estimate, Workload, estimate_placement, list_stages
 from hfq.placement.hardware import Hardware
 from hfq.placement.profile import PUBLISHED, Profile
 from hfq.placement.roofline import Work, predict
 
-__all__ = ["DIRECT", "PLACEMENTS", "Case", "formats_of", "measure_homes", "open_cases"]
+__all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_homes", "open_cases"]
 
 DIRECT = "all disk, past the page cache"
 PLACEMENTS = ("cpu", "half disk", "all disk", DIRECT)
@@ -87,12 +85,6 @@ def measure_homes(model: Any) -> dict[str, int]:
     return {
         "cpu": sum(held.values()), "disk": on_disk, "ring": loading.streamer.regions.nbytes if loading.streamer else 0
     }  # fmt: skip
-
-
-def formats_of(model: PlannedModel) -> dict[str, Format]:
-    """{kind of weight: a format of that kind} of a model's packed layers."""
-    packed = [module for module in model.loading.model.modules() if isinstance(module, PackedModule)]
-    return {kind_of_weight(module.weight_format, model.sizes.dtype): module.weight_format for module in packed}
 
 
 def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -> Case:

@@ -20,7 +20,9 @@ batch 1. Predicted over achieved is the time of a step: above 1 the machine was 
 def bytes_apart(record: Record) -> float:
     """The largest relative difference between planned and measured bytes of a home, of any that holds something."""
     pairs = [(record["planned"][home], record["measured"][home]) for home in record["planned"]]
-    return max((abs(planned - measured) / max(planned, measured) for planned, measured in pairs if planned or measured), default=0.0)
+    return max(
+        (abs(planned - measured) / max(planned, measured) for planned, measured in pairs if planned or measured), default=0.0
+    )
 
 
 def plan_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -> Report:
@@ -32,7 +34,16 @@ def plan_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -
         records: See `plan`.
     """
     rows = [_row(record) for record in records]
-    header = ("checkpoint", "placement", "planned", "measured", "apart", "predicted tokens/s", "achieved tokens/s", "predicted / achieved")
+    header = (
+        "checkpoint",
+        "placement",
+        "planned",
+        "measured",
+        "apart",
+        "predicted tokens/s",
+        "achieved tokens/s",
+        "predicted / achieved",
+    )
     table = Table("Planned and measured, predicted and achieved", _NOTE, header, rows)
     names = list(dict.fromkeys(record["checkpoint"] for record in records))
     placements = list(dict.fromkeys(record["placement"] for record in records))

@@ -11,57 +11,84 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hfq.benchmarks.limits import CHUNK_NBYTES, read_files, reading_slots
 from hfq.formats import Format
+from hfq.integrations.planning import PlannedModel, kind_of_weight
 from hfq.kernels.table import choose_kernel
+from hfq.modules.linear import PackedLinear
 from hfq.placement.pipeline import SideBySide
 
-__all__ = ["BesideProbe", "ProductProbe", "ReadProbe"]
+__all__ = ["BesideProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
 
 _SMALL, _LAYERS_NBYTES = 256, 96 << 20
 _CALLS = 24
 _LEAST_SHARE = 0.02
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer to multiply by.
+
+    Attributes:
+        weight_format: The format of its weights; None for dense ones.
+        out_features: Its outputs.
+        in_features: Its inputs.
+    """
+
+    weight_format: Format | None
+    out_features: int
+    in_features: int
+
+    @property
+    def weights(self) -> int:
+        """How many it has."""
+        return self.out_features * self.in_features
+
+
 class ProductProbe:
     """Products with one kind of weight, dense or packed.
 
     Args:
-        weight_format: The format of the weights; None for dense ones.
+        large: The layer whose weights count.
+        small: One of the same kind, which tells what a call costs beside its weights; None for a small one of equal sides.
         rows: Rows of activations.
         dtype: Their dtype, and that of dense weights.
-        size: Inputs and outputs of a layer; a second, small one tells what a call costs beside its weights.
-        copies: How many layers a pass goes through, which do not fit the caches together; None for as many.
+        copies: How many large layers a pass goes through, which do not fit the caches together; None for as many.
     """
 
     def __init__(
-        self, weight_format: Format | None, rows: int, dtype: torch.dtype, size: int = 2048, copies: int | None = None
-    ) -> None:
-        self._format, self._rows, self._dtype, self._size = weight_format, rows, dtype, size
-        self._small_size = min(_SMALL, size)
-        large, self._small = self._layer(size), self._layer(self._small_size)
-        nbytes = sum(tensor.nbytes for tensor in large.values())
-        count = max(2, min(_LAYERS_NBYTES // nbytes, 24)) if copies is None else copies
-        self._layers = [{name: tensor.clone() for name, tensor in large.items()} for _ in range(count)]
-        self._kernels = {side: self._choose(side) for side in (size, self._small_size)}
+        self, large: Layer, small: Layer | None = None, rows: int = 1, dtype: torch.dtype = torch.bfloat16, copies: int | None = None
+    ) -> None:  # fmt: skip
+        self._rows, self._dtype, self._large = rows, dtype, large
+        self._small = small or Layer(
+            large.weight_format, *(min(_SMALL, size) for size in (large.out_features, large.in_features))
+        )
+        first, self._little = self._make(self._large), self._make(self._small)
+        nbytes = sum(tensor.nbytes for tensor in first.values())
+        count = max(1 + (nbytes < _LAYERS_NBYTES), min(_LAYERS_NBYTES // nbytes, 24)) if copies is None else copies
+        self._layers = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(count)]
+        self._products = {layer: self._choose(layer) for layer in (self._large, self._small)}
         self.run()
         self._samples: list[float] = []
         self._calls: list[float] = []
 
     def run(self) -> float:
-        """One pass over all layers: seconds of a product."""
-        return self._time(self._layers, self._size)
+        """One pass over all large layers: seconds of a product."""
+        return self._time(self._layers, self._large)
 
     def measure(self) -> None:
         """Adds a sample."""
         self._samples.append(self.run())
-        self._calls.append(self._time([self._small] * _CALLS, self._small_size))
+        self._calls.append(self._time([self._little] * _CALLS, self._small))
 
     def forget(self) -> None:
         """Drops all samples."""
@@ -71,38 +98,56 @@ class ProductProbe:
     @property
     def call_seconds(self) -> float:
         """What a product takes beside its weights: that of no weight at all, on the line through both sizes."""
-        large, small, ratio = *self._medians(), (self._small_size / self._size) ** 2
-        return max((small - large * ratio) / (1 - ratio), 0.0) if ratio < 1 else 0.0
+        large, small, ratio = *self._medians(), self._small.weights / self._large.weights
+        return min(max((small - large * ratio) / (1 - ratio), 0.0), small) if ratio < 1 else 0.0
 
     @property
     def rate(self) -> float:
         """Weights per second, beside what calls take."""
         large = self._medians()[0]
-        return self._size**2 / max(large - self.call_seconds, large / 100)
+        return self._large.weights / max(large - self.call_seconds, large / 100)
 
     def _medians(self) -> tuple[float, float]:
         return statistics.median(self._samples), statistics.median(self._calls)
 
-    def _layer(self, size: int) -> dict[str, torch.Tensor]:
-        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02
-        if self._format is None:
+    def _make(self, layer: Layer) -> dict[str, torch.Tensor]:
+        weight = torch.randn(layer.out_features, layer.in_features, generator=torch.Generator().manual_seed(0)) * 0.02
+        if layer.weight_format is None:
             return {"weight": weight.to(self._dtype)}
-        return dict(self._format.sized(size, size).quantize(weight))
+        return dict(layer.weight_format.sized(layer.in_features, layer.out_features).quantize(weight))
 
-    def _choose(self, size: int):
-        if self._format is None:
-            return lambda activations, layer: torch.nn.functional.linear(activations, layer["weight"])
-        sized = self._format.sized(size, size)
-        kernel = choose_kernel("auto", sized, size, size)
-        return lambda activations, layer: kernel.linear(activations, layer, sized)
+    def _choose(self, layer: Layer) -> Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]:
+        if layer.weight_format is None:
+            return lambda activations, tensors: torch.nn.functional.linear(activations, tensors["weight"])
+        sized = layer.weight_format.sized(layer.in_features, layer.out_features)
+        kernel = choose_kernel("auto", sized, layer.in_features, layer.out_features)
+        return lambda activations, tensors: kernel.linear(activations, tensors, sized)
 
-    def _time(self, layers: list[dict[str, torch.Tensor]], size: int) -> float:
-        product, activations = self._kernels[size], torch.randn(self._rows, size).to(self._dtype)
+    def _time(self, layers: list[dict[str, torch.Tensor]], kind: Layer) -> float:
+        product, activations = self._products[kind], torch.randn(self._rows, kind.in_features).to(self._dtype)
         with torch.inference_mode():
             started = time.perf_counter()
             for layer in layers:
                 product(activations, layer)
             return (time.perf_counter() - started) / len(layers)
+
+
+def layers_of(model: PlannedModel, dtype: str) -> dict[str, tuple[Layer, Layer]]:
+    """{kind of weight: (the largest layer, the smallest)} of a model: some formats belong to layers of one size.
+
+    Args:
+        model: The model.
+        dtype: The dtype of activations.
+    """
+    found: dict[str, list[Layer]] = defaultdict(list)
+    for module in model.loading.model.modules():
+        if isinstance(module, PackedLinear):
+            kind = kind_of_weight(module.weight_format, dtype)
+            found[kind].append(Layer(module.weight_format, module.out_features, module.in_features))
+        elif isinstance(module, nn.Linear):
+            found[f"dense {dtype}"].append(Layer(None, module.out_features, module.in_features))
+    by_size = {kind: sorted(layers, key=lambda layer: layer.weights) for kind, layers in found.items()}
+    return {kind: (layers[-1], layers[0]) for kind, layers in by_size.items()}
 
 
 class ReadProbe:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hfq.benchmarks.model_probes import Decoder, load_model
-from hfq.benchmarks.probes import ProductProbe
+from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.process import serve
 from hfq.formats.gptq import Gptq
 from hfq.modules.packed import PackedModule
@@ -85,7 +85,7 @@ class RanksWorker:
     def product(self) -> dict:
         """Seconds of a product, while all ranks take theirs."""
         if self._product is None:
-            self._product = ProductProbe(Gptq(4, 128, False, "stored"), 1, torch.bfloat16)
+            self._product = ProductProbe(Layer(Gptq(4, 128, False, "stored"), 2048, 2048))
         torch.distributed.barrier()
         return {"seconds": self._product.run()}
 

@@ -82,7 +82,9 @@ def fms(
 
 @bench.command("plan")
 def plan(
-    checkpoint: Annotated[list[Path] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Measured beside generated ones.")] = None,
+    checkpoint: Annotated[
+        list[Path] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Measured beside generated ones.")
+    ] = None,
     folder: Folder = None,
     size: Annotated[float, typer.Option(help="Bytes of each of the two generated checkpoints.")] = 2e9,
     rounds: Rounds = 3,

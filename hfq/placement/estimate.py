@@ -140,7 +140,9 @@ def _rings(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
     return {home: ring_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
 
 
-def list_stages(units: Sequence[Unit], homes: Mapping[str, str], main: str, routed: float = 1.0) -> tuple[tuple[int, int], ...]:
+def list_stages(
+    units: Sequence[Unit], homes: Mapping[str, str], main: str, routed: float = 1.0
+) -> tuple[tuple[int, int], ...]:
     """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which they compute.
 
     Args:

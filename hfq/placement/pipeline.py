@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SideBySide", "Stage", "pass_seconds"]
+__all__ = ["FREE", "SideBySide", "Stage", "pass_seconds"]
 
 _PASSES = 3
 """In the first the ring is empty, the later ones begin with what the one before has read ahead."""
@@ -35,6 +35,10 @@ class SideBySide:
 
     computing: float = 1.0
     reading: float = 1.0
+
+
+FREE = SideBySide()
+"""Neither slows the other down."""
 
 
 def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBySide) -> float:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfq.errors import SetupError
-from hfq.placement.pipeline import SideBySide
+from hfq.placement.pipeline import FREE, SideBySide
 
 __all__ = ["PUBLISHED", "Profile", "Zero3Rates", "profile_path", "read_profile"]
 
@@ -74,8 +74,8 @@ class Profile:
     calls: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float = 0.0
     block_seconds: float = 0.0
-    beside_disk: SideBySide = SideBySide()
-    beside_cached: SideBySide = SideBySide()
+    beside_disk: SideBySide = FREE
+    beside_cached: SideBySide = FREE
     zero3: Zero3Rates | None = None
 
     @property
