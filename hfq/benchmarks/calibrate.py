@@ -58,7 +58,7 @@ def calibrate(
     size, nbytes, rounds = (256, 4 << 20, 1) if quick else (_SIZE, _FILE_NBYTES, _ROUNDS)
     say("disk, memory, layers and loads")
     with disk_file(folder, nbytes) as file, tempfile.TemporaryDirectory() as models:
-        machine = MachineProbe(file, Path(models), size, (1, 2) if quick else None)
+        machine = MachineProbe(file, Path(models), size, quick)
         for _ in range(rounds):
             machine.measure()
         profile = machine.profile(machine_facts(folder) | {"threads": str(torch.get_num_threads())})
@@ -69,7 +69,9 @@ def calibrate(
         layers: dict[str, tuple[Layer, Layer | None]] = {
             kind_of_weight(each, name): (Layer(each, size, size), None) for each in usual
         }
-        layers |= {} if model is None else layers_of(model, name)
+        for kind, sizes in (layers_of(model, name) if model is not None else {}).items():
+            in_order = sorted(sizes, key=lambda layer: layer.weights)
+            layers[kind] = in_order[-1], in_order[0]
         layers[f"dense {name}"] = Layer(None, size, size), None
         for kind, (large, small) in layers.items():
             products[kind], calls[kind] = _measure_product(large, small, dtype, rounds)
@@ -89,14 +91,14 @@ class MachineProbe:
         file: A file to read, on the disk to measure.
         folder: Where tiny models are made.
         size: Inputs and outputs of the layers that compute beside reading.
-        depths: The layers of the tiny models; None for the usual ones.
+        quick: The smallest models.
     """
 
-    def __init__(self, file: Path, folder: Path, size: int = _SIZE, depths: tuple[int, int] | None = None) -> None:
+    def __init__(self, file: Path, folder: Path, size: int = _SIZE, quick: bool = False) -> None:
         self._disk, self._cached = ReadProbe(file, True), ReadProbe(file, False)
         self._product = ProductProbe(Layer(_USUAL, size, size))
         self._beside = [BesideProbe(self._product, read) for read in (self._disk, self._cached)]
-        self._depth = DepthProbe(folder, depths) if depths else DepthProbe(folder)
+        self._depth = DepthProbe(folder, quick)
         self._memory: list[float] = []
         self._memory_nbytes = min(256 << 20, 64 * size * size)
 
@@ -123,7 +125,8 @@ class MachineProbe:
         return Profile(
             "measured", self._disk.rate, self._cached.rate, statistics.median(self._memory), machine=machine or {},
             layer_seconds=depth.layer_seconds(self._product.call_seconds), load_seconds=depth.load_seconds,
-            step_seconds=depth.step_seconds, block_seconds=depth.block_seconds, beside_disk=beside_disk, beside_cached=beside_cached,
+            step_seconds=depth.step_seconds, block_seconds=depth.block_seconds(self._cached.rate),
+            beside_disk=beside_disk, beside_cached=beside_cached,
         )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from hfq.placement.profile import Zero3Rates
 
 __all__ = ["RanksProbe", "measure_ranks"]
 
-_SHAPES = {"few": Architecture(128, 2), "many": Architecture(128, 10), "wide": Architecture(1024, 4)}
+_SHAPES = {"few": Architecture(128, 2), "many": Architecture(128, 10), "wide": Architecture(2048, 2)}
 _QUICK = {"few": Architecture(128, 1), "many": Architecture(128, 2), "wide": Architecture(256, 1)}
-_STEPS, _ROUNDS = 2, 3
+_STEPS, _ROUNDS = {"few": 4, "many": 4, "wide": 1}, 3
 
 
 class RanksProbe:
@@ -51,7 +51,7 @@ class RanksProbe:
     def measure(self) -> None:
         """Adds a sample of each."""
         for name, path in self._paths.items():
-            answers = self._ranks.ask("steps", path=str(path), count=_STEPS)
+            answers = self._ranks.ask("steps", path=str(path), count=_STEPS[name])
             self._samples[name] += [max(seconds) for seconds in zip(*(each["seconds"] for each in answers), strict=True)]
         self._alone.measure()
         together = statistics.mean(answer["seconds"] for answer in self._ranks.ask("product"))

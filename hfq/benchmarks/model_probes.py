@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 
 from hfq.benchmarks.models import Architecture, make_checkpoint
 
-__all__ = ["DEPTHS", "Decoder", "DepthProbe", "load_model", "tiny_checkpoint"]
+__all__ = ["DEPTHS", "Decoder", "DepthProbe", "load_model"]
 
-DEPTHS = (4, 20)
+DEPTHS = (2, 16)
 _PROMPT, _LONGEST = 8, 64
+_STEPS = 6
 _PRODUCTS = 7
 """Of a layer of Llama."""
 
@@ -33,11 +33,6 @@ def load_model(folder: Path, **options: Any):
 
     config = HfqConfig(stream=options.pop("stream", "auto"))
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
-
-
-def tiny_checkpoint(folder: Path, layers: int) -> Path:
-    """A checkpoint whose layers are next to nothing."""
-    return make_checkpoint(folder, Architecture(128, layers), "gptq4")
 
 
 class Decoder:
@@ -67,31 +62,35 @@ class Decoder:
 
 
 class DepthProbe:
-    """Tiny models: a few layers and many in memory, and many on disk.
+    """Tiny models: a few layers and many, in memory; and layers that are somewhat wider, in memory and on disk.
 
     Args:
         folder: Where the checkpoints are made.
-        depths: The layers of the models.
+        quick: The smallest models.
     """
 
-    def __init__(self, folder: Path, depths: tuple[int, int] = DEPTHS) -> None:
-        self._few, self._many = depths
-        paths = {layers: tiny_checkpoint(folder, layers) for layers in depths}
-        load_model(paths[self._few])  # imports what the timed ones need
+    def __init__(self, folder: Path, quick: bool = False) -> None:
+        self._few, self._many = (1, 2) if quick else DEPTHS
+        shapes = {"few": Architecture(128, self._few), "many": Architecture(128, self._many)}
+        wide = shapes["near"] = shapes["away"] = Architecture(128, 3) if quick else Architecture(512, 8)
+        paths = {name: make_checkpoint(folder, shape, "gptq4") for name, shape in shapes.items()}
+        self._blocks = wide.layers
+        empty, all_layers = (_nbytes(Architecture(wide.hidden, layers)) for layers in (0, wide.layers))
+        self._streamed = all_layers - empty
+        load_model(paths["few"])  # imports what the timed ones need
         self._loads: dict[str, float] = {}
         self._decoders: dict[str, Decoder] = {}
-        for name, layers in (("few", self._few), ("many", self._many)):
+        homes = {f"model.layers.{index}": "disk" for index in range(wide.layers)}
+        for name, path in paths.items():
             started = time.perf_counter()
-            model = load_model(paths[layers])
+            model = load_model(path, device_map={"": "cpu", **(homes if name == "away" else {})}, stream="buffered")
             self._loads[name], self._decoders[name] = time.perf_counter() - started, Decoder(model)
-        blocks: Mapping[str, str] = {f"model.layers.{index}": "disk" for index in range(self._many)}
-        self._decoders["away"] = Decoder(load_model(paths[self._many], device_map={"": "cpu", **blocks}))
         self._samples: dict[str, list[float]] = {name: [] for name in self._decoders}
 
     def measure(self) -> None:
-        """Adds a sample of each."""
+        """Adds samples of each."""
         for name, decoder in self._decoders.items():
-            self._samples[name] += decoder.steps()
+            self._samples[name] += decoder.steps(_STEPS)
 
     def forget(self) -> None:
         """Drops all samples of steps."""
@@ -107,10 +106,14 @@ class DepthProbe:
         """A step beside its layers."""
         return max(self._median("few") - self._few * self._slope(), 0.0)
 
-    @property
-    def block_seconds(self) -> float:
-        """A block that is streamed, beside its bytes."""
-        return max(self._median("away") - self._median("many"), 0.0) / self._many
+    def block_seconds(self, rate: float) -> float:
+        """A block that is streamed, beside its bytes.
+
+        Args:
+            rate: Bytes per second of reads from the page cache.
+        """
+        moving = self._median("away") - self._median("near") - self._streamed / rate
+        return max(moving, 0.0) / self._blocks
 
     @property
     def load_seconds(self) -> tuple[float, float]:
@@ -123,3 +126,7 @@ class DepthProbe:
 
     def _median(self, name: str) -> float:
         return statistics.median(self._samples[name])
+
+
+def _nbytes(shape: Architecture) -> int:
+    return sum(tensor.nbytes for tensor in shape.tensors("gptq4").values())

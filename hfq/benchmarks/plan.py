@@ -1,7 +1,7 @@
 """`hfq bench plan`: bytes in each home as planned and as measured, and steps as predicted and as they were, in four placements.
 
-Rates change with what else a machine does, so that every round takes a sample of each rate and of each step, and medians are
-compared with medians. What is planned is planned from headers. What is predicted comes from rates: of products with layers of the
+Rates change with what else a machine does, so that every round measures the rates that its steps are predicted with; what is told
+are medians over the rounds. Bytes are planned from headers. Steps are predicted from rates: of products with layers of the
 sizes that the model has, but of random weights and by themselves, and of tiny models (`probes`, `model_probes`, `calibrate_ranks`).
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,17 +20,16 @@ import torch
 from hfq.benchmarks.calibrate import MachineProbe, disk_file
 from hfq.benchmarks.calibrate_ranks import RanksProbe
 from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.plan_cases import WORKLOAD, Case, open_cases
+from hfq.benchmarks.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
 from hfq.benchmarks.plan_report import plan_report
-from hfq.benchmarks.probes import ProductProbe, layers_of
+from hfq.benchmarks.probes import KindProbe, layers_of
 from hfq.benchmarks.ranks import Ranks
 from hfq.benchmarks.report import Record, Report
 from hfq.integrations.planning import PlannedModel, open_model
 from hfq.placement.hardware import Hardware
 from hfq.placement.model_states import count_states
-from hfq.placement.profile import Profile
 from hfq.placement.roofline import predict
-from hfq.placement.zero_fit import fit_zero3, gathering_work
+from hfq.placement.zero_fit import ZeroFit, fit_zero3, gathering_work
 
 __all__ = ["GENERATED", "bench_plan", "generated"]
 
@@ -38,6 +37,8 @@ GENERATED = ("fp8", "gptq4")
 """The formats of the generated models."""
 
 _PROBED_NBYTES = 512 << 20
+_MANY_STEPS_NBYTES = 64 << 20
+_STEPS = 3
 _EVERYTHING = 1 << 50
 
 
@@ -49,11 +50,6 @@ class _Probes:
     ranks: Ranks | None
     gathering: RanksProbe | None
     count: int
-
-    def forget(self) -> None:
-        for probe in (self.machine, self.gathering):
-            if probe is not None:
-                probe.forget()
 
 
 def bench_plan(
@@ -87,7 +83,7 @@ def bench_plan(
             say(f"{path.name}: loading")
             records += _measure(path, probes, rounds, say)
             gc.collect()
-    facts = {"rounds": f"{rounds}, steps and rates in turns; medians", "threads": str(torch.get_num_threads())}
+    facts = {"rounds": f"{rounds}, each with rates of its own; medians", "threads": str(torch.get_num_threads())}
     return plan_report(folder, facts, records)
 
 
@@ -110,7 +106,7 @@ def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(disk_file(folder, nbytes))
         models = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        machine = MachineProbe(file, models, size, (1, 2) if quick else None)
+        machine = MachineProbe(file, models, size, quick)
         ranks = stack.enter_context(Ranks(count)) if count else None
         gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
         yield _Probes(machine, ranks, gathering, count)
@@ -120,54 +116,72 @@ def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None
     """The records of one checkpoint, one for each placement."""
     model = open_model(path)
     dtype = getattr(torch, model.sizes.dtype)
-    products = {
-        kind: ProductProbe(large, small, dtype=dtype) for kind, (large, small) in layers_of(model, model.sizes.dtype).items()
-    }
-    cases = list(open_cases(path, model))
+    products = {kind: KindProbe(layers, dtype) for kind, layers in layers_of(model, model.sizes.dtype).items()}
+    cases = list(open_cases(path, model, PLACEMENTS))
+    label = {"checkpoint": path.name, "dialects": model.loading.describe_formats()}
+    records = {case.placement: label | case.describe() for case in cases}
     if probes.ranks is not None:
         probes.ranks.ask("load", path=str(path))
-    probes.forget()
-    shared: list[float] = []
+        shards = label | _sharded(probes.ranks.ask("held", path=str(path)), model, probes.count)
+        records[shards["placement"]] = shards
     for number in range(rounds):
         say(f"{path.name}: round {number + 1} of {rounds}")
-        probes.machine.measure()
-        for measured in (*products.values(), *cases):
-            measured.measure()
-        if probes.ranks is not None and probes.gathering is not None:
-            probes.gathering.measure()
-            answers = probes.ranks.ask("steps", path=str(path), count=1)
-            shared += [max(seconds) for seconds in zip(*(answer["seconds"] for answer in answers), strict=True)]
-    rates = {kind: {1: probe.rate} for kind, probe in products.items()}
+        for placement, found in _round(path, model, probes, products, cases).items():
+            records[placement]["rounds"].append(found)
+    if probes.ranks is not None:
+        probes.ranks.ask("drop", path=str(path))
+    return list(records.values())
+
+
+def _round(
+    path: Path, model: PlannedModel, probes: _Probes, products: Mapping[str, KindProbe], cases: Sequence[Case]
+) -> dict[str, Record]:
+    """{placement: what one round predicts and achieves there}; rates are measured before, between and after what they explain."""
+    for probe in (probes.machine, probes.gathering, *products.values()):
+        if probe is not None:
+            probe.forget()
+    probes.machine.measure()
+    achieved: dict[str, list[float]] = {}
+    for case in cases:
+        for probe in products.values():
+            probe.measure()
+        achieved[case.placement] = case.decoder.steps(_STEPS)
+    for probe in products.values():
+        probe.measure()
+    if probes.ranks is not None and probes.gathering is not None:
+        probes.gathering.measure()
+        answers = probes.ranks.ask(
+            "steps", path=str(path), count=1 if model.loading.checkpoint.nbytes > _MANY_STEPS_NBYTES else 4
+        )
+        seconds = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        achieved[_zero3(probes.count)] = seconds
     profile = dataclasses.replace(
-        probes.machine.profile(), products=rates, calls={kind: probe.call_seconds for kind, probe in products.items()},
+        probes.machine.profile(), products={kind: {1: probe.rate} for kind, probe in products.items()},
         zero3=None if probes.gathering is None else probes.gathering.rates,
     )  # fmt: skip
-    label = {"checkpoint": path.name, "dialects": model.loading.describe_formats(), "profile": dataclasses.asdict(profile)}
-    records = [label | _record(case, profile) for case in cases]
-    if probes.ranks is not None:
-        found = _sharded(probes.ranks.ask("held", path=str(path)), model, probes.count, profile)
-        records.append(label | found | {"achieved": statistics.median(shared), "steps": shared})
-        probes.ranks.ask("drop", path=str(path))
-    return records
-
-
-def _record(case: Case, profile: Profile) -> Record:
-    terms = predict(case.work, profile).terms
+    works = {case.placement: case.work for case in cases} | {
+        _zero3(probes.count): gathering_work(_fit(model, probes.count), model.sizes, WORKLOAD)
+    }
+    rates = dataclasses.asdict(profile)
     return {
-        "placement": case.placement, "planned": case.planned, "measured": case.measured, "predicted": case.predict(profile),
-        "achieved": statistics.median(case.seconds), "terms": terms, "steps": case.seconds,
+        placement: {"predicted": (found := predict(works[placement], profile)).step_seconds, "terms": dict(found.terms),
+                    "achieved": statistics.median(steps), "steps": steps, "profile": rates}
+        for placement, steps in achieved.items()
     }  # fmt: skip
 
 
-def _sharded(held: list[dict], model: PlannedModel, count: int, profile: Profile) -> Record:
-    """The record of ZeRO-3, without what was achieved: the shards of the fullest rank."""
-    itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
-    states = count_states(model.loading.checkpoint, itemsize=itemsize)
-    fit = fit_zero3(states, model.sizes, Hardware((), _EVERYTHING), WORKLOAD, count)
-    parts = {name: sum(fit.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")}
+def _zero3(count: int) -> str:
+    return f"ZeRO-3, {count} ranks"
+
+
+def _fit(model: PlannedModel, count: int) -> ZeroFit:
+    states = count_states(model.loading.checkpoint, itemsize={"float32": 4}.get(model.sizes.dtype, 2))
+    return fit_zero3(states, model.sizes, Hardware((), _EVERYTHING), WORKLOAD, max(count, 1))
+
+
+def _sharded(held: list[dict], model: PlannedModel, count: int) -> Record:
+    """What ZeRO-3 was planned to hold and holds, on the fullest rank."""
+    fit = _fit(model, count)
+    planned = {name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")}
     measured = {name: max(rank[name] for rank in held) for name in ("packed", "frozen")}
-    found = predict(gathering_work(fit, model.sizes, WORKLOAD), profile)
-    return {
-        "placement": f"ZeRO-3, {count} ranks", "planned": parts, "measured": measured, "predicted": found.step_seconds,
-        "terms": dict(found.terms),
-    }  # fmt: skip
+    return {"placement": _zero3(count), "planned": planned, "measured": measured, "rounds": []}

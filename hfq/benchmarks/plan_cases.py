@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from hfq.integrations.planning import PlannedModel
 from hfq.placement.budget import READ_AHEAD_NBYTES, plan_homes, ring_nbytes
 from hfq.placement.estimate import Estimate, Workload, estimate_placement, list_stages
 from hfq.placement.hardware import Hardware
-from hfq.placement.profile import PUBLISHED, Profile
-from hfq.placement.roofline import Work, predict
+from hfq.placement.profile import PUBLISHED
+from hfq.placement.roofline import Work
 
 __all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_homes", "open_cases"]
 
@@ -26,7 +26,7 @@ PLACEMENTS = ("cpu", "half disk", "all disk", DIRECT)
 WORKLOAD = Workload(batch=1, context=64)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A placement of a loaded model.
 
@@ -36,7 +36,6 @@ class Case:
         measured: {home: bytes} of the loaded model.
         work: What a step was planned to do.
         decoder: Takes steps.
-        seconds: Those that were taken.
     """
 
     placement: str
@@ -44,15 +43,10 @@ class Case:
     measured: dict[str, int]
     work: Work
     decoder: Decoder
-    seconds: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
-        """Takes steps, and keeps their seconds."""
-        self.seconds += self.decoder.steps()
-
-    def predict(self, profile: Profile) -> float:
-        """The seconds of a step."""
-        return predict(self.work, profile).step_seconds
+    def describe(self) -> dict[str, Any]:
+        """The case as JSON-ready data, before its first round."""
+        return {"placement": self.placement, "planned": self.planned, "measured": self.measured, "rounds": []}
 
 
 def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PLACEMENTS) -> Iterator[Case]:

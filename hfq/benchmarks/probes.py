@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from hfq.kernels.table import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.placement.pipeline import SideBySide
 
-__all__ = ["BesideProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
+__all__ = ["BesideProbe", "KindProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
 
 _SMALL, _LAYERS_NBYTES = 256, 96 << 20
 _CALLS = 24
@@ -81,6 +81,11 @@ class ProductProbe:
         self._samples: list[float] = []
         self._calls: list[float] = []
 
+    @property
+    def weights(self) -> int:
+        """Those of a large layer."""
+        return self._large.weights
+
     def run(self) -> float:
         """One pass over all large layers: seconds of a product."""
         return self._time(self._layers, self._large)
@@ -132,22 +137,49 @@ class ProductProbe:
             return (time.perf_counter() - started) / len(layers)
 
 
-def layers_of(model: PlannedModel, dtype: str) -> dict[str, tuple[Layer, Layer]]:
-    """{kind of weight: (the largest layer, the smallest)} of a model: some formats belong to layers of one size.
+class KindProbe:
+    """Products with all layers of one kind that a model has, each size as often as it is there.
+
+    Args:
+        layers: {layer: how many of its size there are}.
+        dtype: The dtype of activations.
+    """
+
+    def __init__(self, layers: Mapping[Layer, int], dtype: torch.dtype) -> None:
+        self._probes = [(ProductProbe(layer, layer, 1, dtype), count) for layer, count in layers.items()]
+
+    def measure(self) -> None:
+        """Adds a sample of each."""
+        for probe, _ in self._probes:
+            probe.measure()
+
+    def forget(self) -> None:
+        """Drops all samples."""
+        for probe, _ in self._probes:
+            probe.forget()
+
+    @property
+    def rate(self) -> float:
+        """Weights per second, calls included."""
+        weights = sum(probe.weights * count for probe, count in self._probes)
+        return weights / sum(probe.weights / probe.rate * count for probe, count in self._probes)
+
+
+def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
+    """{kind of weight: {a layer of each size: how many there are}} of a model: some formats belong to layers of one size.
 
     Args:
         model: The model.
         dtype: The dtype of activations.
     """
-    found: dict[str, list[Layer]] = defaultdict(list)
+    found: dict[str, dict[tuple[int, int], list[Layer]]] = defaultdict(lambda: defaultdict(list))
     for module in model.loading.model.modules():
-        if isinstance(module, PackedLinear):
-            kind = kind_of_weight(module.weight_format, dtype)
-            found[kind].append(Layer(module.weight_format, module.out_features, module.in_features))
-        elif isinstance(module, nn.Linear):
-            found[f"dense {dtype}"].append(Layer(None, module.out_features, module.in_features))
-    by_size = {kind: sorted(layers, key=lambda layer: layer.weights) for kind, layers in found.items()}
-    return {kind: (layers[-1], layers[0]) for kind, layers in by_size.items()}
+        if isinstance(module, (PackedLinear, nn.Linear)):
+            weight_format = module.weight_format if isinstance(module, PackedLinear) else None
+            kind = f"dense {dtype}" if weight_format is None else kind_of_weight(weight_format, dtype)
+            size = module.out_features, module.in_features
+            found[kind][size].append(Layer(weight_format, *size))
+    return {kind: {layers[0]: len(layers) for layers in sizes.values()} for kind, sizes in found.items()}
 
 
 class ReadProbe:

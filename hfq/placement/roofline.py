@@ -130,6 +130,8 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
     computing, moving = sum(terms[name] for name in _COMPUTING), max(terms[name] for name in _MOVING)
     if not work.stages or not work.is_on_cpu or not moving:
         return max(computing + terms.get("gathering", 0.0), moving)
+    if not _blocks(work):
+        return computing
     blocks, whole = _blocks(work) * profile.block_seconds, sum(nbytes for nbytes, _ in work.stages) or 1
     each, spread = profile.block_seconds, computing - blocks
     stages = [Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages]
@@ -138,8 +140,9 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
 
 
 def _blocks(work: Work) -> int:
-    """The blocks that are streamed to the CPU."""
-    return sum(streamed > 0 for _, streamed in work.stages) if work.is_on_cpu else 0
+    """The blocks that are streamed to the CPU; none where the ring keeps them all."""
+    is_kept = sum(streamed for _, streamed in work.stages) <= work.ring
+    return 0 if is_kept or not work.is_on_cpu else sum(streamed > 0 for _, streamed in work.stages)
 
 
 def _product_seconds(kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None) -> float:
