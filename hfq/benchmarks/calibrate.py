@@ -96,8 +96,9 @@ class MachineProbe:
 
     def __init__(self, file: Path, folder: Path, size: int = _SIZE, quick: bool = False) -> None:
         self._disk, self._cached = ReadProbe(file, True), ReadProbe(file, False)
-        self._product = ProductProbe(Layer(_USUAL, size, size))
-        self._beside = [BesideProbe(self._product, read) for read in (self._disk, self._cached)]
+        self._product = ProductProbe(Layer(_USUAL, size, size), copies=1 if quick else None)
+        seconds = 0.0 if quick else 0.15
+        self._beside = [BesideProbe(self._product, read, seconds) for read in (self._disk, self._cached)]
         self._depth = DepthProbe(folder, quick)
         self._memory: list[float] = []
         self._memory_nbytes = min(256 << 20, 64 * size * size)

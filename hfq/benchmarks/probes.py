@@ -215,11 +215,11 @@ class BesideProbe:
     Args:
         product: What computes.
         read: What reads.
-        passes: How many passes over the layers of `product` are timed, alone and beside reading.
+        seconds: How long is computed at least, alone and beside reading.
     """
 
-    def __init__(self, product: ProductProbe, read: ReadProbe, passes: int = 8) -> None:
-        self._product, self._read, self._passes = product, read, passes
+    def __init__(self, product: ProductProbe, read: ReadProbe, seconds: float = 0.15) -> None:
+        self._product, self._read, self._seconds = product, read, seconds
         self._samples: list[tuple[float, float]] = []
 
     def measure(self) -> None:
@@ -243,7 +243,11 @@ class BesideProbe:
         return SideBySide(statistics.median(computing), statistics.median(reading))
 
     def _compute(self) -> float:
-        return sum(self._product.run() for _ in range(self._passes))
+        """Seconds of a product, over as many passes as the time takes."""
+        passes, started = [self._product.run()], time.perf_counter()
+        while time.perf_counter() - started < self._seconds:
+            passes.append(self._product.run())
+        return statistics.mean(passes)
 
 
 @contextmanager
