@@ -33,6 +33,7 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	$(BIN)/hfq bench stream --out docs/benchmarks
 	$(BIN)/hfq bench kernels --out docs/benchmarks
 	$(BIN)/hfq bench generate --out docs/benchmarks
+	$(BIN)/hfq bench plan --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	tests/interop/run.sh

@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate` and `fms`: what hfq costs here, against the machine and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan` and `fms`: what hfq costs here, against the machine and other tools."""
 
 from __future__ import annotations
 

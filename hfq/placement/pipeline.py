@@ -56,8 +56,8 @@ def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBy
     streamed = sum(stage.nbytes for stage in stages)
     if streamed <= ring:  # what a region holds stays: nothing is read again
         return sum(stage.seconds for stage in stages)
-    now = began = 0.0
-    needed = read = freed = 0
+    now = began = read = 0.0
+    needed = freed = 0
     for _ in range(_PASSES):
         began = now
         for stage in stages:

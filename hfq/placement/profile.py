@@ -154,9 +154,11 @@ def _from_json(stored: dict) -> Profile:
         kind: {int(rows): _rate(rate) for rows, rate in rates.items()} for kind, rates in stored.pop("products").items()
     }
     fixed, per_layer = stored.pop("load_seconds")
-    beside = {name: SideBySide(**stored.pop(name)) for name in ("beside_disk", "beside_cached")}
+    disk, cached = (SideBySide(**stored.pop(name)) for name in ("beside_disk", "beside_cached"))
     zero3 = None if (found := stored.pop("zero3")) is None else Zero3Rates(**found)
-    profile = Profile(products=products, load_seconds=(float(fixed), float(per_layer)), zero3=zero3, **beside, **stored)
+    profile = Profile(
+        products=products, load_seconds=(float(fixed), float(per_layer)), zero3=zero3, beside_disk=disk, beside_cached=cached, **stored
+    )  # fmt: skip
     _check(profile)
     return profile
 
