@@ -100,18 +100,20 @@ class MachineProbe:
         seconds = 0.0 if quick else 0.15
         self._beside = [BesideProbe(self._product, read, seconds) for read in (self._disk, self._cached)]
         self._depth = DepthProbe(folder, quick)
+        self._all: list[ReadProbe | ProductProbe | BesideProbe | DepthProbe] = [self._disk, self._product, self._cached]
+        self._all += [*self._beside, self._depth]
         self._memory: list[float] = []
         self._memory_nbytes = min(256 << 20, 64 * size * size)
 
     def measure(self) -> None:
         """Adds a sample of each."""
-        for probe in (self._disk, self._product, self._cached, *self._beside, self._depth):
+        for probe in self._all:
             probe.measure()
         self._memory.append(_read_rate(self._memory_nbytes))
 
     def forget(self) -> None:
         """Drops all samples."""
-        for probe in (self._disk, self._product, self._cached, *self._beside, self._depth):
+        for probe in self._all:
             probe.forget()
         self._memory.clear()
 
