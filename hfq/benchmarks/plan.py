@@ -50,6 +50,7 @@ class _Probes:
     ranks: Ranks | None
     gathering: RanksProbe | None
     count: int
+    copies: int | None
 
 
 def bench_plan(
@@ -109,14 +110,14 @@ def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
         machine = MachineProbe(file, models, size, quick)
         ranks = stack.enter_context(Ranks(count)) if count else None
         gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
-        yield _Probes(machine, ranks, gathering, count)
+        yield _Probes(machine, ranks, gathering, count, 1 if quick else None)
 
 
 def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None]) -> list[Record]:
     """The records of one checkpoint, one for each placement."""
     model = open_model(path)
     dtype = getattr(torch, model.sizes.dtype)
-    products = {kind: KindProbe(layers, dtype) for kind, layers in layers_of(model, model.sizes.dtype).items()}
+    products = {kind: KindProbe(layers, dtype, probes.copies) for kind, layers in layers_of(model, model.sizes.dtype).items()}
     cases = list(open_cases(path, model, PLACEMENTS))
     label = {"checkpoint": path.name, "dialects": model.loading.describe_formats()}
     records = {case.placement: label | case.describe() for case in cases}

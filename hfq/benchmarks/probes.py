@@ -75,6 +75,7 @@ class ProductProbe:
         first, self._little = self._make(self._large), self._make(self._small)
         nbytes = sum(tensor.nbytes for tensor in first.values())
         count = max(1 + (nbytes < _LAYERS_NBYTES), min(_LAYERS_NBYTES // nbytes, 24)) if copies is None else copies
+        self._count = _CALLS if copies is None else copies
         self._layers = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(count)]
         self._products = {layer: self._choose(layer) for layer in (self._large, self._small)}
         self.run()
@@ -93,7 +94,7 @@ class ProductProbe:
     def measure(self) -> None:
         """Adds a sample."""
         self._samples.append(self.run())
-        self._calls.append(self._time([self._little] * _CALLS, self._small))
+        self._calls.append(self._time([self._little] * self._count, self._small))
 
     def forget(self) -> None:
         """Drops all samples."""
@@ -143,10 +144,11 @@ class KindProbe:
     Args:
         layers: {layer: how many of its size there are}.
         dtype: The dtype of activations.
+        copies: As those of `ProductProbe`.
     """
 
-    def __init__(self, layers: Mapping[Layer, int], dtype: torch.dtype) -> None:
-        self._probes = [(ProductProbe(layer, layer, 1, dtype), count) for layer, count in layers.items()]
+    def __init__(self, layers: Mapping[Layer, int], dtype: torch.dtype, copies: int | None = None) -> None:
+        self._probes = [(ProductProbe(layer, layer, 1, dtype, copies), count) for layer, count in layers.items()]
 
     def measure(self) -> None:
         """Adds a sample of each."""
