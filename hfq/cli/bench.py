@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `fms` and `quality`: what hfq costs here, against limits and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `fms` and `quality`: what hfq costs here, against limits and others."""
 
 from __future__ import annotations
 
