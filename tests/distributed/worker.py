@@ -236,6 +236,7 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
     partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     deepspeed.init_distributed()
+    gc.freeze()  # what is imported stays: it is not looked through again after each case
     rank, results = torch.distributed.get_rank(), {}
     for case in json.loads(arguments.cases.read_text()):
         try:
