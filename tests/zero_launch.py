@@ -82,13 +82,6 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dic
         return json.loads(file.read_text())
 
 
-def is_async_io_built() -> bool:
-    """Whether DeepSpeed's file I/O has been compiled: that takes minutes, and tests do not do it."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory("async_io", False), "async_io.so").exists()
-
-
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:
     """What holds for every loaded case on every rank: equal outputs, and no more than a rank's part of packed bytes."""
     assert "error" not in found, found["trace"]
