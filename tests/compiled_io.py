@@ -1,6 +1,6 @@
 """DeepSpeed's file I/O for the tests, compiled once for its and torch's versions: `python tests/compiled_io.py`, in some minutes.
 
-DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: in the midst of a test, in each run
+DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: within a test, in each run
 of CI. Tests load what is compiled in a folder of their own as it is there, compile nothing, and skip what needs it where it is not.
 It takes libaio's headers (`apt-get install libaio-dev`) and a C++ compiler.
 """
