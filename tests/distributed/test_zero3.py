@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_models
-from zero_launch import check_exact, launch, once, shared_folder
+from zero_launch import DEEPSPEED, check_exact, launch, once, shared_folder
 from zero_models import write_format, write_mixtral, write_own_code, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -54,7 +54,7 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
     ]  # fmt: skip
-    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2))
+    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2, command=DEEPSPEED))
 
 
 @pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])

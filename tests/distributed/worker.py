@@ -19,6 +19,7 @@ from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code that comes with a model: of each rank, as on nodes of their own
+import compiled_io
 import deepspeed
 import torch
 import transformers
@@ -235,7 +236,9 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
     torch.set_num_threads(1)
     partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    compiled_io.use()
     deepspeed.init_distributed()
+    gc.freeze()  # what is imported stays: it is not looked through again after each case
     rank, results = torch.distributed.get_rank(), {}
     for case in json.loads(arguments.cases.read_text()):
         try:
