@@ -64,6 +64,15 @@ def test_each_rank_reads_and_holds_its_part_and_all_compute_the_same(case, resul
         assert found[case]["written"] == 0
 
 
+def test_a_tied_head_is_the_embedding_and_rests_once(results):
+    for found in results:
+        heads = {
+            case: {"lm_head.weight", "model.embed_tokens.weight"} & set(found[case]["dense_names"])
+            for case in ("none", "tied")
+        }
+        assert heads == {"none": {"lm_head.weight", "model.embed_tokens.weight"}, "tied": {"model.embed_tokens.weight"}}
+
+
 @pytest.mark.parametrize("case", ["in place", "0-dim in place, direct", "mixtral"])
 def test_shards_that_stay_in_the_checkpoint_are_read_for_each_forward_and_written_never(case, results):
     for found in results:

@@ -94,6 +94,7 @@ def measures(model, loading, folder: Path) -> dict:
         "packed_read": filler.packed_read + filler.checked_read, "line": loading.describe_shards(),
         "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
         "swapped_in": swapper.nbytes_read if swapper else None, "buffers": swapper.most_nbytes if swapper else None,
+        "dense_names": [name for name, _ in model.named_parameters() if not name.endswith("packed_row")],
         "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("packed_row")],
     }  # fmt: skip
 
