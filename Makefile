@@ -37,6 +37,7 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	$(BIN)/hfq bench stream --out docs/benchmarks
 	$(BIN)/hfq bench kernels --out docs/benchmarks
 	$(BIN)/hfq bench generate --out docs/benchmarks
+	$(BIN)/hfq bench plan --out docs/benchmarks
 
 tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

@@ -1,11 +1,23 @@
 """No test waits for a compiler: the compiled kernel is switched off, but for the tests that take the fixture `native`."""
 
+import gc
 import os
 
 import pytest
 
 os.environ["HFQ_NATIVE"] = "0"
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whomever; 0 where there is a GPU
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays to the end: Python's collector looks through it neither meanwhile nor afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

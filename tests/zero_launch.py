@@ -1,42 +1,66 @@
-"""Starts ranks through the real launchers, many cases in one run, and reads what they wrote."""
+"""Starts ranks through the real launchers, or as forks of one process; many cases in one run; and reads what they wrote."""
 
 import fcntl
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RANKS = Path(__file__).parent / "ranks.py"
 WORKER = Path(__file__).parent / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
-def start(arguments: list[str], ranks: int, command: list[str] | None = None) -> str:
-    """Runs a script with its arguments on so many CPU ranks; gives what was printed."""
-    pytest.importorskip("deepspeed")
+DEEPSPEED = (str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port")
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = command or [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port"]
-    environment = {
+        return str(free.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    return {
         **os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    done = subprocess.run([*command, port, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
-def launch(folder: Path, cases: list[dict], ranks: int, command: list[str] | None = None, worker: Path = WORKER) -> list[dict]:
+@functools.cache
+def forks() -> subprocess.Popen:
+    """The process that forks ranks: one for all runs of this process; it ends with it, when its input does."""
+    return subprocess.Popen([sys.executable, RANKS], env=environment(), cwd=ROOT, stdin=-1, stdout=-1, text=True)
+
+
+def start(arguments: list[str], ranks: int, printed: Path, command: Sequence[str] = ()) -> str:
+    """Runs a script with its arguments on so many CPU ranks, which a launcher's command starts, or forks; gives what was printed."""
+    pytest.importorskip("deepspeed")
+    if command:
+        launcher = [*command, free_port(), *arguments]
+        with printed.open("w") as out:
+            codes = [subprocess.call(launcher, env=environment(), cwd=ROOT, stdout=out, stderr=out, timeout=600)]
+    else:
+        script, *others = arguments
+        print(json.dumps([ranks, free_port(), script, others, str(printed)]), file=forks().stdin, flush=True)
+        codes = json.loads(forks().stdout.readline())
+    text = printed.read_text(errors="replace")
+    assert not any(codes), f"{codes}: {text[-6000:]}"
+    return text
+
+
+def launch(folder: Path, cases: list[dict], ranks: int, command: Sequence[str] = (), worker: Path = WORKER) -> list[dict]:
     """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    start([str(worker), "--cases", str(folder / "cases.json"), "--out", str(folder)], ranks, command)
+    start([str(worker), "--cases", str(folder / "cases.json"), "--out", str(folder)], ranks, folder / "printed", command)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -56,13 +80,6 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dic
             made = json.dumps(make())
             file.write_text(made)
         return json.loads(file.read_text())
-
-
-def is_async_io_built() -> bool:
-    """Whether DeepSpeed's file I/O has been compiled: that takes minutes, and tests do not do it."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory("async_io", False), "async_io.so").exists()
 
 
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:

@@ -1,111 +1,145 @@
-"""`hfq calibrate`: the rates that `hfq plan` predicts with, measured on this machine in less than a minute.
+"""`hfq calibrate`: the rates that `hfq plan` predicts with, measured on this machine in about a minute.
 
-Products run over copies of a layer that do not fit the caches together, as the layers of a model do not. What a layer and a load cost
-beside their bytes is taken from tiny models of two depths: the difference is the cost of a layer.
+Products run over copies of a layer that do not fit the caches together, as the layers of a model do not. What a layer, a streamed
+block and a load cost beside their bytes is taken from tiny models, and what reading and computing leave of each other from both at
+once. Everything is measured several times in turns; medians are told.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hfq.benchmarks.limits import drop_cache, read_files
+from hfq.benchmarks.calibrate_ranks import measure_ranks
+from hfq.benchmarks.limits import drop_cache
 from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq.benchmarks.model_probes import DepthProbe
+from hfq.benchmarks.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
 from hfq.errors import SetupError
-from hfq.formats import Format
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.integrations.planning import kind_of_weight
-from hfq.kernels.table import choose_kernel
+from hfq.integrations.planning import PlannedModel, kind_of_weight
 from hfq.placement.profile import Profile
 
-__all__ = ["calibrate", "measure_product"]
+__all__ = ["MachineProbe", "calibrate", "disk_file"]
 
 ROWS = (1, 4, 16)
-_SIZE = 2048
-_LAYER_NBYTES = 96 << 20
+_SIZE, _ROUNDS = 2048, 3
 _FILE_NBYTES = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_USUAL = Gptq(4, 128, False, "stored")
+"""What the layers of the tiny models are packed in."""
 
 
-def calibrate(folder: Path, say: Callable[[str], None], formats: Iterable[Format] = (), quick: bool = False) -> Profile:
+def calibrate(
+    folder: Path, say: Callable[[str], None], model: PlannedModel | None = None, quick: bool = False, ranks: int = 0
+) -> Profile:
     """Measures this machine.
 
     Args:
         folder: On the disk that checkpoints rest on; a file of 1 GiB is written there and removed.
         say: Is told what is going on.
-        formats: Formats whose products are measured beside the usual ones.
+        model: A checkpoint whose layers are measured beside the usual ones.
         quick: Small sizes: checks that it works, measures nothing.
+        ranks: Also what a step costs under ZeRO-3 on so many local ranks; 0 for none.
 
     Raises:
-        SetupError: The folder cannot be written to.
+        SetupError: The folder cannot be written to, or the ranks do not run.
     """
-    size, nbytes = (128, 4 << 20) if quick else (_SIZE, _FILE_NBYTES)
-    say("disk")
-    disk, cached = _measure_disk(folder, nbytes)
-    say("memory")
-    memory = _read_rate(4 << 20 if quick else 256 << 20)
-    products: dict[str, dict[int, float]] = {}
+    size, nbytes, rounds = (256, 4 << 20, 1) if quick else (_SIZE, _FILE_NBYTES, _ROUNDS)
+    say("disk, memory, layers and loads")
+    with disk_file(folder, nbytes) as file, tempfile.TemporaryDirectory() as models:
+        machine = MachineProbe(file, Path(models), size, quick)
+        for _ in range(rounds):
+            machine.measure()
+        profile = machine.profile(machine_facts(folder) | {"threads": str(torch.get_num_threads())})
+    products, calls = {}, {}
     usual = [Fp8(strategy="block", block_structure=(128, 128)), *(Gptq(bits, 128, False, "stored") for bits in (4, 8)), Awq()]
     for name, dtype in _DTYPES.items():
         say(f"products with {name} activations")
-        products[f"dense {name}"] = {rows: _dense_rate(rows, dtype, size) for rows in ROWS}
-        for weight_format in [*usual, *formats]:
-            kind = kind_of_weight(weight_format, name)
-            products[kind] = {rows: measure_product(weight_format, rows, dtype, size) for rows in ROWS}
-    say("layers and loads")
-    layer, load = _measure_layers((1, 2) if quick else (4, 24))
-    facts = machine_facts(folder) | {"threads": str(torch.get_num_threads())}
-    return Profile("measured", disk, cached, memory, _link_rate(), products, layer, load, facts, _device_rate())
+        layers: dict[str, tuple[Layer, Layer | None]] = {
+            kind_of_weight(each, name): (Layer(each, size, size), None) for each in usual
+        }
+        for kind, sizes in (layers_of(model, name) if model is not None else {}).items():
+            in_order = sorted(sizes, key=lambda layer: layer.weights)
+            layers[kind] = in_order[-1], in_order[0]
+        layers[f"dense {name}"] = Layer(None, size, size), None
+        for kind, (large, small) in layers.items():
+            products[kind], calls[kind] = _measure_product(large, small, dtype, rounds)
+    zero3 = None
+    if ranks:
+        say(f"{ranks} ranks under ZeRO-3")
+        zero3 = measure_ranks(ranks, quick)
+    return dataclasses.replace(
+        profile, products=products, calls=calls, zero3=zero3, host_to_device=_link_rate(), device_memory=_device_rate()
+    )
 
 
-def measure_product(weight_format: Format, rows: int, dtype: torch.dtype, size: int = _SIZE) -> float:
-    """Weights per second of a product with packed weights [size, size], the best of three passes over cold copies.
+class MachineProbe:
+    """What does not depend on the kind of weight: disk, page cache, memory, layers, blocks, reading beside computing.
 
     Args:
-        weight_format: The format of the weights.
-        rows: Rows of activations.
-        dtype: Their dtype.
-        size: Inputs and outputs of a layer.
+        file: A file to read, on the disk to measure.
+        folder: Where tiny models are made.
+        size: Inputs and outputs of the layers that compute beside reading.
+        quick: The smallest models.
     """
-    tensors = weight_format.quantize(torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02)
-    kernel = choose_kernel("auto", weight_format, size, size)
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    copies = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(_copies(nbytes, size))]
-    activations = torch.randn(rows, size).to(dtype)
-    return _rate(lambda layer: kernel.linear(activations, layer, weight_format), copies, size * size)
+
+    def __init__(self, file: Path, folder: Path, size: int = _SIZE, quick: bool = False) -> None:
+        self._disk, self._cached = ReadProbe(file, True), ReadProbe(file, False)
+        self._product = ProductProbe(Layer(_USUAL, size, size), copies=1 if quick else None)
+        seconds = 0.0 if quick else 0.15
+        self._beside = [BesideProbe(self._product, read, seconds) for read in (self._disk, self._cached)]
+        self._depth = DepthProbe(folder, quick)
+        self._all: list[ReadProbe | ProductProbe | BesideProbe | DepthProbe] = [self._disk, self._product, self._cached]
+        self._all += [*self._beside, self._depth]
+        self._memory: list[float] = []
+        self._memory_nbytes = min(256 << 20, 64 * size * size)
+
+    def measure(self) -> None:
+        """Adds a sample of each."""
+        for probe in self._all:
+            probe.measure()
+        self._memory.append(_read_rate(self._memory_nbytes))
+
+    def forget(self) -> None:
+        """Drops all samples."""
+        for probe in self._all:
+            probe.forget()
+        self._memory.clear()
+
+    def profile(self, machine: dict[str, str] | None = None) -> Profile:
+        """The profile of all samples, without products.
+
+        Args:
+            machine: Facts of the machine.
+        """
+        beside_disk, beside_cached = (probe.shares for probe in self._beside)
+        depth = self._depth
+        return Profile(
+            "measured", self._disk.rate, self._cached.rate, statistics.median(self._memory), machine=machine or {},
+            layer_seconds=depth.layer_seconds(self._product.call_seconds), load_seconds=depth.load_seconds,
+            step_seconds=depth.step_seconds, block_seconds=depth.block_seconds(self._cached.rate),
+            beside_disk=beside_disk, beside_cached=beside_cached,
+        )  # fmt: skip
 
 
-def _dense_rate(rows: int, dtype: torch.dtype, size: int) -> float:
-    weight = torch.randn(size, size).to(dtype)
-    copies = [weight.clone() for _ in range(_copies(weight.nbytes, size))]
-    activations = torch.randn(rows, size).to(dtype)
-    return _rate(lambda layer: torch.nn.functional.linear(activations, layer), copies, weight.numel())
-
-
-def _copies(nbytes: int, size: int) -> int:
-    return max(2, min(_LAYER_NBYTES // nbytes, 24)) if size == _SIZE else 2
-
-
-def _rate(run: Callable[[Any], object], layers: list, weights: int) -> float:
-    run(layers[0])
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(3):
-            started = time.perf_counter()
-            for layer in layers:
-                run(layer)
-            best = min(best, time.perf_counter() - started)
-    return weights * len(layers) / best
+def _measure_product(large: Layer, small: Layer | None, dtype: torch.dtype, rounds: int) -> tuple[dict[int, float], float]:
+    """({rows: weights per second}, seconds of a call) of one kind of weight."""
+    probes = {rows: ProductProbe(large, small, rows, dtype, 2 if rounds == 1 else None) for rows in ROWS}
+    for _ in range(rounds):
+        for probe in probes.values():
+            probe.measure()
+    return {rows: probe.rate for rows, probe in probes.items()}, probes[ROWS[0]].call_seconds
 
 
 def _read_rate(nbytes: int) -> float:
@@ -119,8 +153,13 @@ def _read_rate(nbytes: int) -> float:
     return nbytes / best
 
 
-def _measure_disk(folder: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes per second of a cold file, past the page cache where that is possible; and of a file in the page cache."""
+@contextlib.contextmanager
+def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file of random bytes, removed at the end.
+
+    Raises:
+        SetupError: It cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".hfq-calibrate-")
@@ -136,21 +175,9 @@ def _measure_disk(folder: Path, nbytes: int) -> tuple[float, float]:
             for start in range(0, nbytes, len(block)):
                 stream.write(block[: nbytes - start])
         drop_cache([file])
-        seconds = read_files([file], direct=True, threads=8) or _cold(file)
-        read_files([file], direct=False)
-        cached = min(_buffered(file) for _ in range(3))
-        return nbytes / seconds, nbytes / cached
+        yield file
     finally:
         file.unlink()
-
-
-def _cold(file: Path) -> float:
-    drop_cache([file])
-    return _buffered(file)
-
-
-def _buffered(file: Path) -> float:
-    return read_files([file], direct=False) or float("inf")
 
 
 def _device_rate() -> float | None:
@@ -181,37 +208,3 @@ def _link_rate() -> float | None:
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
     return source.nbytes / best
-
-
-def _measure_layers(depths: tuple[int, int]) -> tuple[float, tuple[float, float]]:
-    """(seconds of a layer's forward beside its products, (seconds of a load, and of each of its layers))."""
-    forwards: dict[int, float] = {}
-    loads: dict[int, float] = {}
-    few, many = depths
-    with tempfile.TemporaryDirectory() as folder:
-        for layers in (few, many, few, many):
-            checkpoint = make_checkpoint(Path(folder), Architecture(128, layers), "gptq4")
-            load, forward = _time_model(checkpoint)
-            loads[layers] = min(load, loads.get(layers, load))
-            forwards[layers] = min(forward, forwards.get(layers, forward))
-    per_layer, forward = (max(times[many] - times[few], 0.0) / (many - few) for times in (loads, forwards))
-    return forward, (max(loads[few] - few * per_layer, 0.0), per_layer)
-
-
-def _time_model(folder: Path) -> tuple[float, float]:
-    """Seconds of a load, and of a step of one token."""
-    from transformers import AutoModelForCausalLM
-
-    from hfq import HfqConfig
-
-    started = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HfqConfig())
-    load = time.perf_counter() - started
-    tokens, seconds = torch.tensor([[1]]), []
-    with torch.inference_mode():
-        cache = model(torch.ones(1, 8, dtype=torch.long), use_cache=True).past_key_values
-        for _ in range(8):
-            started = time.perf_counter()
-            cache = model(tokens, past_key_values=cache, use_cache=True).past_key_values
-            seconds.append(time.perf_counter() - started)
-    return load, statistics.median(seconds)

@@ -16,7 +16,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.streaming.buffers import huge_buffer
 
-__all__ = ["CHUNK_NBYTES", "cached_share", "copy_rate", "drop_cache", "read_files", "touch", "warm_cache"]
+__all__ = ["CHUNK_NBYTES", "cached_share", "copy_rate", "drop_cache", "read_files", "reading_slots", "touch", "warm_cache"]
 
 CHUNK_NBYTES = 16 << 20
 _PAGE = mmap.PAGESIZE
@@ -45,7 +45,7 @@ def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> floa
         for file in files:
             descriptors[os.open(file, flags)] = file.stat().st_size
         chunks = iter([(fd, offset) for fd, size in descriptors.items() for offset in range(0, size, CHUNK_NBYTES)])
-        slots = _slots(threads)
+        slots = reading_slots(threads)
         readers = [threading.Thread(target=_read_chunks, args=(chunks, slot, errors)) for slot in slots]
         started = time.perf_counter()
         for reader in readers:
@@ -113,7 +113,8 @@ def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
 
 
 @functools.cache
-def _slots(threads: int) -> list[memoryview]:
+def reading_slots(threads: int) -> list[memoryview]:
+    """Memory to read to, which is kept and used again."""
     memory = memoryview(huge_buffer(threads * CHUNK_NBYTES).fill_(0).numpy())  # type: ignore[arg-type]
     return [memory[index * CHUNK_NBYTES : (index + 1) * CHUNK_NBYTES] for index in range(threads)]
 

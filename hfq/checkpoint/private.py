@@ -22,7 +22,7 @@ class PrivateFile:
         reader: Reads it from `finish` on, and closes it.
         label: What it is called in byte ranges and in messages.
         nbytes: Its size.
-        folder: The folder on whose disk it lies; None for memory.
+        folder: The folder on whose disk it lies, made where it is absent; None for memory.
 
     Raises:
         CheckpointError: The folder cannot be written, or its disk has too little room.
@@ -76,6 +76,7 @@ def _in_memory(nbytes: int) -> int:
 
 
 def _on_disk(folder: str, nbytes: int) -> int:
+    os.makedirs(folder, exist_ok=True)  # as accelerate does
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate`, `quantize`, `fms`, `quality`: what hfq costs, against limits and other tools."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `quantize`, `fms`, `quality`: what hfq costs, against limits and others."""
 
 from __future__ import annotations
 
@@ -78,6 +78,27 @@ def fms(
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_fms(folder or default_folder(), size, rounds, _say), "fms", as_json, out)
+
+
+@bench.command("plan")
+def plan(
+    checkpoint: Annotated[
+        list[Path] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Measured beside generated ones.")
+    ] = None,
+    folder: Folder = None,
+    size: Annotated[float, typer.Option(help="Bytes of each of the two generated checkpoints.")] = 2e9,
+    rounds: Rounds = 3,
+    ranks: Annotated[int, typer.Option(min=0, help="Local ranks under ZeRO-3; 0 for none.")] = 2,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Planned against measured bytes, predicted against achieved tokens per second, in memory, on disk and under ZeRO-3."""
+    from hfq.benchmarks.models import default_folder
+    from hfq.benchmarks.plan import bench_plan
+
+    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
+    _show(bench_plan(folder or default_folder(), checkpoint or [], size, rounds, _say, ranks, quick), "plan", as_json, out)
 
 
 @bench.command("kernels")

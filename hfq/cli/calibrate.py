@@ -16,7 +16,7 @@ __all__ = ["calibrate"]
 
 def calibrate(
     checkpoint: Annotated[
-        Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also measure products with the formats of this checkpoint.")
+        Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also measure products with the layers of this checkpoint.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="On the disk to measure; by default in the user's cache. Takes 1 GiB for a while.")
@@ -25,6 +25,9 @@ def calibrate(
         Path | None, typer.Option(help="Where to write the profile; by default where hfq plan looks for it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    ranks: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Also measure steps under ZeRO-3 on N local ranks; 0 for none.")
+    ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: checks that it works; the profile is not written.")
     ] = False,
@@ -32,10 +35,11 @@ def calibrate(
     """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
     from hfq.benchmarks.calibrate import calibrate as measure
     from hfq.benchmarks.models import default_folder
+    from hfq.integrations.planning import open_model
     from hfq.placement.profile import profile_path
 
-    formats = _formats(checkpoint) if checkpoint is not None else []
-    profile = measure(folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), formats, quick)
+    model = open_model(checkpoint) if checkpoint is not None else None
+    profile = measure(folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), model, quick, ranks)
     target = out or profile_path()
     if not quick or out is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,22 +51,6 @@ def calibrate(
         print("a quick run: nothing is written" if quick and out is None else f"written to {target}")
 
 
-def _formats(path: Path) -> list:
-    """One of each distinct format of a checkpoint."""
-    from hfq.checkpoint import Checkpoint
-    from hfq.formats import UnquantizedError, detect_formats, tensors_by_module
-    from hfq.formats.source import detection_hints, source_config
-
-    checkpoint = Checkpoint.open(path)
-    try:
-        found = detect_formats(
-            tensors_by_module(checkpoint.tensors), detection_hints(checkpoint, source_config(checkpoint) or {})
-        )
-    except UnquantizedError:
-        return []
-    return list({weight_format.describe(): weight_format for weight_format in found.values()}.values())
-
-
 def _print(profile: Profile) -> None:
     link = "no accelerator" if profile.host_to_device is None else f"link {profile.host_to_device / 1e9:.2f} GB/s"
     rates = {"disk": profile.disk, "page cache": profile.page_cache, "memory": profile.memory}
@@ -70,5 +58,15 @@ def _print(profile: Profile) -> None:
     for kind, products in profile.products.items():
         print(f"{kind}: " + ", ".join(f"{rate / 1e9:.2f}e9 weights/s at {rows} rows" for rows, rate in products.items()))
     fixed, per_layer = profile.load_seconds
-    print(f"a layer costs {profile.layer_seconds * 1e3:.2f} ms a step beside its products")
+    print(
+        f"a step costs {profile.step_seconds * 1e3:.2f} ms, a layer {profile.layer_seconds * 1e3:.2f} ms beside its products, a block "
+        f"that is streamed {profile.block_seconds * 1e3:.2f} ms beside its bytes"
+    )
+    for what, beside in (("the disk", profile.beside_disk), ("the page cache", profile.beside_cached)):
+        print(f"while {what} is read: computing keeps {beside.computing:.0%} of its speed, reading {beside.reading:.0%}")
+    if (zero3 := profile.zero3) is not None:
+        print(
+            f"{zero3.ranks} ranks under ZeRO-3: gathers {zero3.gathering / 1e9:.2f} GB/s on each, products take {zero3.slowdown:.2f} "
+            f"times as long, a step costs {zero3.step_seconds * 1e3:.2f} ms and a layer {zero3.layer_seconds * 1e3:.2f} ms beside"
+        )
     print(f"a load costs {fixed:.2f} s, and {per_layer * 1e3:.1f} ms a layer, beside its bytes")

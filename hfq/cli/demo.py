@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +13,10 @@ import typer
 
 from hfq.errors import CheckpointError, SetupError
 
-__all__ = ["demo", "measure"]
+__all__ = ["demo"]
 
 PLACEMENTS = ("resident", "half on disk", "all on disk")
-PROMPT = "Return a list of the"
-_EVALUATION_TOKENS = 8192
+_MEASURE = "hfq.cli.demo_measure"
 
 
 def demo(
@@ -53,70 +52,22 @@ def demo(
         raise typer.Exit(1)
 
 
-def measure(path: Path, text: Path, placement: str) -> dict:
-    """Loads one checkpoint in one placement and measures it, in this process; meant for a process of its own."""
-    import hashlib
-    import resource
-    import time
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    from transformers.utils import logging
-
-    from hfq import HfqConfig
-    from hfq.evaluate.perplexity import perplexity
-
-    _ = LlamaForCausalLM  # its code is in memory before memory is measured
-    logging.disable_progress_bar()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    options = {} if placement == "stock" else {"quantization_config": HfqConfig(), "device_map": _device_map(placement)}
-    started = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
-    load_seconds = time.perf_counter() - started
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    with torch.no_grad():
-        logits = model(**prompt).logits
-    started = time.perf_counter()
-    generated = model.generate(**prompt, max_new_tokens=32, do_sample=False)
-    seconds = time.perf_counter() - started
-    new_tokens = generated.shape[1] - prompt["input_ids"].shape[1]
-    tokens = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:_EVALUATION_TOKENS]
-    score = perplexity(model, tokens)
-    loading = getattr(getattr(model, "hf_quantizer", None), "loading", None)
-    dense = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {
-        "placement": placement,
-        "file_nbytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        "resident_nbytes": loading.plan.resident_nbytes() if loading else dense,
-        "peak_rss_growth_nbytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
-        "load_seconds": round(load_seconds, 3),
-        "perplexity": round(score, 4),
-        "tokens_per_second": round(new_tokens / seconds, 1),
-        "logits_sha256": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
-        "text": tokenizer.decode(generated[0]),
-    }
-
-
-def _device_map(placement: str) -> dict[str, str]:
-    if placement == "half on disk":
-        return {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
-    return {"": "disk"} if placement == "all on disk" else {"": "cpu"}
-
-
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
-    """Each placement in a fresh process, so that its peak memory is its own."""
-    code = "import json, pathlib, sys; from hfq.cli.demo import measure; a, b, c = sys.argv[1:]; "
-    code += "print(json.dumps(measure(pathlib.Path(a), pathlib.Path(b), c)))"
-    command = [sys.executable, "-c", code, str(path), str(text), placement]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
+    """Each placement in a fresh process, so that its peak memory is its own: forks of one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_MEASURE])
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(_measure, path, text, placement).result()
+    except Exception as error:
         raise SetupError(
-            f"The demo failed on {path} ({placement}).", expected="measurements", found=done.stderr.strip().rpartition("\n")[2],
+            f"The demo failed on {path} ({placement}).", expected="measurements", found=f"{type(error).__name__}: {error}",
             fix="run `make test`; it says what is wrong with this installation",
-        )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+        ) from error  # fmt: skip
+
+
+def _measure(path: Path, text: Path, placement: str) -> dict:
+    return import_module(_MEASURE).measure(path, text, placement)
 
 
 def _print(rows: list[dict]) -> None:

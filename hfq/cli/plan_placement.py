@@ -132,20 +132,26 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
 def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.placement.launch_files import accelerate_yaml, deepspeed_config
     from hfq.placement.model_states import count_states
-    from hfq.placement.zero_fit import fit_zero3
+    from hfq.placement.roofline import TERMS
+    from hfq.placement.zero_fit import fit_zero3, predict_zero3
 
     itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
     states = count_states(model.loading.checkpoint, itemsize=itemsize)
     ranks = options.ranks, options.ranks_per_node
     fit = fit_zero3(states, model.sizes, hardware, workload, *ranks, has_nvme=options.nvme is not None)
     config = deepspeed_config(fit.memory.setup.offload_param, options.nvme, model.sizes.dtype, workload.batch)
+    found = predict_zero3(fit, model.sizes, workload, _profile(options, model))
+    prediction: dict[str, Any] = {"not_predicted": found}
+    if not isinstance(found, str):
+        prediction = found.to_dict() | {"dominant_term": TERMS[found.dominant], "helps": []}
     return {
         "zero3": fit.to_dict(),
+        "prediction": prediction,
         "files": {
             "deepspeed.json": json.dumps(config, indent=2),
             "accelerate.yaml": accelerate_yaml(options.ranks, "deepspeed.json", on_cpu=not hardware.gpus),
         },
-    }  # fmt: skip
+    }
 
 
 def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) -> dict:

@@ -38,7 +38,7 @@ def print_report(report: dict) -> None:
             f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is not counted"
         )
     sections: dict[str, Callable[[Console, Any], None]] = {
-        "homes": _homes, "moved": _moved, "prediction": _prediction, "zero3": _zero3, "catalog": _catalog, "ladder": _ladder,
+        "homes": _homes, "moved": _moved, "zero3": _zero3, "prediction": _prediction, "catalog": _catalog, "ladder": _ladder,
     }  # fmt: skip
     for name, show in sections.items():
         if name in report:
@@ -73,6 +73,9 @@ def _moved(console: Console, moved: dict) -> None:
 
 
 def _prediction(console: Console, prediction: dict) -> None:
+    if "not_predicted" in prediction:
+        console.print(f"no time is predicted: {prediction['not_predicted']}", soft_wrap=True)
+        return
     terms = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in prediction["terms"].items() if seconds)
     step, load = prediction["step_seconds"], f"load {prediction['load_seconds']:.3g} s from a cold disk"
     if not step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from hfq.placement.estimate import Estimate, ModelSizes
 from hfq.placement.ladder import Shapes
 from hfq.placement.plan import Plan
 
-__all__ = ["PlannedModel", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]
+__all__ = ["PlannedModel", "count_calls", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def measure_sizes(loading: Loading) -> tuple[ModelSizes, int]:
     units = tuple(loading.gather_units())
     sizes = activation_sizes(model)
     weights = count_products(model, dtype, routed)
-    return ModelSizes(units, tuple(layers), sizes, weights, routed, dtype, sizes.layers), uncounted
+    calls = count_calls(model, dtype, routed)
+    return ModelSizes(units, tuple(layers), sizes, weights, routed, dtype, sizes.layers, calls), uncounted
 
 
 def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, tuple[int, int]]:
@@ -128,18 +129,29 @@ def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[st
         routed: The share of its experts that a token is routed to.
     """
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kind, share, weights, nbytes in _products(model, dtype, routed):
+        found[kind][0] += share * weights
+        found[kind][1] += share * nbytes
+    return {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in found.items()}
+
+
+def count_calls(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, int]:
+    """{kind of weight: products} of a step, with the arguments of `count_products`."""
+    found: dict[str, float] = defaultdict(float)
+    for kind, share, _, _ in _products(model, dtype, routed):
+        found[kind] += share
+    return {kind: round(count) for kind, count in found.items()}
+
+
+def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str, float, int, int]]:
+    """(kind of weight, share of it that a step computes, weights, bytes) of each linear layer, packed or dense."""
     for name, module in model.named_modules():
         share = routed if ".experts." in f".{name}." else 1.0
         if isinstance(module, PackedLinear):
-            kind, nbytes = kind_of_weight(module.weight_format, dtype), sum(info.nbytes for info in module.infos.values())
-            entry = found[kind]
-            entry[0] += share * module.in_features * module.out_features
-            entry[1] += share * nbytes
+            nbytes = sum(info.nbytes for info in module.infos.values())
+            yield kind_of_weight(module.weight_format, dtype), share, module.in_features * module.out_features, nbytes
         elif isinstance(module, nn.Linear):
-            entry = found[f"dense {dtype}"]
-            entry[0] += share * module.weight.numel()
-            entry[1] += share * module.weight.numel() * module.weight.element_size()
-    return {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in found.items()}
+            yield f"dense {dtype}", share, module.weight.numel(), module.weight.numel() * module.weight.element_size()
 
 
 def kind_of_weight(weight_format: Format, dtype: str) -> str:

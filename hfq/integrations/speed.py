@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from hfq.integrations.loading import Loading
-from hfq.integrations.planning import count_products, routed_share
+from hfq.integrations.planning import count_calls, count_products, routed_share
+from hfq.placement.estimate import list_stages
 from hfq.placement.profile import Profile, read_profile
 from hfq.placement.roofline import TERMS, Work, predict
 
@@ -74,13 +76,30 @@ def _work(loading: Loading) -> Work:
     """The work of one token of a loaded model, and of its load."""
     model, streamer, read = loading.model, loading.streamer, loading.read_report
     config = model.config.get_text_config(decoder=True)
-    dtype = str(model.dtype).removeprefix("torch.")
-    weights = count_products(model, dtype, routed_share(config))
+    dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
     moved = 0 if streamer is None else streamer.pass_nbytes
     on_disk = min(moved, loading.plan.nbytes_by_home().get("disk", 0))
     is_on_cpu, is_cached = loading.main == "cpu", streamer is not None and streamer.source.mode == "buffered"
-    layers = int(getattr(config, "num_hidden_layers", 0))
-    return Work(weights, on_disk, 0 if is_on_cpu else moved, 0, 1, layers, read.populated + read.read, is_cached, is_on_cpu)
+    return Work(
+        count_products(model, dtype, routed), on_disk, 0 if is_on_cpu else moved, 0, 1,
+        int(getattr(config, "num_hidden_layers", 0)), read.populated + read.read, is_cached, is_on_cpu,
+        calls=count_calls(model, dtype, routed), stages=_stages(loading, routed),
+        ring=0 if streamer is None else streamer.regions.nbytes,
+    )  # fmt: skip
+
+
+def _stages(loading: Loading, routed: float) -> tuple[tuple[int, int], ...]:
+    """The parts of a loaded model; none where nothing of it is streamed."""
+    if loading.streamer is None:
+        return ()
+    units = loading.gather_units()
+    homes = {unit.name: _home_of(unit.name, loading.homes) or loading.main for unit in units}
+    return list_stages(units, homes, loading.main, routed)
+
+
+def _home_of(unit: str, homes: Mapping[str, str]) -> str | None:
+    """The home of the tensors of a unit, which have one in common."""
+    return next((home for name, home in homes.items() if name == unit or name.startswith(f"{unit}.")), None)
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:

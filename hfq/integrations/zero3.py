@@ -83,6 +83,7 @@ class ShardedLoading(Loading):
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         self._check_ties()
+        self._tie()
         slots = find_slots(self)
         self.zero_plan = ZeroPlan(tuple(slot.row for slot in slots), self.rank, self.world, self.zero.home, self._settings())
         check_same_plan(meet(self.zero_plan.digests()))
@@ -97,6 +98,13 @@ class ShardedLoading(Loading):
         logger.info(
             "hfq: loaded %s in %.2f s: %s", self.checkpoint.root, time.perf_counter() - self._started, self.describe_shards()
         )
+
+    def _tie(self) -> None:
+        """Makes one parameter of names that are tied, as transformers does: `place` gave each a blank of its own."""
+        for target, source in self.model.all_tied_weights_keys.items():
+            if {target, source} <= self.sharded.keys() and target not in self.match.dense:
+                module, _, local = target.rpartition(".")
+                self.model.get_submodule(module)._parameters[local] = self.model.get_parameter(source)
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Every tensor by its name in the checkpoint, dense ones as `saved_like_source` gathered them."""

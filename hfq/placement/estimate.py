@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hfq.errors import PlacementError
 from hfq.placement.budget import Budget, Unit, plan_homes, ring_nbytes
@@ -12,7 +12,7 @@ from hfq.placement.kv_cache import Activations, KvLayer, activation_nbytes, kv_n
 from hfq.placement.profile import Profile
 from hfq.placement.roofline import Prediction, Work, predict
 
-__all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement"]
+__all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
 
 _SHARE_OF_MEMORY = 0.5
 """What is streamed is read through the page cache where it takes no more of the free memory (`hfq.streaming.source`)."""
@@ -45,6 +45,7 @@ class ModelSizes:
         routed: The share of its experts that a token is routed to.
         dtype: The dtype that it computes in.
         layers: Its layers.
+        calls: {kind of weight: products} of a step.
     """
 
     units: tuple[Unit, ...]
@@ -54,6 +55,7 @@ class ModelSizes:
     routed: float
     dtype: str
     layers: int
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def estimate_placement(
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     rings = _rings(sizes.units, budget)
-    work = _work(sizes, budget, hardware, workload, kv, free_memory)
+    work = _work(sizes, budget, hardware, workload, (kv, rings.get(budget.main, 0)), free_memory)
     return Estimate(hardware, workload, budget, rings, kv, activations, work, predict(work, profile))
 
 
@@ -138,7 +140,29 @@ def _rings(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
     return {home: ring_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
 
 
-def _work(sizes: ModelSizes, budget: Budget, hardware: Hardware, workload: Workload, kv: int, free_memory: int | None) -> Work:
+def list_stages(
+    units: Sequence[Unit], homes: Mapping[str, str], main: str, routed: float = 1.0
+) -> tuple[tuple[int, int], ...]:
+    """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which they compute.
+
+    Args:
+        units: The parts of the model.
+        homes: The home of each.
+        main: Where they compute.
+        routed: The share of its experts that a token is routed to.
+    """
+    computing = [unit for unit in units if unit.kind in ("block", "other", "experts")]
+    shares = {"experts": routed}
+    return tuple(
+        (int(unit.nbytes * shares.get(unit.kind, 1.0)), unit.streamed_nbytes if unit.is_streamed and homes[unit.name] != main else 0)
+        for unit in computing
+    )  # fmt: skip
+
+
+def _work(
+    sizes: ModelSizes, budget: Budget, hardware: Hardware, workload: Workload, held: tuple[int, int], free_memory: int | None
+) -> Work:
+    kv, ring = held
     away = [unit for unit in sizes.units if budget.homes[unit.name] != budget.main]
     on_disk = [unit for unit in away if budget.homes[unit.name] == "disk"]
     streamed, copied = (_moved(units, sizes.routed, workload.batch) for units in (on_disk, away))
@@ -147,7 +171,8 @@ def _work(sizes: ModelSizes, budget: Budget, hardware: Hardware, workload: Workl
     is_on_cpu = budget.main == "cpu"
     return Work(
         sizes.weights, streamed, 0 if is_on_cpu else copied, kv, workload.batch, sizes.layers, resting,
-        is_cached=streamed <= free * _SHARE_OF_MEMORY, is_on_cpu=is_on_cpu,
+        is_cached=streamed <= free * _SHARE_OF_MEMORY, is_on_cpu=is_on_cpu, calls=sizes.calls,
+        stages=list_stages(sizes.units, budget.homes, budget.main, sizes.routed), ring=ring,
     )  # fmt: skip
 
 

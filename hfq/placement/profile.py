@@ -10,10 +10,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfq.errors import SetupError
+from hfq.placement.pipeline import FREE, SideBySide
 
-__all__ = ["PUBLISHED", "Profile", "profile_path", "read_profile"]
+__all__ = ["PUBLISHED", "Profile", "Zero3Rates", "profile_path", "read_profile"]
 
-_VERSION = 1
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Zero3Rates:
+    """What a step costs under ZeRO-3, where ranks share this machine.
+
+    Attributes:
+        ranks: The ranks that were measured.
+        device: What they computed on: `cpu`, `cuda`, ….
+        gathering: Bytes of whole rows per second that every rank gathers, all ranks at once.
+        slowdown: How many times as long as alone products take on each rank while all of them compute.
+        layer_seconds: What a layer costs beside its products and its bytes: DeepSpeed's hooks, and the calls of its gathers.
+        step_seconds: What a step costs beside its layers.
+    """
+
+    ranks: int
+    device: str
+    gathering: float
+    slowdown: float
+    layer_seconds: float
+    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,12 @@ class Profile:
         load_seconds: What a load costs beside its bytes, and for each layer.
         machine: What was measured: facts as text by what they are.
         device_memory: Reads of an accelerator's memory.
+        calls: {kind of weight: seconds that a product takes beside its weights}.
+        step_seconds: What a step costs beside its layers.
+        block_seconds: What a block that is streamed to the CPU costs beside its bytes.
+        beside_disk: What reading past the page cache and computing leave of each other.
+        beside_cached: The same of reading files that are in the page cache.
+        zero3: What a step costs under ZeRO-3; None where that was not measured.
     """
 
     source: str
@@ -43,6 +71,12 @@ class Profile:
     load_seconds: tuple[float, float] = (0.0, 0.0)
     machine: Mapping[str, str] = field(default_factory=dict)
     device_memory: float | None = None
+    calls: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    block_seconds: float = 0.0
+    beside_disk: SideBySide = FREE
+    beside_cached: SideBySide = FREE
+    zero3: Zero3Rates | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -120,13 +154,31 @@ def _from_json(stored: dict) -> Profile:
         kind: {int(rows): _rate(rate) for rows, rate in rates.items()} for kind, rates in stored.pop("products").items()
     }
     fixed, per_layer = stored.pop("load_seconds")
-    profile = Profile(products=products, load_seconds=(float(fixed), float(per_layer)), **stored)
+    disk, cached = (SideBySide(**stored.pop(name)) for name in ("beside_disk", "beside_cached"))
+    zero3 = None if (found := stored.pop("zero3")) is None else Zero3Rates(**found)
+    profile = Profile(
+        products=products, load_seconds=(float(fixed), float(per_layer)), zero3=zero3, beside_disk=disk, beside_cached=cached, **stored
+    )  # fmt: skip
+    _check(profile)
+    return profile
+
+
+def _check(profile: Profile) -> None:
+    """Every rate is one."""
     for known in (profile.disk, profile.page_cache, profile.memory):
         _rate(known)
-    for rate in (profile.host_to_device, profile.device_memory):
+    for rate in (profile.host_to_device, profile.device_memory, *((profile.zero3.gathering,) if profile.zero3 else ())):
         if rate is not None:
             _rate(rate)
-    return profile
+    for beside in (profile.beside_disk, profile.beside_cached):
+        for share in (beside.computing, beside.reading):
+            if _rate(share) > 1:
+                raise ValueError(f"{share!r} is no share")
+    costs = [profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()]
+    costs += [profile.zero3.slowdown, profile.zero3.layer_seconds, profile.zero3.step_seconds] if profile.zero3 else []
+    for seconds in costs:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
+            raise ValueError(f"{seconds!r} is no time")
 
 
 def _rate(value: float) -> float:

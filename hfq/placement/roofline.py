@@ -1,16 +1,19 @@
 """How long a placement takes, by the roofline: every resource works at its rate, the slowest decides. Pure data.
 
-One step of a model reads what is streamed (from disk, or over the link to an accelerator) while it computes, so that it takes the
-longer of the two (Williams et al., "Roofline: an insightful visual performance model", 2009). What it computes goes through every
-weight once, at the rate of a product with its kind of weight, or of memory, and through the KV cache at that of memory.
+One step of a model reads what is streamed (from disk, or over the link to an accelerator) while it computes, and would take the
+longer of the two (Williams et al., "Roofline: an insightful visual performance model", 2009) if they did not share anything. They
+share cores and memory, so that both slow down while they go on together, and a ring, which holds no more than it holds: `pipeline`.
+What it computes goes through every weight once, at the rate of a product with its kind of weight, or of memory, and through the KV
+cache at that of memory; each call of a product, each layer, each block that is streamed and each step has a cost of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from hfq.placement.pipeline import Stage, pass_seconds
 from hfq.placement.profile import Profile
 
 __all__ = ["Prediction", "Work", "predict", "what_helps"]
@@ -30,6 +33,10 @@ class Work:
         resting: What a load brings into memory.
         is_cached: Whether what is streamed stays in the page cache from one step to the next.
         is_on_cpu: Whether the CPU computes.
+        calls: {kind of weight: products} of a step.
+        stages: (bytes, bytes that are streamed of it) of each part in the order in which it computes; none where that is not known.
+        ring: What may be held of parts that are streamed.
+        gathered: What each rank gathers of ZeRO-3 shards for a step; 0 without ZeRO-3.
     """
 
     weights: Mapping[str, tuple[int, int]]
@@ -41,6 +48,10 @@ class Work:
     resting: int
     is_cached: bool = False
     is_on_cpu: bool = True
+    calls: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[tuple[int, int], ...] = ()
+    ring: int = 0
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class Prediction:
     """Seconds, by what they are spent on.
 
     Attributes:
-        terms: {what: seconds of a step}: `disk`, `link`, `weights`, `cache`, `layers`.
+        terms: {what: seconds of a step, by itself}: `disk`, `link`, `weights`, `cache`, `layers`, `gathering`.
         step_seconds: A step of one token for each sequence.
         rows: The tokens of a step.
         load_seconds: A load of files that are not in the page cache.
@@ -75,9 +86,11 @@ class Prediction:
 
 TERMS = {
     "disk": "reads from disk", "link": "copies over the link to the accelerator", "weights": "products with the weights",
-    "cache": "reads of the KV cache", "layers": "the fixed cost of layers",
+    "cache": "reads of the KV cache", "layers": "the fixed cost of layers", "gathering": "gathers of ZeRO-3 shards",
 }  # fmt: skip
 """What each term of a prediction is, for people."""
+
+_COMPUTING, _MOVING = ("weights", "cache", "layers"), ("disk", "link")
 
 
 def predict(work: Work, profile: Profile) -> Prediction:
@@ -85,7 +98,7 @@ def predict(work: Work, profile: Profile) -> Prediction:
 
     Args:
         work: What they do.
-        profile: The rates of the machine.
+        profile: The rates of the machine; for work that gathers, its rates under ZeRO-3 among them.
     """
     memory = profile.memory if work.is_on_cpu else profile.device_memory
     terms = {
@@ -93,14 +106,17 @@ def predict(work: Work, profile: Profile) -> Prediction:
         "link": work.copied / profile.host_to_device if profile.host_to_device else 0.0,
         "weights": sum(_product_seconds(kind, *sizes, work, profile, memory) for kind, sizes in work.weights.items()),
         "cache": work.cache / memory if memory else 0.0,
-        "layers": work.layers * profile.layer_seconds,
+        "layers": profile.step_seconds + work.layers * profile.layer_seconds + _blocks(work) * profile.block_seconds,
     }
-    computing = {name: terms[name] for name in ("weights", "cache", "layers")}
-    moving = {name: terms[name] for name in ("disk", "link")}
-    step = max(sum(computing.values()), *moving.values())
-    dominant = (
-        max(moving, key=moving.__getitem__) if step > sum(computing.values()) else max(computing, key=computing.__getitem__)
-    )
+    if work.gathered and profile.zero3 is not None:
+        terms |= {name: terms[name] * profile.zero3.slowdown for name in ("weights", "cache")}
+        terms["layers"] = profile.zero3.step_seconds + work.layers * profile.zero3.layer_seconds
+        terms["gathering"] = work.gathered / profile.zero3.gathering
+    step = _step_seconds(terms, work, profile)
+    computing = {name: terms[name] for name in (*_COMPUTING, "gathering") if name in terms}
+    moving = {name: terms[name] for name in _MOVING}
+    is_moving = max(moving.values()) > sum(computing.values())
+    dominant = max(moving, key=moving.__getitem__) if is_moving else max(computing, key=computing.__getitem__)
     fixed, per_layer = profile.load_seconds
     load = work.resting / profile.disk + fixed + per_layer * work.layers
     source = (
@@ -109,17 +125,37 @@ def predict(work: Work, profile: Profile) -> Prediction:
     return Prediction(terms, step, work.rows, load, dominant, source)
 
 
+def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> float:
+    """Computing, what is gathered before it, and what is moved beside it."""
+    computing, moving = sum(terms[name] for name in _COMPUTING), max(terms[name] for name in _MOVING)
+    if not work.stages or not work.is_on_cpu or not moving:
+        return max(computing + terms.get("gathering", 0.0), moving)
+    if not _blocks(work):
+        return computing
+    blocks, whole = _blocks(work) * profile.block_seconds, sum(nbytes for nbytes, _ in work.stages) or 1
+    each, spread = profile.block_seconds, computing - blocks
+    stages = [Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages]
+    beside = profile.beside_cached if work.is_cached else profile.beside_disk
+    return pass_seconds(stages, work.ring, work.streamed / moving, beside)
+
+
+def _blocks(work: Work) -> int:
+    """The blocks that are streamed to the CPU; none where the ring keeps them all."""
+    is_kept = sum(streamed for _, streamed in work.stages) <= work.ring
+    return 0 if is_kept or not work.is_on_cpu else sum(streamed > 0 for _, streamed in work.stages)
+
+
 def _product_seconds(kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None) -> float:
     """One pass over these weights: at the measured rate of their product, else at that at which memory gives their bytes."""
     rate = profile.product_rate(kind, work.rows) if work.is_on_cpu else None
     if rate is None:
         return nbytes / memory if memory else 0.0
-    return weights / rate
+    return weights / rate + work.calls.get(kind, 0) * profile.calls.get(kind, 0.0)
 
 
 def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
     """What each single change would give, best first: (the change, what is predicted with it)."""
-    resident = replace(work, streamed=0, copied=0)
+    resident = replace(work, streamed=0, copied=0, stages=())
     changes = {
         "memory for all weights where they compute": (resident, profile),
         "a disk twice as fast": (work, replace(profile, disk=profile.disk * 2)),

@@ -10,9 +10,11 @@ from hfq.placement.estimate import ModelSizes, Workload
 from hfq.placement.hardware import Hardware
 from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
 from hfq.placement.launch_files import LIVE_ELEMENTS
+from hfq.placement.profile import Profile
+from hfq.placement.roofline import Prediction, Work, predict
 from hfq.placement.zero_memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
 
-__all__ = ["ZeroFit", "fit_zero3"]
+__all__ = ["ZeroFit", "fit_zero3", "gathering_work", "predict_zero3"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,43 @@ def fit_zero3(
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
         fix=f"pass {' and '.join(ways)}" + ("" if has_nvme else ", or --nvme FOLDER, or more --ranks"),
     )  # fmt: skip
+
+
+def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
+    """What a step of each rank does.
+
+    Args:
+        fit: What the ranks hold.
+        sizes: The model.
+        workload: What each rank does.
+    """
+    resting = sum(nbytes for homes in fit.memory.parts.values() for nbytes in homes.values())
+    kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
+    return Work(
+        sizes.weights, 0, 0, kv, workload.batch, sizes.layers, resting, is_on_cpu=fit.ranks_on_cpu, calls=sizes.calls,
+        gathered=fit.gathered,
+    )  # fmt: skip
+
+
+def predict_zero3(fit: ZeroFit, sizes: ModelSizes, workload: Workload, profile: Profile) -> Prediction | str:
+    """How long a step takes on every rank, or why that is not predicted.
+
+    Args:
+        fit: What the ranks hold.
+        sizes: The model.
+        workload: What each rank does.
+        profile: The machine's rates.
+    """
+    setup, rates = fit.memory.setup, profile.zero3
+    if rates is None:
+        return f"gathers were not measured; `hfq calibrate --ranks {setup.ranks}` does, on this machine"
+    if setup.offload_param != "none":
+        return f"shards rest on {setup.offload_param}, and what bringing them in costs was not measured"
+    if (rates.ranks, rates.ranks) != (setup.ranks, setup.on_a_node):
+        return f"{rates.ranks} ranks of one machine were measured, and not {setup.ranks} with {setup.on_a_node} on each node"
+    if (rates.device == "cpu") != fit.ranks_on_cpu:
+        return f"ranks were measured on {rates.device}"
+    return predict(gathering_work(fit, sizes, workload), profile)
 
 
 def _fit(states: ModelStates, sizes: ModelSizes, workload: Workload, setup: ZeroSetup, hardware: Hardware) -> ZeroFit:

@@ -23,7 +23,11 @@ def test_a_profile_is_measured_written_and_used(tmp_path):
     assert {"dense float32", "dense bfloat16", "gptq 4-bit bfloat16", "fp8 8-bit float32", "awq 4-bit bfloat16"} <= set(
         profile.products
     )
-    assert profile.layer_seconds >= 0
+    assert min(profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()) >= 0
+    for beside in (profile.beside_disk, profile.beside_cached):
+        assert 0 < beside.computing <= 1
+        assert 0 < beside.reading <= 1
+    assert profile.zero3 is None
     assert list((tmp_path / "disk").iterdir()) == []
     planned = CliRunner().invoke(app, ["plan", GPTQ, "--cpu", "1GB", "--profile", str(file)])
     assert "rates: measured" in planned.output

@@ -49,6 +49,9 @@ def test_it_ends_with_its_reader(reader, tmp_path):
     reader._descriptors.clear()
 
 
-def test_a_folder_that_is_not_there_is_named(reader, tmp_path):
-    with pytest.raises(CheckpointError, match=r"(?s)could not be written.*No such file.*offload_folder"):
-        PrivateFile(reader, str(tmp_path / "no" / LABEL), 10, tmp_path / "no")
+def test_a_folder_that_is_not_there_is_made_and_one_that_cannot_be_is_named(reader, tmp_path):
+    PrivateFile(reader, LABEL, len(DATA), tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"(?s)could not be written.*(File exists|Not a directory).*offload_folder"):
+        PrivateFile(reader, str(tmp_path / "file" / LABEL), 10, tmp_path / "file")

@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
-from hfq.placement.profile import Profile
+from hfq.placement.profile import Profile, Zero3Rates
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 
@@ -89,6 +89,25 @@ def test_zero3_prints_configs_that_their_readers_take(tmp_path):
     tight = report("--launcher", "zero3", "--ranks", 2, "--gpu", "13MB×2", "--cpu", "1GB", "--nvme", "/scratch")
     assert tight["zero3"]["offload_param"] == "cpu"
     assert "ZeRO-3, 2 ranks" in run("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB").stdout
+
+
+def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
+    from hfq.benchmarks.machine import machine_facts
+
+    here = ("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB")
+    assert "hfq calibrate --ranks 2" in report(*here)["prediction"]["not_predicted"]
+    facts = {"processor": machine_facts(tmp_path)["processor"]}
+    rates = {"gptq 4-bit bfloat16": {1: 1e9}, "dense bfloat16": {1: 1e9}}
+    measured = Zero3Rates(2, "cpu", gathering=1e8, slowdown=2.0, layer_seconds=0.01, step_seconds=0.1)
+    file = tmp_path / "profile.json"
+    file.write_text(Profile("measured", 1e9, 2e9, 3e9, None, rates, 0.001, (0.5, 0.1), facts, zero3=measured).to_json())
+    found = report(*here, "--profile", file)
+    assert found["prediction"]["terms"]["layers"] == pytest.approx(0.14)
+    gathered = found["zero3"]["gathered_nbytes_a_forward"]
+    assert found["prediction"]["terms"]["gathering"] == pytest.approx(gathered / 1e8)
+    for other, said in ((("--ranks", 3), "3 with 3 on each node"), (("--gpu", "1GB×2"), "measured on cpu")):
+        assert said in report(*here, "--profile", file, *other)["prediction"]["not_predicted"]
+    assert "no time is predicted: gathers were not measured" in " ".join(run(*here).stdout.split())
 
 
 def test_the_catalog_and_the_ladder():

@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import compiled_io
 import deepspeed
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("configs", type=Path, nargs="*")
     parser.add_argument("--local_rank", type=int)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
+    compiled_io.use()
     deepspeed.init_distributed()
     for path in (Path(arguments.deepspeed_config), *arguments.configs):
         found = run(path, json.loads(path.read_text()))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiled_io
 import pytest
 
 from hfq.placement.zero_memory import ModelStates, ZeroSetup, estimate_zero
@@ -33,16 +34,10 @@ def free_port() -> str:
 
 
 def launch(command: list, folder: Path) -> None:
-    paths = os.pathsep.join((str(ROOT), str(HERE)))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-
-
-def has_async_io() -> bool:
-    """Whether DeepSpeed's file I/O has been compiled: that takes minutes, and is not done here."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    return any(root.glob("**/async_io/async_io.so"))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +45,8 @@ def runs(tmp_path_factory) -> dict:
     """What each config did: {its name: [of rank 0, of rank 1]}; one launch, in a folder that looks like the repository."""
     folder = tmp_path_factory.mktemp("launch")
     shutil.copytree(ROOT / "configs", folder / "configs")
-    configs = [path.relative_to(ROOT) for path in JSONS if has_async_io() or not path.stem.endswith("nvme")]
-    if has_async_io():
+    configs = [path.relative_to(ROOT) for path in JSONS if compiled_io.is_built() or not path.stem.endswith("nvme")]
+    if compiled_io.is_built():
         config = json.loads((folder / "configs/deepspeed/zero3_nvme.json").read_text())
         config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": ".nvme", "buffer_count": 4}
         (folder / "zero3_optimizer_nvme.json").write_text(json.dumps(config))
@@ -61,7 +56,7 @@ def runs(tmp_path_factory) -> dict:
     launch([*command, "--deepspeed", "--deepspeed_config", first], folder)
     found = {path.stem: [json.loads((folder / f"{path.stem}-{rank}.json").read_text()) for rank in (0, 1)] for path in configs}
     states = folder / ".nvme" / "zero_stage_3" / "optimizer" / "rank0"
-    found["states on nvme"] = sum(file.stat().st_size for file in states.rglob("*.swp")) if has_async_io() else 0
+    found["states on nvme"] = sum(file.stat().st_size for file in states.rglob("*.swp")) if compiled_io.is_built() else 0
     return found
 
 
@@ -100,15 +95,15 @@ def test_each_rank_holds_what_was_planned(runs):
 
 def test_optimizer_states_rest_on_nvme_as_planned(runs):
     if "zero3_optimizer_nvme" not in runs:
-        pytest.skip("DeepSpeed's async_io is not compiled")
+        pytest.skip(compiled_io.REASON)
     trained = tuple(numel for numel, is_trained in runs["zero3_optimizer_nvme"][0]["held"]["sizes"] if is_trained)
     planned = estimate_zero(ModelStates(trained=trained), ZeroSetup(3, 2, offload_optimizer="nvme"))
     assert planned.parts["optimizer states"] == {"nvme": runs["states on nvme"]}
 
 
 def test_nvme_configs_put_large_shards_on_nvme(runs):
-    if not has_async_io():
-        pytest.skip("DeepSpeed's async_io is not compiled")
+    if not compiled_io.is_built():
+        pytest.skip(compiled_io.REASON)
     for name in ("zero3_nvme", "inference_zero3_nvme"):
         assert runs[name][0]["held"]["weights"]["nvme"] == 2 * 4096 * 512  # half of the embedding and of the head, in bf16
 

@@ -22,7 +22,7 @@ from hfq.formats.torchao import Torchao
 GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashable: pytest runs the tests of a row one after the other, with one set of fixtures
 class Case:
     """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors.
 

@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         indexed = "indexed_tensors" in metafunc.fixturenames
         cases = [case for case in CASES if not indexed or "g_idx" in case.format.quantize(torch.randn(128, 128))]
-        metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="module")
+        metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
@@ -29,18 +29,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker("slow")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tensors(case):
     return tiny_models.packed_tensors(case.format)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def indexed_tensors(tensors):
     """The tensors, for the formats that have an index among them."""
     return tensors
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(case, tensors, tmp_path_factory):
     return write(tmp_path_factory.mktemp(case.id), tensors, case)
 
@@ -49,7 +49,7 @@ def write(folder, tensors, case):
     return tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def detected(case, checkpoint):
     """{module: (format as detected on disk, sized and resolved, its tensors)} of the written checkpoint."""
     opened, stored = Checkpoint.open(checkpoint), tiny_models.stored_tensors(checkpoint)
@@ -62,7 +62,7 @@ def detected(case, checkpoint):
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def load():
     def load(path, device_map=None, **options):
         config = HfqConfig(activations="none", **options)

@@ -25,7 +25,7 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=TOKENS).logits
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def resident(load, checkpoint):
     return logits(load(checkpoint))
 

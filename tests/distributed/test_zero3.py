@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_models
-from zero_launch import check_exact, launch, once, shared_folder
+from zero_launch import DEEPSPEED, check_exact, launch, once, shared_folder
 from zero_models import write_format, write_mixtral, write_own_code, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -54,7 +54,7 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
     ]  # fmt: skip
-    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2))
+    return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2, command=DEEPSPEED))
 
 
 @pytest.mark.parametrize("case", ["none", "cpu", "int8 on cpu", "tied", "reads weights"])
@@ -62,6 +62,15 @@ def test_each_rank_reads_and_holds_its_part_and_all_compute_the_same(case, resul
     for found in results:
         check_exact(found[case], ranks=2)
         assert found[case]["written"] == 0
+
+
+def test_a_tied_head_is_the_embedding_and_rests_once(results):
+    for found in results:
+        heads = {
+            case: {"lm_head.weight", "model.embed_tokens.weight"} & set(found[case]["dense_names"])
+            for case in ("none", "tied")
+        }
+        assert heads == {"none": {"lm_head.weight", "model.embed_tokens.weight"}, "tied": {"model.embed_tokens.weight"}}
 
 
 @pytest.mark.parametrize("case", ["in place", "0-dim in place, direct", "mixtral"])

@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     ]
     (folder / "runs.json").write_text(json.dumps([run.split() for run in runs]))
     worker = Path(__file__).parent / "example_worker.py"
-    (folder / "printed.txt").write_text(start([str(worker), str(EXAMPLE), str(folder / "runs.json")], ranks=2))
+    start([str(worker), str(EXAMPLE), str(folder / "runs.json")], 2, folder / "printed.txt")
     return folder
 
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import compiled_io
 import pytest
 import torch
 from lora_runs import PATHS, load, unpack
 from transformers import AutoModelForCausalLM
-from zero_launch import is_async_io_built, launch
+from zero_launch import launch
 from zero_models import write_mixtral
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def results(tmp_path_factory):
          "lora": {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}},
         {"id": "experts", "checkpoint": mixtral, "home": "none"},
     ]  # fmt: skip
-    if is_async_io_built():
+    if compiled_io.is_built():
         swap = {"home": "nvme", "options": {"nvme": "swap"}, "steps": 3}
         cases += [
             {"id": "states on nvme", "checkpoint": gptq, "home": "nvme", "states": str(states), "steps": 3},
@@ -75,8 +76,8 @@ def losses(results: list[dict], case: str) -> list[list[float]]:
 
 @pytest.mark.parametrize(("case", "other"), [(case, "none") for case in GPTQ] + [(case, "fp8 in place") for case in FP8])
 def test_the_curve_is_the_same_wherever_shards_and_states_rest(case, other, results):
-    if case in ON_NVME and not is_async_io_built():
-        pytest.skip("DeepSpeed's async_io is not compiled")
+    if case in ON_NVME and not compiled_io.is_built():
+        pytest.skip(compiled_io.REASON)
     steps = len(results[0][case]["losses"])
     assert steps == (20 if case in ("cpu", "in place") else 3)
     assert losses(results, case) == [curve[:steps] for curve in losses(results, other)]

@@ -2,9 +2,10 @@
 
 import json
 
+import compiled_io
 import pytest
 from contract.cases import CASES, REPRESENTATIVES
-from zero_launch import BIN, check_exact, is_async_io_built, launch, once
+from zero_launch import BIN, check_exact, launch, once
 from zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
@@ -15,11 +16,8 @@ FAST = {("gptq4", "none"), ("gptq4", "in place"), ("fp8-block", "cpu"), ("fp8-te
 
 
 def need(home: str) -> None:
-    if home == "swap" and not is_async_io_built():
-        pytest.skip(
-            "DeepSpeed's async_io takes 15 minutes to compile: apt-get install libaio-dev; "
-            "python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()'"
-        )
+    if home == "swap" and not compiled_io.is_built():
+        pytest.skip(compiled_io.REASON)
 
 
 ONE = [("gptq4", home) for home in HOMES]
@@ -46,13 +44,13 @@ def run(tmp_path_factory, sources):
             cases = [
                 {"id": f"{name} {home}", "checkpoint": sources[name], "home": HOMES[home][0], "options": HOMES[home][1]}
                 for name, home in pairs
-                if home != "swap" or is_async_io_built()
+                if home != "swap" or compiled_io.is_built()
             ]
             if ranks == 2:
                 folder = tmp_path_factory.mktemp("dialects")
                 paths = {case.id: write_dialect(folder / case.id, case) for case in DIALECTS}
                 cases += [{"id": name, "checkpoint": path, "home": "cpu", "generates": False} for name, path in paths.items()]
-            if ranks == 2 and is_async_io_built():
+            if ranks == 2 and compiled_io.is_built():
                 cases.append({"id": "stock", "checkpoint": sources["gptq4"], "home": "nvme", "stock": True})
             done[ranks] = once(
                 tmp_path_factory, f"zero3-{ranks}", lambda: launch(tmp_path_factory.mktemp("run"), cases, ranks)

@@ -19,6 +19,7 @@ from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code that comes with a model: of each rank, as on nodes of their own
+import compiled_io
 import deepspeed
 import torch
 import transformers
@@ -93,6 +94,7 @@ def measures(model, loading, folder: Path) -> dict:
         "packed_read": filler.packed_read + filler.checked_read, "line": loading.describe_shards(),
         "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
         "swapped_in": swapper.nbytes_read if swapper else None, "buffers": swapper.most_nbytes if swapper else None,
+        "dense_names": [name for name, _ in model.named_parameters() if not name.endswith("packed_row")],
         "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("packed_row")],
     }  # fmt: skip
 
@@ -235,7 +237,9 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
     torch.set_num_threads(1)
     partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+    compiled_io.use()
     deepspeed.init_distributed()
+    gc.freeze()  # what is imported stays: it is not looked through again after each case
     rank, results = torch.distributed.get_rank(), {}
     for case in json.loads(arguments.cases.read_text()):
         try:

@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 
 import moe_models
@@ -228,26 +226,6 @@ def test_a_model_serves_after_a_fork(path, one_torch_thread):
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_both_sides_of_a_fork_after_the_import_load():
-    code = """
-import os, sys, torch
-import hfq
-from transformers import AutoModelForCausalLM
-child = os.fork()
-device_map = {"": "cpu", "model.layers.2": "disk"}
-finite = []
-for path in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig(), device_map=device_map)
-    with torch.no_grad():
-        finite.append(bool(torch.isfinite(model(torch.arange(9)[None]).logits).all()))
-if child == 0:
-    os._exit(0 if all(finite) else 1)
-assert all(finite) and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code, *map(str, PATHS.values())], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_casting_the_model_leaves_packed_bytes_alone(path):

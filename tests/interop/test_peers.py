@@ -5,7 +5,8 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfq import HfqConfig
+from hfq import Checkpoint, HfqConfig
+from hfq.convert import convert_checkpoint
 
 pytestmark = pytest.mark.peers
 
@@ -50,6 +51,15 @@ def test_a_stock_reader_loads_what_hfq_saved(stock_digest, path, tmp_path):
     digests = [tiny_models.digests(tmp_path / placement) for placement in PLACEMENTS]
     assert digests[0] == digests[1] == digests[2]
     assert stock_digest(tmp_path / "disk") == expected
+
+
+@pytest.mark.parametrize("targets", [("gptq_v2",), ("pack-quantized", "gptq")])
+def test_gptqmodel_gives_the_same_logits_of_what_was_converted(stock_digest, tmp_path, targets):
+    path = GPTQ
+    for to in targets:
+        convert_checkpoint(Checkpoint.open(path), tmp_path / to, to)
+        path = tmp_path / to
+    assert stock_digest(path) == stock_digest(GPTQ)
 
 
 @pytest.mark.parametrize("path", CT, ids=identity)

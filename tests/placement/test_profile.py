@@ -5,11 +5,14 @@ import json
 import pytest
 
 from hfq.errors import SetupError
-from hfq.placement.profile import PUBLISHED, Profile, profile_path, read_profile
+from hfq.placement.pipeline import SideBySide
+from hfq.placement.profile import PUBLISHED, Profile, Zero3Rates, profile_path, read_profile
 
 MEASURED = Profile(
-    "measured", 2e9, 8e9, 20e9, None, {"dense float32": {1: 4e9, 5: 2e9}}, 1e-3, (0.5, 0.01), {"processor": "P"}
-)
+    "measured", 2e9, 8e9, 20e9, None, {"dense float32": {1: 4e9, 5: 2e9}}, 1e-3, (0.5, 0.01), {"processor": "P"},
+    calls={"dense float32": 1e-5}, step_seconds=2e-3, block_seconds=1e-3, beside_disk=SideBySide(0.7, 0.9),
+    zero3=Zero3Rates(2, "cpu", 1e9, 1.5, 2e-3, 3e-3),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +52,20 @@ def test_a_profile_of_another_machine_is_refused(cache):
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 0}, {"disk": 0}, {"memory": "fast"}, {"products": {"dense": {"1": -1}}}, {"load_seconds": 1}, {"unknown": 1}],
+    [
+        {"version": 0},
+        {"disk": 0},
+        {"memory": "fast"},
+        {"products": {"dense": {"1": -1}}},
+        {"load_seconds": 1},
+        {"unknown": 1},
+        {"beside_disk": {"computing": 1.5, "reading": 1}},
+        {"beside_cached": {"computing": 0, "reading": 1}},
+        {"zero3": {"ranks": 2}},
+        {"calls": {"dense float32": -1}},
+        {"block_seconds": "long"},
+        {"zero3": {"ranks": 2, "device": "cpu", "gathering": 0, "slowdown": 1, "layer_seconds": 0, "step_seconds": 0}},
+    ],
 )
 def test_a_damaged_profile_is_refused(tmp_path, change):
     file = tmp_path / "profile.json"

@@ -1,10 +1,11 @@
-"""The roofline by hand: what moves and what computes overlap, and the longer of the two decides."""
+"""The roofline by hand: what moves and what computes overlap as far as cores and the ring allow."""
 
 from dataclasses import replace
 
 import pytest
 
-from hfq.placement.profile import Profile
+from hfq.placement.pipeline import SideBySide
+from hfq.placement.profile import Profile, Zero3Rates
 from hfq.placement.roofline import Work, predict, what_helps
 
 PROFILE = Profile("measured", disk=1e9, page_cache=4e9, memory=10e9, host_to_device=5e9,
@@ -48,6 +49,37 @@ def test_an_accelerator_computes_at_the_rate_of_its_memory():
 def test_weights_that_were_not_measured_go_at_the_rate_of_memory():
     other = replace(WORK, weights={"int3": (1_000_000_000, 400_000_000)})
     assert predict(other, PROFILE).terms["weights"] == pytest.approx(0.04)
+
+
+def test_a_call_a_step_and_a_streamed_block_have_costs_of_their_own():
+    costly = replace(PROFILE, calls={"int4": 0.001}, step_seconds=0.02, block_seconds=0.005)
+    found = predict(replace(WORK, calls={"int4": 50}), costly)
+    assert found.terms == pytest.approx({"disk": 0.5, "link": 0, "weights": 0.55, "cache": 0.1, "layers": 0.12})
+    streamed = predict(replace(WORK, calls={"int4": 50}, stages=((100, 50_000_000),) * 10, ring=10**8), costly)
+    assert streamed.terms["layers"] == pytest.approx(0.17)
+    assert streamed.step_seconds == pytest.approx(0.82)
+
+
+def test_reading_and_computing_share_cores_and_a_ring():
+    staged = replace(WORK, stages=((100, 50_000_000),) * 10, ring=10**8)
+    shared = replace(PROFILE, beside_disk=SideBySide(0.5, 0.5))
+    assert predict(staged, PROFILE).step_seconds == pytest.approx(0.7)
+    assert predict(staged, shared).step_seconds == pytest.approx(1.2)
+    assert predict(replace(staged, is_cached=True), shared).step_seconds == pytest.approx(0.7)
+    kept = replace(staged, ring=10**9)
+    assert predict(kept, shared).step_seconds == pytest.approx(0.7)  # what the ring holds is not read again
+    half = replace(WORK, stages=((100, 0),) * 5 + ((100, 100_000_000),) * 5, ring=2 * 10**8)
+    # a block is read in 0.1 s and computes for 0.07 s: 0.7 s, and three times 0.03 s of waiting for what the ring had no room for
+    assert predict(half, PROFILE).step_seconds == pytest.approx(0.79)
+
+
+def test_zero3_gathers_before_it_computes():
+    rates = Zero3Rates(2, "cpu", gathering=1e9, slowdown=2.0, layer_seconds=0.02, step_seconds=0.1)
+    work = replace(WORK, streamed=0, cache=0, gathered=500_000_000)
+    found = predict(work, replace(PROFILE, zero3=rates))
+    assert found.terms == pytest.approx({"disk": 0, "link": 0, "weights": 1.0, "cache": 0, "layers": 0.3, "gathering": 0.5})
+    assert found.step_seconds == pytest.approx(1.8)
+    assert found.dominant == "weights"
 
 
 def test_nothing_that_does_not_help_is_named():

@@ -1,0 +1,84 @@
+"""What `plan` found, in one table and against its targets."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+from hfq.benchmarks.machine import machine_facts
+from hfq.benchmarks.report import Chart, Record, Report, Table, Target
+
+__all__ = ["bytes_apart", "plan_report"]
+
+MOST_BYTES_APART, MOST_SECONDS_APART = 0.02, 0.25
+
+_NOTE = """Bytes of each home as planned from headers and as measured in the loaded model: tensors in memory, tensors that stay in
+files, the ring; under ZeRO-3 the shards of packed rows and of all else on the fullest rank. One token a step behind a short context,
+batch 1. Predicted over achieved is that of tokens/s, taken within a round: below 1 the machine was faster than predicted."""
+
+
+def bytes_apart(record: Record) -> float:
+    """The largest relative difference between planned and measured bytes of a home, of any that holds something."""
+    pairs = [(record["planned"][home], record["measured"][home]) for home in record["planned"]]
+    return max(
+        (abs(planned - measured) / max(planned, measured) for planned, measured in pairs if planned or measured), default=0.0
+    )
+
+
+def plan_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -> Report:
+    """The report of all records.
+
+    Args:
+        folder: Where generated checkpoints rest.
+        facts: What else is known of the run.
+        records: See `plan`.
+    """
+    rows = [_row(record) for record in records]
+    header = (
+        "checkpoint",
+        "placement",
+        "planned",
+        "measured",
+        "apart",
+        "predicted tokens/s",
+        "achieved tokens/s",
+        "predicted / achieved",
+    )
+    table = Table("Planned and measured, predicted and achieved", _NOTE, header, rows)
+    names = list(dict.fromkeys(record["checkpoint"] for record in records))
+    placements = list(dict.fromkeys(record["placement"] for record in records))
+    ratios = {(record["checkpoint"], record["placement"]): _ratio(record) for record in records}
+    series = {placement: [ratios.get((name, placement)) for name in names] for placement in placements}
+    chart = Chart("Tokens per second, predicted over achieved (1 is right)", names, series)
+    return Report("Plans: bytes and speed", machine_facts(folder) | dict(facts), [table], _targets(records), records, chart)
+
+
+def _targets(records: list[Record]) -> list[Target]:
+    worst = max((bytes_apart(record) for record in records), default=None)
+    near = [abs(_ratio(record) - 1) <= MOST_SECONDS_APART for record in records]
+    return [
+        Target("largest difference of planned and measured bytes in any home", worst, MOST_BYTES_APART),
+        Target(f"share of placements whose tokens/s are within {MOST_SECONDS_APART:.0%} of the predicted ones",
+               sum(near) / len(near) if near else None, 1.0, at_least=True),
+    ]  # fmt: skip
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    return (
+        record["checkpoint"], record["placement"], _bytes(record["planned"]), _bytes(record["measured"]), f"{bytes_apart(record):.2%}",
+        f"{1 / _median(record, 'predicted'):.3g}", f"{1 / _median(record, 'achieved'):.3g}", f"{_ratio(record):.2f}",
+    )  # fmt: skip
+
+
+def _bytes(homes: Mapping[str, int]) -> str:
+    return ", ".join(f"{home} {nbytes:,}" for home, nbytes in homes.items() if nbytes)
+
+
+def _median(record: Record, what: str) -> float:
+    return statistics.median(each[what] for each in record["rounds"])
+
+
+def _ratio(record: Record) -> float:
+    """Predicted over achieved tokens per second: the median of the rounds' own ratios."""
+    return statistics.median(each["achieved"] / each["predicted"] for each in record["rounds"])

@@ -1,0 +1,94 @@
+"""One rank of a run under ZeRO-3 that is measured: loads models, takes steps, multiplies. Several are asked at once: `ranks.Ranks`.
+
+Run as `python -m hfq.benchmarks.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `process.serve`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfq.benchmarks.model_probes import Decoder, load_model
+from hfq.benchmarks.probes import Layer, ProductProbe
+from hfq.benchmarks.process import serve
+from hfq.formats.gptq import Gptq
+from hfq.modules.packed import PackedModule
+from hfq.placement.launch_files import deepspeed_config
+
+__all__ = ["RanksWorker"]
+
+
+class RanksWorker:
+    """Answers to `load`, `steps`, `held`, `drop` and `product`.
+
+    Args:
+        rank: This rank.
+        world: All of them.
+        port: Where they meet, on this machine.
+    """
+
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if not torch.cuda.is_available():
+            os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
+        deepspeed.init_distributed()
+        self._engines: dict[str, tuple[Any, Any, Decoder]] = {}
+        self._product: ProductProbe | None = None
+        self.commands = {name: getattr(self, name) for name in ("load", "steps", "held", "drop", "product")}
+
+    def load(self, path: str) -> dict:
+        """Loads a checkpoint with its shards on the devices of the ranks."""
+        import deepspeed
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = deepspeed_config()
+        alive = HfDeepSpeedConfig(config)
+        model = load_model(Path(path), dtype=torch.bfloat16)
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        self._engines[path] = (engine, model, Decoder(engine))
+        del alive
+        return {}
+
+    def steps(self, path: str, count: int) -> dict:
+        """The seconds of steps of one token, each from where all ranks have met."""
+        decoder, seconds = self._engines[path][2], []
+        for _ in range(count + 1):
+            torch.distributed.barrier()
+            seconds.append(decoder.step())
+        return {"seconds": seconds[1:]}
+
+    def held(self, path: str) -> dict:
+        """The bytes of the shards of this rank: of packed rows, and of all else."""
+        model = self._engines[path][1]
+        rows = {id(module.packed_row) for module in model.modules() if isinstance(module, PackedModule)}
+        held = {True: 0, False: 0}
+        for parameter in model.parameters():
+            held[id(parameter) in rows] += parameter.ds_tensor.numel() * parameter.dtype.itemsize
+        return {"packed": held[True], "frozen": held[False]}
+
+    def drop(self, path: str) -> dict:
+        """Lets go of a model."""
+        del self._engines[path]
+        gc.collect()
+        return {}
+
+    def product(self) -> dict:
+        """Seconds of a product, while all ranks take theirs."""
+        if self._product is None:
+            self._product = ProductProbe(Layer(Gptq(4, 128, False, "stored"), 2048, 2048))
+        torch.distributed.barrier()
+        return {"seconds": self._product.run()}
+
+
+if __name__ == "__main__":
+    serve(RanksWorker(**json.loads(sys.argv[1])).commands)
