@@ -1,4 +1,4 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `quantize`, `fms`, `quality`: what hfq costs, against limits and others."""
+"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `quantize`, `fms`, `quality`: costs, against limits and other tools."""
 
 from __future__ import annotations
 
