@@ -3,7 +3,11 @@
 import gc
 import os
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 os.environ["HFQ_NATIVE"] = "0"
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whomever; 0 where there is a GPU

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq.placement.budget import ring_nbytes
@@ -67,7 +67,6 @@ def test_forgotten_blocks_free_their_place():
 sizes_in_pages = st.lists(st.integers(0, 9).map(lambda pages: pages * PAGE), min_size=1, max_size=7)
 
 
-@settings(deadline=None)  # no test is timed
 @given(sizes_in_pages, st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=2)), max_size=40))
 def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes):
     ring, size_of = Ring(ring_nbytes(sizes)), dict(enumerate(sizes))
@@ -83,7 +82,6 @@ def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes
         assert all(start % PAGE == 0 and start + size_of[other] <= ring.nbytes for other, start in after.items())
 
 
-@settings(deadline=None)  # no test is timed
 @given(sizes_in_pages, st.integers(0, 6), st.integers(1, 3))
 def test_in_a_cyclic_order_every_block_finds_room_beside_the_one_before(sizes, first, rounds):
     ring, count = Ring(ring_nbytes(sizes)), len(sizes)
