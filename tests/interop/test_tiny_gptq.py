@@ -29,11 +29,8 @@ script.main()
 def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
     pytest.importorskip("gptqmodel")
     command = [sys.executable, "-c", RUN, str(EXAMPLES), str(tiny_models.DATA / "tiny-llama"), str(tmp_path / "made")]
-    environment = {
-        **os.environ,
-        "GPTQMODEL_CPU_WORKERS": "2",
-        "PYTHONPATH": str(EXAMPLES.parent),
-    }  # gptqmodel writes logs into the folder that it is called in
+    environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "PYTHONPATH": str(EXAMPLES.parent)}
+    # gptqmodel writes logs into the folder that it is called in
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["dialects"] == {"gptq v1 int4 g128 sym": 28}
