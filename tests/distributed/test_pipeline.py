@@ -48,11 +48,12 @@ def test_each_rank_reads_and_holds_its_stage_alone(case, results):
         assert rank["small"] < 0.15 * rank["own"]
 
 
-def test_the_example_prints_the_tokens_of_the_whole_model():
+def test_the_example_prints_the_tokens_of_the_whole_model(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(backing="arena"))
     tokens = torch.randint(3, 90, (4, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = [model(row, use_cache=False).logits[0, -1].argmax().item() for row in tokens.chunk(4)]
-    printed = [json.loads(line) for line in start([str(EXAMPLE), str(GPTQ)], 2, TORCHRUN).splitlines() if line.startswith("{")]
+    text = start([str(EXAMPLE), str(GPTQ)], 2, tmp_path / "printed", TORCHRUN)
+    printed = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert sorted(line["rank"] for line in printed if "rank" in line) == [0, 1]
     assert [line["greedy"] for line in printed if "greedy" in line] == [expected]
