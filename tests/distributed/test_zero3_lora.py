@@ -116,7 +116,6 @@ def test_a_run_resumed_by_a_fresh_model_continues_the_curve(results):
         adapters = [name for name in found["cpu"]["saved"] if ".lora_" in name]
         assert len(adapters) == 2 * 56
         assert set(found["cpu"]["saved"]) - set(adapters) == {"base_model.model.lm_head.weight"}
-        assert all("lora_" in name for name in found["cpu"]["saved"])
 
 
 @pytest.mark.parametrize("case", ["in place", "fp8 in place", "mixtral", "embedding", "dora", "whole head"])
