@@ -303,14 +303,14 @@ void *serve(void *argument) {
     for (;;) {
         while (p->wanted == 0) pthread_cond_wait(&p->wake, &p->mutex);
         p->wanted--;
-        p->active++;
+        __atomic_add_fetch(&p->active, 1, __ATOMIC_RELAXED);
         Work work = p->work;
         const void *context = p->context;
         int64_t parts = p->parts;
         pthread_mutex_unlock(&p->mutex);
         take_parts(p, work, context, parts);
         pthread_mutex_lock(&p->mutex);
-        if (--p->active == 0) pthread_cond_signal(&p->done);
+        if (__atomic_sub_fetch(&p->active, 1, __ATOMIC_RELAXED) == 0) pthread_cond_signal(&p->done);
     }
     return nullptr;
 }
@@ -323,7 +323,16 @@ void make_pool() {
 }
 
 // Threads that have enough to do to be worth waking.
-int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (1 << 19)); }
+int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (1 << 21)); }
+
+// Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is given back to a host.
+void spin_while(const int *flag) {
+    for (int i = 0; i < 4000 && __atomic_load_n(flag, __ATOMIC_RELAXED); i++) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+}
 
 // Runs all parts and returns when they are done; a second caller at the same time runs its own alone.
 void run_parts(Work work, const void *context, int64_t parts, int threads) {
@@ -347,6 +356,7 @@ void run_parts(Work work, const void *context, int64_t parts, int threads) {
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->mutex);
     take_parts(p, work, context, parts);
+    spin_while(&p->active);
     pthread_mutex_lock(&p->mutex);
     p->wanted = 0;  // nobody else needs to begin
     while (p->active) pthread_cond_wait(&p->done, &p->mutex);
