@@ -6,19 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hfq.cli.plan_zero import as_size
+from hfq.pictures.plans import PARTS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["print_report"]
-
-_PARTS = {
-    "weights": "weights",
-    "ring": "ring",
-    "experts": "experts' cache",
-    "kv_cache": "KV cache",
-    "activations": "activations",
-}
 
 
 def print_report(report: dict) -> None:
@@ -56,10 +49,10 @@ def _machine(machine: dict) -> str:
 def _homes(console: Console, homes: dict) -> None:
     from rich.table import Table
 
-    table = Table("home", *_PARTS.values(), "total", "of")
+    table = Table("home", *PARTS.values(), "total", "of")
     for home, parts in homes.items():
         capacity = parts["capacity"]
-        sizes = [as_size(parts[part]) for part in (*_PARTS, "total")]
+        sizes = [as_size(parts[part]) for part in (*PARTS, "total")]
         table.add_row(home, *sizes, "no limit" if capacity is None else as_size(capacity))
     console.print(table)
 

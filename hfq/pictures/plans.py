@@ -12,15 +12,17 @@ from hfq.pictures.placement_map import placement_picture
 from hfq.pictures.runs import read_modules
 from hfq.pictures.section import Picture, Section, as_size
 
-__all__ = ["plan_section"]
+__all__ = ["PARTS", "plan_section"]
 
-_PARTS = {
+PARTS = {
     "weights": "weights",
     "ring": "ring",
     "experts": "experts' cache",
     "kv_cache": "KV cache",
     "activations": "activations",
 }
+"""What a home holds, by the name in a report of `hfq plan`, as it is called in tables and pictures."""
+
 _HOMES = ("device", "cpu", "nvme")
 
 
@@ -63,7 +65,7 @@ def _machine(machine: Fields) -> str:
 def _homes(homes: Fields) -> Picture:
     names = homes.names()
     found = [homes.object(name) for name in names]
-    parts = {title: [home.count(part) for home in found] for part, title in _PARTS.items()}
+    parts = {title: [home.count(part) for home in found] for part, title in PARTS.items()}
     limits = [float(home.count("capacity")) if home.has("capacity") else None for home in found]
     note = "Bytes in each home: weights at home, and what running takes beside them."
     return bars_picture("homes", "What each home holds", Bars(names, parts, limits), note, "home")

@@ -9,20 +9,19 @@ enough here. Layers are taken from the last to the first: one whose rows take th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.rounding import check_finite_weight
-from hfq.quantize.block import MOMENTS_NBYTES, BlockQuantizer
+from hfq.quantize.block import BlockQuantizer
 from hfq.quantize.folding import Fold, Trace, find_fold, trace
-from hfq.quantize.layers import is_expert, size_of
+from hfq.quantize.gptq import check_moments
+from hfq.quantize.layers import is_expert
 from hfq.quantize.replay import Call, Moments, Stage, measure
 from hfq.quantize.report import LayerReport
-from hfq.quantize.triangle import Triangle
 
 __all__ = ["AwqQuantizer", "InputMoments", "Rounding", "search_scale"]
 
@@ -74,25 +73,12 @@ class AwqQuantizer(BlockQuantizer):
                 groups.append(seen.readers(group[0]) or group)
         return groups
 
-    def _parts(self, groups: Stage) -> Iterator[Stage]:
-        """The groups in parts whose moments fit."""
-        part: Stage = []
-        nbytes = 0
-        for group in groups:
-            size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
-            if part and nbytes + size > MOMENTS_NBYTES:
-                yield part
-                part, nbytes = [], 0
-            part.append(group)
-            nbytes += size
-        yield part
-
     def _solve_group(self, group: list[str], moments: Moments) -> None:
         if not isinstance(moments, InputMoments) or not isinstance(self.format, Awq):
             raise TypeError(type(self.format).__name__)
         tokens, magnitudes = moments.tokens, torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1)
         hessian = moments.mean().whole()
-        _check(hessian, group[0])
+        check_moments(group[0], float(hessian.diagonal().mean()), bool(torch.isfinite(hessian.sum())))
         weights = [self._weight(name) for name in group]
         for name, weight in zip(group, weights, strict=True):
             check_finite_weight(name, weight)
@@ -202,17 +188,3 @@ def search_scale(
 def _error(wrong: torch.Tensor, hessian: torch.Tensor) -> float:
     """tr(D H D^T): the squared error of the outputs, summed over them, of weights that are wrong by D [out, in]."""
     return sum(float((rows @ hessian).mul_(rows).sum(dtype=torch.float64)) for rows in wrong.split(_ROWS))
-
-
-def _check(hessian: torch.Tensor, name: str) -> None:
-    mean = float(hessian.diagonal().mean())
-    if not torch.isfinite(hessian.sum()):
-        raise SetupError(
-            "The activations that reach a layer are not finite; it cannot be quantized.", tensor=name, expected="finite activations",
-            found=f"second moments with a mean of {mean}", fix="check the model on this calibration text; run it in float32",
-        )  # fmt: skip
-    if mean <= 0:
-        raise SetupError(
-            "No token of the calibration set reached a layer, or all its activations are zero.", tensor=name,
-            expected="activations other than zero", found="none", fix="use more, or other, calibration text",
-        )  # fmt: skip

@@ -23,11 +23,11 @@ from hfq.quantize.replay import Call, Moments, Stage, find_stages, measure
 from hfq.quantize.report import LayerReport
 from hfq.quantize.triangle import Triangle
 
-__all__ = ["MOMENTS_NBYTES", "BlockQuantizer", "as_weight", "put_packed", "put_weight"]
+__all__ = ["BlockQuantizer", "as_weight", "put_packed", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
-MOMENTS_NBYTES = 512 << 20
+_MOMENTS_NBYTES = 512 << 20
 """Moments that are gathered in one pass; a mixture with many experts takes several."""
 
 _ROUNDED_NBYTES = 4 << 20
@@ -104,16 +104,20 @@ class BlockQuantizer:
                 if like is not None:
                     number = name[len(like[0].partition("*")[0]) :].partition(".")[0]
                     stage.append([local.replace("*", number) for local in like])
-            part: Stage = []
-            nbytes = 0
-            for group in stage:
-                size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
-                if part and nbytes + size > MOMENTS_NBYTES:
-                    yield part
-                    part, nbytes = [], 0
-                part.append(group)
-                nbytes += size
-            yield part
+            yield from self._parts(stage)
+
+    def _parts(self, groups: Stage) -> Iterator[Stage]:
+        """Groups in parts whose moments fit."""
+        part: Stage = []
+        nbytes = 0
+        for group in groups:
+            size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
+            if part and nbytes + size > _MOMENTS_NBYTES:
+                yield part
+                part, nbytes = [], 0
+            part.append(group)
+            nbytes += size
+        yield part
 
     def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         first = {group[0]: self.linears[group[0]] for group in stage}

@@ -19,7 +19,7 @@ from hfq.formats.gptq import Gptq
 from hfq.formats.recipe import Recipe
 from hfq.quantize.triangle import Triangle
 
-__all__ = ["Factor", "Solved", "factorize", "solve"]
+__all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,29 @@ class Solved:
     loss: float
 
 
+def check_moments(name: str, mean: float, is_finite: bool) -> None:
+    """Refuses second moments of an input that say nothing of it.
+
+    Args:
+        name: The layer's name.
+        mean: The mean of their diagonal.
+        is_finite: Whether all are finite.
+
+    Raises:
+        SetupError: Names the layer.
+    """
+    if not is_finite:
+        raise SetupError(
+            "The activations that reach a layer are not finite; it cannot be quantized.", tensor=name, expected="finite activations",
+            found=f"a Hessian whose diagonal has a mean of {mean}", fix="check the model on this calibration text; run it in float32",
+        )  # fmt: skip
+    if mean <= 0:
+        raise SetupError(
+            "No token of the calibration set reached a layer, or all its activations are zero.", tensor=name,
+            expected="activations other than zero", found="none", fix="use more, or other, calibration text",
+        )  # fmt: skip
+
+
 def factorize(hessian: Triangle | torch.Tensor, recipe: Recipe, name: str) -> Factor:
     """Orders the channels and factors their damped Hessian; where that fails the damping grows.
 
@@ -82,16 +105,7 @@ def factorize(hessian: Triangle | torch.Tensor, recipe: Recipe, name: str) -> Fa
     matrix = Triangle.of(hessian)
     diagonal = matrix.diagonal()
     mean = float(diagonal.mean())
-    if not torch.isfinite(diagonal).all() or not matrix.is_finite():
-        raise SetupError(
-            "The activations that reach a layer are not finite; it cannot be quantized.", tensor=name, expected="finite activations",
-            found=f"a Hessian whose diagonal has a mean of {mean}", fix="check the model on this calibration text; run it in float32",
-        )  # fmt: skip
-    if mean <= 0:
-        raise SetupError(
-            "No token of the calibration set reached a layer, or all its activations are zero.", tensor=name,
-            expected="activations other than zero", found="none", fix="use more, or other, calibration text",
-        )  # fmt: skip
+    check_moments(name, mean, bool(torch.isfinite(diagonal).all()) and matrix.is_finite())
     order = _order(diagonal, recipe).flip(0)
     damping, added = recipe.damping, 0.0
     matrix = matrix.permute(order)
