@@ -17,7 +17,7 @@ from hfq.spec import ByteRange
 
 __all__ = ["CopiedBytes", "StoredTensor", "write_safetensors"]
 
-_CHUNK_NBYTES = 16 << 20
+_CHUNK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)

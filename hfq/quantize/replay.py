@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfq.errors import SetupError
+from hfq.quantize.heap import trim_heap
 from hfq.quantize.layers import size_of
 from hfq.quantize.triangle import Triangle
 
@@ -210,6 +211,7 @@ def measure(
 
         with _watching(layers, add), contextlib.suppress(_Enough):
             run_block(block, hidden, call)
+        trim_heap()
     return moments
 
 

@@ -14,6 +14,8 @@ from hfq.quantize.heap import trim_heap
 __all__ = ["Triangle"]
 
 _ROWS = 256
+_TAKEN_ROWS = 64
+"""Rows that are gathered at once: whole ones lie beside the matrix."""
 
 
 class Triangle:
@@ -103,7 +105,11 @@ class Triangle:
         left, done = torch.arange(self.size), []
         for start in reversed(range(0, self.size, _ROWS)):
             places = torch.searchsorted(left, order[: start + _ROWS])
-            done.append(self._whole_rows(places[start:]).index_select(1, places))
+            taken = torch.empty(len(places) - start, len(places))
+            for part, rows in zip(taken.split(_TAKEN_ROWS), places[start:].split(_TAKEN_ROWS), strict=True):
+                torch.index_select(self._whole_rows(rows), 1, places, out=part)
+            done.append(taken)
+            trim_heap()
             is_left = torch.ones(len(left), dtype=torch.bool)
             is_left[places[start:]] = False
             self._keep(is_left.nonzero().flatten())
@@ -171,14 +177,16 @@ class Triangle:
         """
         old, spans = self._panels, list(self._spans())
         self._panels = []
-        for number, first in enumerate(range(0, len(kept), _ROWS)):
-            rows, columns = kept[first : first + _ROWS], kept[: first + _ROWS]
+        for number, top in enumerate(range(0, len(kept), _ROWS)):
+            rows, columns = kept[top : top + _ROWS], kept[: top + _ROWS]
             panel = torch.zeros(len(rows), len(columns))
             for start, stop, source in spans:
                 begin, end = int((rows < start).sum()), int((rows < stop).sum())
-                if begin < end:
-                    within, chosen = columns[columns < stop], source.index_select(0, rows[begin:end] - start)
-                    torch.index_select(chosen, 1, within, out=panel[begin:end, : len(within)])
-            corner = panel[:, first:]
+                within = columns[columns < stop]
+                for first in range(begin, end, _TAKEN_ROWS):
+                    last = min(first + _TAKEN_ROWS, end)
+                    chosen = source.index_select(0, rows[first:last] - start)
+                    torch.index_select(chosen, 1, within, out=panel[first:last, : len(within)])
+            corner = panel[:, top:]
             corner.copy_(corner.tril() + corner.tril(-1).t())
             self._panels.append(old[number].copy_(panel))
