@@ -11,6 +11,7 @@ from hfq.formats.base import ActivationScheme
 
 __all__ = [
     "READABLE_DTYPES",
+    "TOPS",
     "OutlierTally",
     "activation_codes",
     "outlier_channels",
@@ -21,7 +22,7 @@ __all__ = [
 READABLE_DTYPES = ("e4m3", "int8")
 """What activations can be rounded to."""
 
-_TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.5}
+TOPS = {"e4m3": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.5}
 """What an amplitude is divided by: compressed-tensors divides int8's whole range, 255, by two."""
 
 _LLM_INT8_TOP = 127.0
@@ -123,7 +124,7 @@ def _scale(values: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str,
 def _dynamic(amax: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     if scheme.upper_bound is not None:
         amax = amax.clamp(max=scheme.upper_bound)
-    top = _TOPS[scheme.dtype] if scheme.outlier_threshold is None else _LLM_INT8_TOP
+    top = TOPS[scheme.dtype] if scheme.outlier_threshold is None else _LLM_INT8_TOP
     return torch.where(amax == 0, 1, amax / top)
 
 
@@ -132,7 +133,7 @@ def _codes(values: torch.Tensor, scale: torch.Tensor, scheme: ActivationScheme) 
     scaled = values / scale
     if scheme.dtype == "int8":
         return scaled.round_().clamp_(-128, 127)
-    return scaled.clamp_(-_TOPS["e4m3"], _TOPS["e4m3"]).to(torch.float8_e4m3fn).to(torch.float32)
+    return scaled.clamp_(-TOPS["e4m3"], TOPS["e4m3"]).to(torch.float8_e4m3fn).to(torch.float32)
 
 
 def _rounded(values: torch.Tensor, scale: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:

@@ -9,6 +9,7 @@ alignment, or the number of threads (torch's own product of panels is as determi
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,17 +33,18 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     native, layer = library(), _layer(activations, tensors, weight_format)
     if native is None or layer is None:
         return panels.linear(activations, tensors, weight_format)
-    rows = activations.reshape(-1, layer.in_features)
-    if rows.shape[0] > FUSED_ROWS[panels.product_dtype(rows.dtype)]:
+    count, dtype, stride = activations.numel() // layer.in_features, DTYPES[activations.dtype], layer.in_features
+    if count > _most_fused(activations.dtype):
         return panels.multiply(activations, tensors, weight_format, _filler(native, layer, tensors, weight_format))
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    result = rows.new_empty(*activations.shape[:-1], layer.out_features)  # no view, as in panels.multiply
-    here = ctypes.byref(layer)
-    scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_scratch(here, rows.shape[0]))
+    rows = activations
+    if not rows.is_contiguous():
+        rows = rows.reshape(-1, layer.in_features)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stride = rows.stride(0)
+    result = activations.new_empty(*activations.shape[:-1], layer.out_features)  # no view, as in panels.multiply
     status = native.hfq_linear(
-        here, rows.data_ptr(), DTYPES[rows.dtype], rows.shape[0], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
-        layer.out_features, scratch.data_ptr(), torch.get_num_threads(),
+        layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), dtype, layer.out_features,
+        torch.get_num_threads(),
     )  # fmt: skip
     _check(status, layer, tensors)
     bias = tensors.get("bias")
@@ -65,7 +67,7 @@ def grouped_linear(
         [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this.
     """
     native = library()
-    if native is None or not layers or max(counts) > FUSED_ROWS[panels.product_dtype(activations.dtype)]:
+    if native is None or not layers or max(counts) > _most_fused(activations.dtype):
         return None
     described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
     found = [layer for layer in described if layer is not None]
@@ -74,10 +76,9 @@ def grouped_linear(
     rows, out_features, number = activations.contiguous(), found[0].out_features, len(found)
     result = rows.new_empty(rows.shape[0], out_features)
     here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
-    scratch = thread_buffer("rows", torch.float32, rows.device, native.hfq_grouped_scratch(here, sizes, number))
     status = native.hfq_grouped(
         here, sizes, number, rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
-        out_features, scratch.data_ptr(), torch.get_num_threads(),
+        out_features, torch.get_num_threads(),
     )  # fmt: skip
     if status != 0:
         return None  # `linear` of the layer that is at fault says what is wrong with it
@@ -95,9 +96,14 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
     return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, tensors, weight_format))
 
 
+@functools.cache
+def _most_fused(dtype: torch.dtype) -> int:
+    return FUSED_ROWS[panels.product_dtype(dtype)]
+
+
 def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> NativeLayer | None:
     """The layer as the compiled part reads it; None where it cannot, or where there is nothing to multiply."""
-    if values.device.type != "cpu" or values.dtype not in DTYPES or not values.numel():
+    if not values.is_cpu or values.dtype not in DTYPES or not values.numel():
         return None
     layer = describe_layer(weight_format, tensors)
     return layer if layer is not None and layer.in_features and layer.out_features else None
@@ -112,8 +118,8 @@ def _filler(
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
         panel = thread_buffer("panel", dtype, torch.device("cpu"), rows * layer.in_features).view(shape)
-        here, threads = ctypes.byref(layer), torch.get_num_threads()
-        _check(native.hfq_dequantize(here, start, rows, panel.data_ptr(), DTYPES[dtype], threads), layer, tensors)
+        threads = torch.get_num_threads()
+        _check(native.hfq_dequantize(layer.here, start, rows, panel.data_ptr(), DTYPES[dtype], threads), layer, tensors)
         return panel.t() if is_transposed else panel
 
     return fill
@@ -123,6 +129,8 @@ def _check(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor])
     """Refuses an index that would be followed out of the layer's memory: its file changed since it was checked."""
     if status == 0:
         return
+    if status == -3:
+        raise MemoryError("no memory for the activations of a product")
     name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
     index = tensors[name]
     raise CheckpointError(

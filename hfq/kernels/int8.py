@@ -11,6 +11,7 @@ of oneDNN is not used: its 16-bit sums saturate, silently, on a processor withou
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,8 +21,8 @@ from hfq.formats.bitsandbytes import BnbInt8
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
-from hfq.kernels.activations import activation_codes, outlier_channels, quantize_activations, shared_scale
-from hfq.kernels.native.int8 import integer_product, is_built
+from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
+from hfq.kernels.native.int8 import integer_product, is_built, rounded_linear
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
@@ -37,6 +38,9 @@ _MOST_OUTLIERS = 1 / 32
 _VNNI_ROWS = 32
 """With VNNI, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows, Zen 4). The
 number between is unmeasured."""
+
+_FUSED_ROWS = 64
+"""The most rows that are rounded, multiplied and scaled in one call."""
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
 """`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
@@ -67,7 +71,10 @@ def linear(
 
     What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight.
     """
-    rows, weight = activations.reshape(-1, activations.shape[-1]), tensors[weight_format.codes]
+    rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
+    weight = tensors[weight_format.codes]
+    if _is_fused(rows, weight, weight_format, scheme):
+        return _fused(activations, rows, tensors, weight_format, scheme)
     outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
     columns = outliers.nonzero()[:, 0] if outliers is not None else None
     multiply = _multiplier(rows, weight)
@@ -90,6 +97,31 @@ def linear(
         if floats is not None:
             product.addmm_(part[:, columns].to(torch.float32), floats.t())
         flat[first : first + batch] = product
+    bias = tensors.get("bias")
+    if bias is not None:
+        result += bias.to(result.dtype)
+    return result
+
+
+def _is_fused(rows: torch.Tensor, weight: torch.Tensor, weight_format: ScaledCodes, scheme: ActivationScheme) -> bool:
+    """Whether the compiled part does all: for few rows each of torch's operations would take about as long as the product."""
+    is_plain = scheme.strategy == "token" and scheme.scale_name is None and scheme.outlier_threshold is None
+    is_few = 0 < rows.shape[0] <= _FUSED_ROWS and not (rows.shape[0] >= _VNNI_ROWS and _has_exact_dots())
+    is_readable = rows.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous() and not weight_format.zero_dtype
+    return is_plain and is_few and is_readable and is_built()
+
+
+def _fused(
+    activations: torch.Tensor, rows: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes,
+    scheme: ActivationScheme,
+) -> torch.Tensor:  # fmt: skip
+    """As `linear` by torch's operations, bit for bit."""
+    weight, steps = tensors[weight_format.codes], tensors[weight_format.scale].to(torch.float32).contiguous()
+    steps = steps if weight_format.multiplier == 1 else steps * weight_format.multiplier
+    bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
+    rounded_linear(rows, weight, steps, TOPS["int8"], bound, result)
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)

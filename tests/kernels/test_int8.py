@@ -1,6 +1,7 @@
 """Products of int8 activations and int8 weights: the integers exact, the results as those of rounded activations."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.kernels import int8, panels
 from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_activations
 from hfq.kernels.native import int8 as compiled_int8
-from hfq.kernels.native.int8 import integer_product
+from hfq.kernels.native.int8 import integer_product, rounded_linear
 from hfq.kernels.table import choose_kernel, explain_kernels
 
 TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
@@ -102,6 +103,51 @@ def test_strided_rows_are_read_as_they_are(integers):
     for activations in (random_rows(96, 5).t(), random_rows(5, 192)[:, :96], random_rows(5, 192)[:, ::2]):
         found = int8.linear(activations, tensors, weight_format, TOKEN)
         assert torch.equal(found, int8.linear(activations.contiguous(), tensors, weight_format, TOKEN))
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("scale_shape", [(37, 1), (1,)])
+@pytest.mark.parametrize("bound", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, scale_shape, is_plain, monkeypatch):
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
+    scheme = dataclasses.replace(TOKEN, upper_bound=bound)
+    for in_features, count in ((1, 1), (7, 2), (99, 5), (352, 64)):
+        weight_format, tensors = layer(37, in_features, IntQuantized(scale_shape=scale_shape))
+        activations = random_rows(count, in_features, dtype=dtype)
+        activations[0] = 0
+        activations[-1, 0] = 3e38
+        monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
+        expected = int8.linear(activations, tensors, weight_format, scheme)
+        monkeypatch.setattr(int8, "_FUSED_ROWS", 64)
+        with Allocations() as allocations:
+            found = int8.linear(activations, tensors, weight_format, scheme)
+        assert torch.equal(found, expected)
+        assert allocations.total <= 4 * count * (in_features + 2 * 37 + 2) + 4 * in_features + 4 * 37
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_torchs_threads_and_its_own_give_the_same_bits(integers, rows, monkeypatch):
+    weight_format, tensors = layer(2048, 1024)
+    activations = random_rows(rows, 1024)
+    expected = int8.linear(activations, tensors, weight_format, TOKEN)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+    monkeypatch.setattr(compiled_int8, "team", lambda: None)
+    assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so_in_one_call(integers, value, is_plain, monkeypatch):
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
+    weight_format, tensors = layer(37, 96)
+    for place in (0, 40, 95):
+        activations = random_rows(3, 96)
+        activations[1, place] = value
+        found = int8.linear(activations, tensors, weight_format, TOKEN)
+        assert not found[1].isfinite().any()
+        assert torch.equal(found[::2], int8.linear(activations[::2], tensors, weight_format, TOKEN))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])

@@ -1,8 +1,10 @@
 """The compiled kernel against the exact product, on every layout it claims, at every level of this processor."""
 
 import ctypes
+import dataclasses
 import itertools
 import mmap
+import os
 import subprocess
 import threading
 
@@ -18,6 +20,7 @@ from hfq.kernels import cpu, panels, reference
 from hfq.kernels.native import build as building
 from hfq.kernels.native import library
 from hfq.kernels.native.layers import DTYPES, describe_layer
+from hfq.kernels.native.team import team
 
 # float32 sums in another order, or integers exactly; then one rounding of the result
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -300,6 +303,57 @@ def test_a_second_call_makes_its_result_and_copies_of_its_activations_alone(nati
         with Allocations() as allocations:
             kernel.linear(activations, tensors, weight_format)
         assert allocations.total <= rows * (out_features * 2 + in_features * 4) + 4096  # and some scales
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_what_is_kept_between_calls_is_of_the_activations_size(native, layer, rows):
+    weight_format, tensors, weight = layer
+    described = describe_layer(weight_format, tensors)
+    if described is not None:
+        assert 4 * native.hfq_scratch(described.here, rows) <= 16 * rows * (weight.shape[1] + 256)
+
+
+def test_a_layer_is_described_once_as_long_as_it_lies_where_it_lay(native):
+    weight_format, tensors = CASES["fp8 channel"].make()
+    described = describe_layer(weight_format, tensors)
+    assert describe_layer(weight_format, dict(tensors)) is described
+    elsewhere = tensors | {"weight": tensors["weight"].clone()}
+    assert describe_layer(weight_format, elsewhere).codes == elsewhere["weight"].data_ptr() != described.codes
+    first = tensors | {"weight": tensors["weight"][:1], "weight_scale": tensors["weight_scale"][:1]}
+    assert describe_layer(weight_format, first).out_features == 1 < described.out_features
+    other = dataclasses.replace(weight_format, reciprocal=True)
+    assert describe_layer(other, tensors).divides == 1 != described.divides
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "w4 g32"])
+def test_numbers_of_a_layer_are_read_anew(native, name):
+    weight_format, tensors = CASES[name].make()
+    activations = random(2, weight_format.shape(tensors)[1])
+    before = cpu.linear(activations, tensors, weight_format)
+    next(part for part in tensors.values() if part.dtype in DTYPES).mul_(2)
+    after = cpu.linear(activations, tensors, weight_format)
+    assert not torch.equal(after, before)
+    assert error(after, activations, weight_format.dequantize(tensors)) <= RELATIVE[torch.float32]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_torchs_threads_and_its_own_give_the_same_bits(native, threads, layer, monkeypatch):
+    weight_format, tensors, weight = layer
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for rows in (1, 8, 40):
+        activations = random(rows, weight.shape[1])
+        native.hfq_use_team(None)
+        expected = cpu.linear(activations, tensors, weight_format)
+        native.hfq_use_team(team())
+        assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
+
+
+def test_torchs_threads_are_known_where_it_has_openmp():
+    assert (team() is not None) == ("ATen parallel backend: OpenMP" in torch.__config__.parallel_info())
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if team() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_threads_that_multiply_at_once_do_not_disturb_each_other(native):

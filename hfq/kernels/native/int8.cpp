@@ -3,8 +3,9 @@
 // AVX2 without VNNI has one exact way: codes are widened to 16 bits and multiplied in pairs into 32 (vpmaddwd). The shorter way by 8 bits
 // (vpmaddubsw) saturates at 16. Sums are exact for fewer than 2**17 inputs, so that neither order nor threads matter.
 
+#include <cmath>
 #include <cstdint>
-#include <functional>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -111,23 +112,169 @@ AVX2 void multiply_avx2(const Call &call, int64_t first, int64_t last) {
 }
 #endif
 
-}  // namespace
+inline float widened(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
 
-// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range
-extern "C" void hfq_int8_product(
-    const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
-    int threads, int is_plain) {
-    const Call call = {weight, activations, result, rows, in_features, out_features};
-    auto multiply = multiply_plainly;
+inline uint16_t narrowed(float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The amplitude of a row, not a number where one of its values is not.
+float amplitude_plainly(const float *values, int64_t count, float amax) {
+    for (int64_t k = 0; k < count; k++) {
+        float size = fabsf(values[k]);
+        if (!(size <= amax)) amax = size;
+        if (size != size) return size;
+    }
+    return amax;
+}
+
+void round_plainly(const float *values, int64_t count, float scale, int16_t *codes) {
+    for (int64_t k = 0; k < count; k++) {
+        float code = nearbyintf(values[k] / scale);
+        codes[k] = code != code ? 0 : (int16_t)(code < -128 ? -128 : code > 127 ? 127 : code);
+    }
+}
+
 #if defined(__x86_64__)
-    if (!is_plain && __builtin_cpu_supports("avx2")) multiply = multiply_avx2;
+AVX2 float amplitude_avx2(const float *values, int64_t count, float amax) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 most = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+    int64_t k = 0;
+    for (; k + 8 <= count; k += 8) {
+        __m256 size = _mm256_andnot_ps(sign, _mm256_loadu_ps(values + k));
+        odd = _mm256_or_ps(odd, _mm256_cmp_ps(size, size, _CMP_UNORD_Q));
+        most = _mm256_max_ps(most, size);
+    }
+    if (_mm256_movemask_ps(odd)) return NAN;
+    float lanes[8];
+    _mm256_storeu_ps(lanes, most);
+    for (float lane : lanes) amax = lane > amax ? lane : amax;
+    return amplitude_plainly(values + k, count - k, amax);
+}
+
+AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *codes) {
+    const __m256 by = _mm256_set1_ps(scale), low = _mm256_set1_ps(-128), high = _mm256_set1_ps(127);
+    int64_t k = 0;
+    for (; k + 8 <= count; k += 8) {
+        __m256 code = _mm256_div_ps(_mm256_loadu_ps(values + k), by);
+        code = _mm256_and_ps(_mm256_round_ps(code, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_cmp_ps(code, code, _CMP_ORD_Q));
+        __m256i whole = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(code, low), high));
+        __m256i narrow = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole, whole), 0x08);
+        _mm_storeu_si128((__m128i *)(codes + k), _mm256_castsi256_si128(narrow));
+    }
+    round_plainly(values + k, count - k, scale, codes + k);
+}
 #endif
-    const int64_t worth = rows * in_features * out_features >> 21;  // codes that pay for a thread
-    int64_t parts = threads < worth ? threads : worth;
-    if (parts < 1) parts = 1;
+
+struct Level {
+    void (*multiply)(const Call &call, int64_t first, int64_t last);
+    float (*amplitude)(const float *values, int64_t count, float amax);
+    void (*round)(const float *values, int64_t count, float scale, int16_t *codes);
+};
+
+Level level_of(int is_plain) {
+#if defined(__x86_64__)
+    if (!is_plain && __builtin_cpu_supports("avx2")) return {multiply_avx2, amplitude_avx2, round_avx2};
+#endif
+    return {multiply_plainly, amplitude_plainly, round_plainly};
+}
+
+// What becomes of the sums: y[m, n] = sum * scales[m] * steps[n], float32 or bfloat16; nothing where y is null.
+struct Scaling {
+    const float *scales, *steps;
+    int64_t steps_count;
+    char *y;
+    int is_bfloat16;
+
+    void apply(const Call &call, int64_t first, int64_t last) const {
+        if (!y) return;
+        for (int64_t m = 0; m < call.rows; m++)
+            for (int64_t n = first; n < last; n++) {
+                const int64_t place = m * call.out_features + n;
+                const float value = (float)call.result[place] * scales[m] * steps[steps_count == 1 ? 0 : n];
+                if (is_bfloat16) ((uint16_t *)y)[place] = narrowed(value);
+                else ((float *)y)[place] = value;
+            }
+    }
+};
+
+// Output features are cut into parts, and whoever is free takes the next.
+struct Parts {
+    const Call &call;
+    const Level &level;
+    const Scaling &scaling;
+    int64_t count, next;
+};
+
+void take_parts(void *argument) {
+    Parts *parts = (Parts *)argument;
+    const int64_t out = parts->call.out_features;
+    for (int64_t part; (part = __atomic_fetch_add(&parts->next, 1, __ATOMIC_RELAXED)) < parts->count;) {
+        const int64_t first = out * part / parts->count, last = out * (part + 1) / parts->count;
+        parts->level.multiply(parts->call, first, last);
+        parts->scaling.apply(parts->call, first, last);
+    }
+}
+
+// GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see kernels.cpp), or null.
+typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+void run(const Call &call, const Level &level, const Scaling &scaling, int threads, Team team) {
+    int64_t worth = 1 + (call.rows * call.in_features * call.out_features >> (team ? 19 : 21));  // products that pay for a thread
+    if (worth > threads) worth = threads;
+    Parts parts = {call, level, scaling, worth > 1 ? 2 * worth : 1, 0};
+    if (worth > 1 && team) return team(take_parts, &parts, (unsigned)threads, 0);
     std::vector<std::thread> others;
-    for (int64_t part = 1; part < parts; part++)
-        others.emplace_back(multiply, std::cref(call), out_features * part / parts, out_features * (part + 1) / parts);
-    multiply(call, 0, out_features / parts);
+    for (int64_t other = 1; other < worth; other++) others.emplace_back(take_parts, &parts);
+    take_parts(&parts);
     for (auto &other : others) other.join();
 }
+
+}  // namespace
+
+extern "C" {
+
+// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range
+void hfq_int8_product(
+    const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
+    int threads, int is_plain, Team team) {
+    const Call call = {weight, activations, result, rows, in_features, out_features};
+    run(call, level_of(is_plain), {nullptr, nullptr, 0, nullptr, 0}, threads, team);
+}
+
+// y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps` are the
+// scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. `scratch` holds
+// rows * (1 + out_features + half of in_features) + in_features words. Bit for bit what torch computes in float32 by the same steps.
+void hfq_int8_linear(
+    const int8_t *weight, const float *steps, int64_t steps_count, const char *x, int64_t x_stride, char *y, int is_bfloat16,
+    int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int32_t *scratch, int threads, int is_plain,
+    Team team) {
+    const Level level = level_of(is_plain);
+    float *scales = (float *)scratch, *wide = scales + rows;
+    int32_t *sums = (int32_t *)(wide + in_features);
+    int16_t *codes = (int16_t *)(sums + rows * out_features);
+    for (int64_t m = 0; m < rows; m++) {
+        const float *values = (const float *)x + m * x_stride;
+        if (is_bfloat16) {
+            const uint16_t *narrow = (const uint16_t *)x + m * x_stride;
+            for (int64_t k = 0; k < in_features; k++) wide[k] = widened(narrow[k]);
+            values = wide;
+        }
+        float amax = level.amplitude(values, in_features, 0.0f);
+        if (amax > bound) amax = bound;
+        scales[m] = amax == 0 ? 1 : amax / top;
+        level.round(values, in_features, scales[m], codes + m * in_features);
+    }
+    const Call call = {weight, codes, sums, rows, in_features, out_features};
+    run(call, level, {scales, steps, steps_count, y, is_bfloat16}, threads, team);
+}
+
+}  // extern "C"

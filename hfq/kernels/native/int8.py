@@ -11,8 +11,9 @@ import torch
 
 from hfq.kernels.native.build import BuildError, build
 from hfq.kernels.native.library import is_wanted
+from hfq.kernels.native.team import team
 
-__all__ = ["SOURCE", "integer_product", "is_built"]
+__all__ = ["SOURCE", "integer_product", "is_built", "rounded_linear"]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
 
@@ -46,8 +47,33 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = 
         out_features,
         torch.get_num_threads(),
         is_plain,
+        team(),
     )
     return result
+
+
+def rounded_linear(
+    rows: torch.Tensor, weight: torch.Tensor, steps: torch.Tensor, top: float, bound: float, result: torch.Tensor,
+    is_plain: bool = False,
+) -> None:  # fmt: skip
+    """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit what torch computes.
+
+    Args:
+        rows: float32 or bfloat16 [rows, in_features], each row contiguous; fewer than 2**17 inputs.
+        weight: int8 [out_features, in_features], contiguous, at any address.
+        steps: float32 [out_features] or [1], contiguous: the scales of the weight.
+        top: What the amplitude of a row is divided by for its scale.
+        bound: Amplitudes count as at most this.
+        result: [..., out_features], contiguous, in the dtype of `rows`; written.
+        is_plain: Whether to leave the processor's vectors alone.
+    """
+    (count, in_features), out_features = rows.shape, weight.shape[0]
+    scratch = torch.empty(count * (1 + out_features + -(-in_features // 2)) + in_features, dtype=torch.int32)
+    _library().hfq_int8_linear(  # type: ignore[union-attr]
+        weight.data_ptr(), steps.data_ptr(), steps.numel(), rows.data_ptr(), rows.stride(0), result.data_ptr(),
+        rows.dtype == torch.bfloat16, count, in_features, out_features, top, bound, scratch.data_ptr(), torch.get_num_threads(),
+        is_plain, team(),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -59,5 +85,10 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     loaded.hfq_int8_product.restype = None
-    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int]
+    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int, pointer]
+    loaded.hfq_int8_linear.restype = None
+    loaded.hfq_int8_linear.argtypes = [
+        pointer, pointer, size, pointer, size, pointer, ctypes.c_int, size, size, size, ctypes.c_float, ctypes.c_float, pointer,
+        ctypes.c_int, ctypes.c_int, pointer,
+    ]  # fmt: skip
     return loaded

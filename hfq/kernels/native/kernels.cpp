@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <pthread.h>
+#include <stdlib.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -268,8 +269,11 @@ struct KeptSubnormals {
 #endif
 };
 
-// The threads: work is cut into numbered parts, and whoever is free takes the next.
+// The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's OpenMP where that is known
+// (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor with one of torch's that waits awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
+typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+Team team = nullptr;
 
 struct Scratch {
     float *memory = nullptr;
@@ -280,6 +284,22 @@ struct Scratch {
     }
 };
 thread_local Scratch own_scratch;
+
+// What a caller keeps for activations as the kernels read them; it grows to the largest call's, see hfq_scratch.
+struct Kept {
+    float *memory = nullptr;
+    int64_t size = 0;
+    ~Kept() { free(memory); }
+    float *get(int64_t floats) {
+        if (floats > size) {
+            free(memory);
+            memory = (float *)aligned_alloc(64, (size_t)up(floats, 16) * 4);
+            size = memory ? floats : 0;
+        }
+        return memory;
+    }
+};
+thread_local Kept kept_scratch;
 
 struct Pool {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, busy = PTHREAD_MUTEX_INITIALIZER;
@@ -315,15 +335,31 @@ void *serve(void *argument) {
     return nullptr;
 }
 
-void forget_pool() { pool = new Pool; }  // in the child of a fork there are no threads
+void forget_pool() { pool = new Pool, team = nullptr; }  // in the child of a fork there are no threads, of neither kind
 
 void make_pool() {
     pool = new Pool;
     pthread_atfork(nullptr, nullptr, forget_pool);
 }
 
-// Threads that have enough to do to be worth waking.
-int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (1 << 21)); }
+// Threads that have enough to do to be worth waking; a team is as a rule awake.
+int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (team ? 1 << 19 : 1 << 21)); }
+
+// One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one leaves over.
+struct Shared {
+    Work work;
+    const void *context;
+    int64_t parts, next;
+    int wanted;
+};
+
+void take_shared(void *argument) {
+    Shared *shared = (Shared *)argument;
+    if (__atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
+    float *scratch = own_scratch.get();
+    for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts;)
+        shared->work(shared->context, part, scratch);
+}
 
 // Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is given back to a host.
 void spin_while(const int *flag) {
@@ -334,15 +370,8 @@ void spin_while(const int *flag) {
     }
 }
 
-// Runs all parts and returns when they are done; a second caller at the same time runs its own alone.
-void run_parts(Work work, const void *context, int64_t parts, int threads) {
-    pthread_once(&pool_once, make_pool);
-    Pool *p = pool;
-    threads = (int)least(threads, parts);
-    if (threads <= 1 || pthread_mutex_trylock(&p->busy) != 0) {
-        for (int64_t part = 0; part < parts; part++) work(context, part, own_scratch.get());
-        return;
-    }
+// As run_parts, in our own pool; `busy` is held.
+void run_in_pool(Pool *p, Work work, const void *context, int64_t parts, int threads) {
     pthread_mutex_lock(&p->mutex);
     while (p->threads < threads - 1) {
         pthread_t thread;
@@ -361,6 +390,23 @@ void run_parts(Work work, const void *context, int64_t parts, int threads) {
     p->wanted = 0;  // nobody else needs to begin
     while (p->active) pthread_cond_wait(&p->done, &p->mutex);
     pthread_mutex_unlock(&p->mutex);
+}
+
+// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone.
+void run_parts(Work work, const void *context, int64_t parts, int threads, int wanted) {
+    pthread_once(&pool_once, make_pool);
+    Pool *p = pool;
+    wanted = (int)least(wanted, parts);
+    if (wanted <= 1 || pthread_mutex_trylock(&p->busy) != 0) {
+        for (int64_t part = 0; part < parts; part++) work(context, part, own_scratch.get());
+        return;
+    }
+    if (team) {
+        Shared shared = {work, context, parts, 0, wanted};
+        team(take_shared, &shared, (unsigned)threads, 0);
+    } else {
+        run_in_pool(p, work, context, parts, wanted);
+    }
     pthread_mutex_unlock(&p->busy);
 }
 
@@ -502,7 +548,10 @@ void group_part(const void *context, int64_t part, float *scratch) {
 
 extern "C" {
 
-int hfq_abi() { return 4; }
+int hfq_abi() { return 5; }
+
+// The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or null for our own.
+void hfq_use_team(Team wanted) { team = wanted; }
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }
@@ -515,7 +564,7 @@ int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_sub
 
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
-// Floats that `scratch` of hfq_linear must hold.
+// Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
     if (has_integers(*layer, rows)) floats += rows * (up(digits_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
@@ -524,45 +573,43 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
 }
 
 // y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows; strides in elements, the last dimension contiguous.
-// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range.
+// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3 without memory.
 int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
-               int64_t y_stride, float *scratch, int threads) {
+               int64_t y_stride, int threads) {
     if (rows < 1 || rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
-    threads = worthwhile(threads, rows * layer->in_features * layer->out_features);
-    Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, threads);
-    run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads);
+    float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
+    if (!scratch) return -3;
+    int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
+    Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, wanted);
+    run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads, wanted);
     return 0;
-}
-
-// Floats that `scratch` of hfq_grouped must hold.
-int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
-    int64_t floats = 0;
-    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
-    return floats;
 }
 
 // As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
-                int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
-    int64_t parts = 0, products = 0;
+                int32_t y_dtype, int64_t y_stride, int threads) {
+    int64_t parts = 0, products = 0, floats = 0;
     for (int64_t i = 0; i < count; i++) {
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
         if (!has_groups(layers[i])) return -2;
         products += rows[i] * layers[i].in_features * layers[i].out_features;
+        floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
     }
-    threads = worthwhile(threads, products);
+    float *scratch = kept_scratch.get(floats);
+    if (!scratch) return -3;
+    int wanted = worthwhile(threads, products);
     Call *calls = (Call *)scratch;
     int64_t *ends = (int64_t *)(calls + count);
     scratch = (float *)(ends + count);
     for (int64_t i = 0; i < count; i++) {
-        calls[i] = prepare(layers[i], x, x_dtype, rows[i], x_stride, y, y_dtype, y_stride, scratch, threads);
+        calls[i] = prepare(layers[i], x, x_dtype, rows[i], x_stride, y, y_dtype, y_stride, scratch, wanted);
         ends[i] = parts += call_parts(calls[i]);
         scratch += hfq_scratch(layers + i, rows[i]);
         x += rows[i] * x_stride * (x_dtype == F32 ? 4 : 2), y += rows[i] * y_stride * (y_dtype == F32 ? 4 : 2);
     }
     Group group = {calls, ends};
-    run_parts(group_part, &group, parts, threads);
+    run_parts(group_part, &group, parts, threads, wanted);
     return 0;
 }
 
@@ -572,9 +619,9 @@ int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, 
     if (!has_groups(*layer)) return -2;
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
-    threads = worthwhile(threads, count * layer->in_features);
+    int wanted = worthwhile(threads, count * layer->in_features);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
-    run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads);
+    run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads, wanted);
     return 0;
 }
 

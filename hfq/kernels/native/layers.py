@@ -12,6 +12,7 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels.native import nibbles
 from hfq.kernels.native.structure import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
@@ -49,7 +50,34 @@ def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
 
 
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
-    """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read."""
+    """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read.
+
+    It is kept by the tensors' places and kinds, and found again where they are the same: to describe a layer takes longer than to
+    multiply by a small one. Formats of which a layer's numbers are read, and not only their places, are described anew each time.
+    """
+    if isinstance(weight_format, PackQuantized | Nvfp4):
+        return _describe(weight_format, tensors)
+    key = (
+        id(weight_format),
+        *tensors,
+        *[(part.data_ptr(), part.dtype, part.shape, part.stride()) for part in tensors.values()],
+    )
+    kept = _kept.get(key)
+    if kept is None:
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        kept = _kept[key] = (
+            weight_format,
+            _describe(weight_format, tensors),
+        )  # the format lives on, and nothing else gets its id
+    return kept[1]
+
+
+_kept: dict[tuple, tuple[Format, NativeLayer | None]] = {}
+_MOST_KEPT = 1 << 14
+
+
+def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
     out_features, in_features = weight_format.shape(tensors)
     is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
     describe = _describer(weight_format)

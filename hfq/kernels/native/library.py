@@ -13,13 +13,14 @@ import sys
 import threading
 
 from hfq.kernels.native.build import BuildError, build
+from hfq.kernels.native.team import team
 
 __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 
 SWITCH = "HFQ_NATIVE"
 """The environment variable that switches the compiled part off: "0"."""
 
-ABI = 4
+ABI = 5
 """What `hfq_abi` of kernels.cpp must return."""
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,14 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     if loaded.hfq_abi() != ABI:
         raise BuildError(f"the cached library speaks version {loaded.hfq_abi()}, not {ABI}")
-    for function in (loaded.hfq_most_rows, loaded.hfq_scratch, loaded.hfq_grouped_scratch):
+    for function in (loaded.hfq_most_rows, loaded.hfq_scratch):
         function.restype = int64
     loaded.hfq_scratch.argtypes = [pointer, int64]
-    loaded.hfq_linear.argtypes = [pointer, pointer, int32, int64, int64, pointer, int32, int64, pointer, ctypes.c_int]
-    loaded.hfq_grouped_scratch.argtypes = [pointer, pointer, int64]
+    loaded.hfq_linear.argtypes = [pointer, pointer, int32, int64, int64, pointer, int32, int64, ctypes.c_int]
     loaded.hfq_grouped.argtypes = [
-        pointer, pointer, int64, pointer, int32, int64, pointer, int32, int64, pointer, ctypes.c_int,
+        pointer, pointer, int64, pointer, int32, int64, pointer, int32, int64, ctypes.c_int,
     ]  # fmt: skip
     loaded.hfq_dequantize.argtypes = [pointer, int64, int64, pointer, int32, ctypes.c_int]
+    loaded.hfq_use_team.argtypes = [pointer]
+    loaded.hfq_use_team(team())
     return loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -35,3 +36,8 @@ class NativeLayer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "bits", "scale_dtype", "divides", "zero_reading", "index_nbytes")),
         *((name, ctypes.c_int32) for name in ("row_zeros", "zero_dtype", "high_first", "offset")),
     )
+
+    @functools.cached_property
+    def here(self) -> object:
+        """This structure as an argument of a call."""
+        return ctypes.byref(self)
