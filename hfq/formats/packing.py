@@ -54,8 +54,8 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
         share = 32 // num_bits
         packed = torch.zeros(-(-count // share), columns, dtype=torch.int32, device=codes.device)
         for place in range(min(share, count)):
-            part = codes[place::share].to(torch.int32)
-            packed[: len(part)].bitwise_or_(part << (place * num_bits))
+            part = codes[place::share].to(torch.int32, copy=True)
+            packed[: len(part)].bitwise_or_(part.bitwise_left_shift_(place * num_bits))
         return packed
     if codes.numel() > _PACKED_AT_ONCE:
         parts = codes.split(max(_PACKED_AT_ONCE // max(count, 1), 1), dim=1)

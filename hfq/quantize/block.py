@@ -148,13 +148,15 @@ class BlockQuantizer:
         release_buffers()  # of the forwards that are over
         trim_heap()
         factor = factorize(moments.mean(), self.recipe, group[0])
+        damping, weight_format = factor.damping, _as_gptq(self.format)
         trim_heap()
-        weight_format = _as_gptq(self.format)
         for name in group:
             solved = solve(self._weight(name), factor, weight_format, self.recipe, name)
+            if name == group[-1]:
+                del factor
             trim_heap()
             packed = weight_format.pack(solved.codes, solved.scales, solved.zeros, solved.g_idx)
-            report = LayerReport(name, "gptq", tokens, solved.loss, factor.damping)
+            report = LayerReport(name, "gptq", tokens, solved.loss, damping)
             del solved
             self._keep(name, packed, report)
 

@@ -17,6 +17,7 @@ import torch
 from hfq.errors import FormatError, SetupError
 from hfq.formats.gptq import Gptq
 from hfq.formats.recipe import Recipe
+from hfq.quantize.heap import trim_heap
 from hfq.quantize.triangle import Triangle
 
 __all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
@@ -149,6 +150,7 @@ def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Rec
         loss += float(solver.run().double().sum())
         g_idx = solver.g_idx
         del solver  # before the next part is taken
+        trim_heap()
     return Solved(codes, scales, zeros, g_idx, loss / out_features)
 
 
