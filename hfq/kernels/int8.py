@@ -116,7 +116,9 @@ def _fused(
     scheme: ActivationScheme,
 ) -> torch.Tensor:  # fmt: skip
     """As `linear` by torch's operations, bit for bit."""
-    weight, steps = tensors[weight_format.codes], tensors[weight_format.scale].to(torch.float32).contiguous()
+    weight, steps = tensors[weight_format.codes], tensors[weight_format.scale]
+    if steps.dtype != torch.float32 or not steps.is_contiguous():
+        steps = steps.to(torch.float32).contiguous()
     steps = steps if weight_format.multiplier == 1 else steps * weight_format.multiplier
     bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

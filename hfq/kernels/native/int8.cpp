@@ -174,6 +174,9 @@ AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *c
 }
 #endif
 
+// What a caller keeps from call to call: codes and scales of its activations, and sums.
+thread_local std::vector<int32_t> kept;
+
 struct Level {
     void (*multiply)(const Call &call, int64_t first, int64_t last);
     float (*amplitude)(const float *values, int64_t count, float amax);
@@ -251,13 +254,14 @@ void hfq_int8_product(
 }
 
 // y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps` are the
-// scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. `scratch` holds
-// rows * (1 + out_features + half of in_features) + in_features words. Bit for bit what torch computes in float32 by the same steps.
+// scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. Bit for bit what torch computes in float32 by the same steps.
 void hfq_int8_linear(
     const int8_t *weight, const float *steps, int64_t steps_count, const char *x, int64_t x_stride, char *y, int is_bfloat16,
-    int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int32_t *scratch, int threads, int is_plain,
-    Team team) {
+    int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int threads, int is_plain, Team team) {
     const Level level = level_of(is_plain);
+    const int64_t words = rows * (1 + out_features + (in_features + 1) / 2) + in_features;
+    if ((int64_t)kept.size() < words) kept.resize(words);
+    int32_t *scratch = kept.data();
     float *scales = (float *)scratch, *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);

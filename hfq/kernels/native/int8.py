@@ -20,8 +20,9 @@ SOURCE = Path(__file__).with_name("int8.cpp")
 logger = logging.getLogger(__name__)
 
 
+@functools.cache
 def is_built() -> bool:
-    """Whether there is a compiled part; waits for it to be built."""
+    """Whether there is a compiled part, which is settled once; waits for it to be built."""
     return is_wanted() and _library() is not None
 
 
@@ -68,11 +69,9 @@ def rounded_linear(
         is_plain: Whether to leave the processor's vectors alone.
     """
     (count, in_features), out_features = rows.shape, weight.shape[0]
-    scratch = torch.empty(count * (1 + out_features + -(-in_features // 2)) + in_features, dtype=torch.int32)
     _library().hfq_int8_linear(  # type: ignore[union-attr]
         weight.data_ptr(), steps.data_ptr(), steps.numel(), rows.data_ptr(), rows.stride(0), result.data_ptr(),
-        rows.dtype == torch.bfloat16, count, in_features, out_features, top, bound, scratch.data_ptr(), torch.get_num_threads(),
-        is_plain, team(),
+        rows.dtype == torch.bfloat16, count, in_features, out_features, top, bound, torch.get_num_threads(), is_plain, team(),
     )  # fmt: skip
 
 
@@ -88,7 +87,7 @@ def _library() -> ctypes.CDLL | None:
     loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int, pointer]
     loaded.hfq_int8_linear.restype = None
     loaded.hfq_int8_linear.argtypes = [
-        pointer, pointer, size, pointer, size, pointer, ctypes.c_int, size, size, size, ctypes.c_float, ctypes.c_float, pointer,
+        pointer, pointer, size, pointer, size, pointer, ctypes.c_int, size, size, size, ctypes.c_float, ctypes.c_float,
         ctypes.c_int, ctypes.c_int, pointer,
     ]  # fmt: skip
     return loaded
