@@ -178,7 +178,8 @@ def _weights_alone(found: _Found) -> list[Target]:
 def _formats(found: _Found) -> list[Target]:
     """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than even steps.
 
-    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4: that ordering is of both models.
+    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4: that ordering is of both
+    models.
     """
     by_row, by_tensor, wide, e2m1, _, e3m0, nf4 = ((name, None) for name in NUMBER_FORMATS)
     targets = []
