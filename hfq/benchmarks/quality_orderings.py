@@ -42,7 +42,7 @@ class _Found:
     def farther_in_all(self, columns: Sequence[Column], worse: Point, better: Point, margin: float) -> Target:
         """As `farther`, of the geometric mean over models: for methods so close that one model, trained again, may turn them round."""
         ratios = [self._farther(column, worse, better) for column in columns]
-        mean = None if None in ratios else statistics.geometric_mean(ratios)  # type: ignore[type-var]
+        mean = None if None in ratios else statistics.geometric_mean(ratios)  # type: ignore[arg-type]
         named = " and ".join(map(_named, columns))
         return Target(f"{named}: divergence of {_point(worse)} over that of {_point(better)}", mean, margin, at_least=True)
 

@@ -57,7 +57,9 @@ class PackedLinear(PackedModule):
                 f"{self.name} was given activations of the wrong {kind}.", expected=f"[..., {self.local_in_features}]",
                 found=str(list(activations.shape)), fix="check the model's config against the checkpoint",
             )  # fmt: skip
-        return _Multiply.apply(activations, self)
+        if torch.is_grad_enabled() and activations.requires_grad:
+            return _Multiply.apply(activations, self)
+        return _multiply(activations, self)
 
 
 class _Multiply(torch.autograd.Function):
@@ -68,20 +70,26 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
-        ctx.module, device, scheme = module, activations.device, module.scheme
-        kernel, tensors, activations = _where_it_computes(module, activations)
-        if module.outliers is not None and scheme is not None:
-            module.outliers.count(activations, scheme)
-        if kernel.rounds:
-            return kernel.linear(activations, tensors, module.weight_format, scheme).to(device)
-        if scheme is not None:
-            activations = quantize_activations(activations, scheme, tensors)
-        return kernel.linear(activations, tensors, module.weight_format).to(device)
+        ctx.module = module
+        return _multiply(activations, module)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
         kernel, tensors, grad = _where_it_computes(ctx.module, grads[0])
         return kernel.linear_grad(grad, tensors, ctx.module.weight_format).to(grads[0].device), None
+
+
+def _multiply(activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
+    device, scheme = activations.device, module.scheme
+    kernel, tensors, activations = _where_it_computes(module, activations)
+    if module.outliers is not None and scheme is not None:
+        module.outliers.count(activations, scheme)
+    if kernel.rounds:
+        result = kernel.linear(activations, tensors, module.weight_format, scheme)
+    else:
+        rounded = activations if scheme is None else quantize_activations(activations, scheme, tensors)
+        result = kernel.linear(rounded, tensors, module.weight_format)
+    return result if result.device == device else result.to(device)
 
 
 def _where_it_computes(module: PackedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
