@@ -123,7 +123,12 @@ def _fused(
     bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
-    rounded_linear(rows, weight, steps, TOPS["int8"], bound, result)
+    batch = max(BATCH_NBYTES // (4 * (sum(weight.shape) + 1)), 1)
+    if rows.shape[0] <= batch:
+        rounded_linear(rows, weight, steps, TOPS["int8"], bound, result)
+    else:
+        for part, target in zip(rows.split(batch), result.view(rows.shape[0], -1).split(batch), strict=True):
+            rounded_linear(part, weight, steps, TOPS["int8"], bound, target)
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)

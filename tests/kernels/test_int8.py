@@ -126,6 +126,32 @@ def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, sc
         assert allocations.total <= 4 * count * (in_features + 2 * 37 + 2) + 4 * in_features + 4 * 37
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_the_smallest_floats_count_whichever_thread_multiplies(integers, is_plain, monkeypatch):
+    """A caller may have them taken for zeros (torch.set_flush_denormal), but on its own thread alone."""
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
+    weight_format, tensors = layer(2048, 1024)
+    rows = random_rows(3, 1024) * torch.tensor([[2.0**-128], [2.0**-126], [2.0**-120]])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    expected = int8.linear(rows, tensors, weight_format, TOKEN)
+    torch.set_flush_denormal(True)
+    try:
+        found = int8.linear(rows, tensors, weight_format, TOKEN)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)
+
+
+def test_sums_of_few_rows_are_no_larger_than_a_batch(integers):
+    weight_format, tensors = layer(32768, 8)
+    activations = random_rows(64, 8, dtype=torch.bfloat16)
+    with Allocations() as allocations:
+        found = int8.linear(activations, tensors, weight_format, TOKEN)
+    assert allocations.largest <= int8.BATCH_NBYTES + 1024
+    for part in (0, 30, 63):
+        assert torch.equal(found[part], int8.linear(activations[part], tensors, weight_format, TOKEN))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_torchs_threads_and_its_own_give_the_same_bits(integers, rows, monkeypatch):
     weight_format, tensors = layer(2048, 1024)

@@ -2,11 +2,13 @@
 
 import ctypes
 import dataclasses
+import gc
 import itertools
 import mmap
 import os
 import subprocess
 import threading
+import weakref
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hfq.errors import CheckpointError
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import cpu, panels, reference
 from hfq.kernels.native import build as building
-from hfq.kernels.native import library
+from hfq.kernels.native import layers, library
 from hfq.kernels.native.layers import DTYPES, describe_layer
 from hfq.kernels.native.team import team
 
@@ -334,6 +336,21 @@ def test_numbers_of_a_layer_are_read_anew(native, name):
     after = cpu.linear(activations, tensors, weight_format)
     assert not torch.equal(after, before)
     assert error(after, activations, weight_format.dequantize(tensors)) <= RELATIVE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "pack-quantized g32 asym", "w4 g32"])
+def test_nothing_stays_of_a_description_that_is_not_kept(native, name, monkeypatch):
+    """Some formats are described anew at each call: what stayed would fill the memory, token by token."""
+    weight_format, tensors = CASES[name].make()
+    made, describe = [], cpu.describe_layer
+    monkeypatch.setattr(cpu, "describe_layer", lambda *given: made.append(describe(*given)) or made[-1])
+    monkeypatch.setattr(layers, "_kept", {})
+    for rows in (1, 128):
+        cpu.linear(random(rows, weight_format.shape(tensors)[1]), tensors, weight_format)
+    left = [weakref.ref(made.pop()) for _ in range(2)]
+    layers._kept.clear()
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -190,6 +190,15 @@ Level level_of(int is_plain) {
     return {multiply_plainly, amplitude_plainly, round_plainly};
 }
 
+// Subnormal floats count while this is alive, on every thread: a caller may have had them taken for zeros on its own.
+struct KeptSubnormals {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    KeptSubnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~KeptSubnormals() { _mm_setcsr(before); }
+#endif
+};
+
 // What becomes of the sums: y[m, n] = sum * scales[m] * steps[n], float32 or bfloat16; nothing where y is null.
 struct Scaling {
     const float *scales, *steps;
@@ -220,6 +229,7 @@ struct Parts {
 void take_parts(void *argument) {
     Parts *parts = (Parts *)argument;
     const int64_t out = parts->call.out_features;
+    KeptSubnormals here;
     for (int64_t part; (part = __atomic_fetch_add(&parts->next, 1, __ATOMIC_RELAXED)) < parts->count;) {
         const int64_t first = out * part / parts->count, last = out * (part + 1) / parts->count;
         parts->level.multiply(parts->call, first, last);
@@ -239,6 +249,24 @@ void run(const Call &call, const Level &level, const Scaling &scaling, int threa
     for (int64_t other = 1; other < worth; other++) others.emplace_back(take_parts, &parts);
     take_parts(&parts);
     for (auto &other : others) other.join();
+}
+
+// Rows as codes, under a scale for each.
+void round_rows(const Level &level, const char *x, int64_t x_stride, int is_bfloat16, int64_t rows, int64_t in_features, float top,
+                float bound, float *wide, float *scales, int16_t *codes) {
+    KeptSubnormals here;
+    for (int64_t m = 0; m < rows; m++) {
+        const float *values = (const float *)x + m * x_stride;
+        if (is_bfloat16) {
+            const uint16_t *narrow = (const uint16_t *)x + m * x_stride;
+            for (int64_t k = 0; k < in_features; k++) wide[k] = widened(narrow[k]);
+            values = wide;
+        }
+        float amax = level.amplitude(values, in_features, 0.0f);
+        if (amax > bound) amax = bound;
+        scales[m] = amax == 0 ? 1 : amax / top;
+        level.round(values, in_features, scales[m], codes + m * in_features);
+    }
 }
 
 }  // namespace
@@ -265,18 +293,7 @@ void hfq_int8_linear(
     float *scales = (float *)scratch, *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);
-    for (int64_t m = 0; m < rows; m++) {
-        const float *values = (const float *)x + m * x_stride;
-        if (is_bfloat16) {
-            const uint16_t *narrow = (const uint16_t *)x + m * x_stride;
-            for (int64_t k = 0; k < in_features; k++) wide[k] = widened(narrow[k]);
-            values = wide;
-        }
-        float amax = level.amplitude(values, in_features, 0.0f);
-        if (amax > bound) amax = bound;
-        scales[m] = amax == 0 ? 1 : amax / top;
-        level.round(values, in_features, scales[m], codes + m * in_features);
-    }
+    round_rows(level, x, x_stride, is_bfloat16, rows, in_features, top, bound, wide, scales, codes);
     const Call call = {weight, codes, sums, rows, in_features, out_features};
     run(call, level, {scales, steps, steps_count, y, is_bfloat16}, threads, team);
 }

@@ -551,7 +551,10 @@ extern "C" {
 int hfq_abi() { return 5; }
 
 // The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or null for our own.
-void hfq_use_team(Team wanted) { team = wanted; }
+void hfq_use_team(Team wanted) {
+    pthread_once(&pool_once, make_pool);  // a child of a fork must give the team up, also where nothing was computed before
+    team = wanted;
+}
 
 // 0 scalar, 1 AVX2, 2 AVX-512; what the processor has.
 int hfq_detected() { return detect(); }

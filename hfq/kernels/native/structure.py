@@ -38,6 +38,6 @@ class NativeLayer(ctypes.Structure):
     )
 
     @functools.cached_property
-    def here(self) -> object:
-        """This structure as an argument of a call."""
-        return ctypes.byref(self)
+    def here(self) -> int:
+        """The address, as an argument of a call; a reference, `ctypes.byref`, kept in what it refers to would never be freed."""
+        return ctypes.addressof(self)

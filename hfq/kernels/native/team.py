@@ -20,10 +20,21 @@ def team() -> int | None:
     """The address of the OpenMP runtime's `GOMP_parallel` that torch itself calls (libgomp's ABI, which LLVM's and Intel's runtimes
     also have); None where torch was built without, and in the child of a fork, where the runtime has no threads and waits for them.
     """
-    return _found() if os.getpid() == _process else None
+    return None if _is_forked(os.getpid()) else _found()
 
 
-_process = os.getpid()
+_process, _FORKED = os.getpid(), 0x40
+"""Who imported this; and Linux's flag of a process that was forked and has begun no program since (PF_FORKNOEXEC, sched.h)."""
+
+
+@functools.cache
+def _is_forked(process: int) -> bool:
+    """Whether this process is the child of a fork; also one that imports this itself, after its parent had torch alone."""
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        return process != _process or bool(int(fields[6]) & _FORKED)
+    except (OSError, IndexError, ValueError):  # no Linux
+        return process != _process
 
 
 @functools.cache
