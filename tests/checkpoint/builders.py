@@ -61,6 +61,6 @@ def refused(*words, kind=CheckpointError, file=None, tensor=None):
 def run_python(code, *arguments, **environment):
     """Runs a script of its own process, where a signal or a blocked call cannot take the tests along."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
