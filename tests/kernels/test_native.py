@@ -426,3 +426,17 @@ def test_the_forms_for_other_processors_compute_the_same(compiled, tmp_path, mon
             for dtype in DTYPES:
                 activations = random(rows, weight.shape[1], dtype=dtype)
                 assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[dtype], name
+
+
+def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(native):
+    """So that what is kept for their activations does not grow with the experts."""
+    weight_format, tensors = fp8(2048, 32, strategy="channel").make()
+    layers = [({**tensors, "weight_scale": tensors["weight_scale"] * (1 + number)}, weight_format) for number in range(20)]
+    activations = random(20 * 64, 2048)
+    found = cpu.grouped_linear(activations, [64] * 20, layers)
+    for part, one, (own, _) in zip(found.split(64), activations.split(64), layers, strict=True):
+        assert torch.equal(part, cpu.linear(one, own, weight_format))
+    described = [describe_layer(weight_format, own) for own, _ in layers]
+    sizes = (ctypes.c_int64 * 20)(*[64] * 20)
+    native.hfq_grouped_scratch.restype = ctypes.c_int64
+    assert native.hfq_grouped_scratch((type(described[0]) * 20)(*described), sizes, ctypes.c_int64(20)) > 2 << 20

@@ -76,6 +76,7 @@ struct Call {
 
 const int64_t MOST_ROWS = 64;        // of activations in one call
 const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
+const int64_t GROUPED_FLOATS = 2 << 20;  // of activations as the kernels read them, of layers that are taken together
 const int64_t STEP = 256;            // input channels of a tile of decoded weights
 const int64_t TILE_ROWS = 16;        // output rows of such a tile
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
@@ -589,30 +590,45 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     return 0;
 }
 
-// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once.
+// Floats that hfq_grouped keeps for layers that it takes together.
+int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
+    int64_t floats = 0;
+    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
+    return floats;
+}
+
+// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once, or as many
+// at once as GROUPED_FLOATS of activations allow.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
                 int32_t y_dtype, int64_t y_stride, int threads) {
-    int64_t parts = 0, products = 0, floats = 0;
     for (int64_t i = 0; i < count; i++) {
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
         if (!has_groups(layers[i])) return -2;
-        products += rows[i] * layers[i].in_features * layers[i].out_features;
-        floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
     }
-    float *scratch = kept_scratch.get(floats);
-    if (!scratch) return -3;
-    int wanted = worthwhile(threads, products);
-    Call *calls = (Call *)scratch;
-    int64_t *ends = (int64_t *)(calls + count);
-    scratch = (float *)(ends + count);
-    for (int64_t i = 0; i < count; i++) {
-        calls[i] = prepare(layers[i], x, x_dtype, rows[i], x_stride, y, y_dtype, y_stride, scratch, wanted);
-        ends[i] = parts += call_parts(calls[i]);
-        scratch += hfq_scratch(layers + i, rows[i]);
-        x += rows[i] * x_stride * (x_dtype == F32 ? 4 : 2), y += rows[i] * y_stride * (y_dtype == F32 ? 4 : 2);
+    for (int64_t first = 0, next; first < count; first = next) {
+        int64_t floats = 0, products = 0, parts = 0;
+        for (next = first; next < count; next++) {
+            int64_t more = hfq_grouped_scratch(layers + next, rows + next, 1);
+            if (next > first && floats + more > GROUPED_FLOATS) break;
+            floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
+        }
+        float *scratch = kept_scratch.get(floats);
+        if (!scratch) return -3;
+        int wanted = worthwhile(threads, products);
+        Call *calls = (Call *)scratch;
+        int64_t *ends = (int64_t *)(calls + (next - first));
+        scratch = (float *)(ends + (next - first));
+        for (int64_t i = 0; first + i < next; i++) {
+            const Layer &layer = layers[first + i];
+            const int64_t m = rows[first + i];
+            calls[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
+            ends[i] = parts += call_parts(calls[i]);
+            scratch += hfq_scratch(&layer, m);
+            x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
+        }
+        Group group = {calls, ends};
+        run_parts(group_part, &group, parts, threads, wanted);
     }
-    Group group = {calls, ends};
-    run_parts(group_part, &group, parts, threads, wanted);
     return 0;
 }
 
