@@ -38,8 +38,10 @@ def served(environment: dict[str, str]):
 
 def serve(listener: socket.socket) -> None:
     """Forks for each rank that asks, until the input ends."""
+    import deepspeed
     import ranks  # noqa: F401  (imports what ranks use)
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         asked, _ = listener.accept()
@@ -69,7 +71,9 @@ def ask(address: str) -> int:
     """The exit code of the fork that runs this rank's script."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(f"\0{address}")
-        request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()])
+        numbers = [word for word in sys.argv[1:] if word.startswith("--local_rank")]  # deepspeed puts it first
+        script, *others = (word for word in sys.argv[1:] if word not in numbers)
+        request = json.dumps([[script, *numbers, *others], dict(os.environ), os.getcwd()])
         socket.send_fds(server, [request.encode()], [1, 2])
         return 0 if server.recv(1) else 1
 

@@ -129,7 +129,7 @@ def test_no_block_is_passed_over():
     for page in PAGES:
         text, blocks = (ROOT / page).read_text(encoding="utf-8"), blocks_of(page)
         assert len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks), page
-        assert text.count("<!-- not run") == sum(bool(block.reason) for block in blocks), page
+        assert len(re.findall(r"^ *<!-- not run", text, re.MULTILINE)) == sum(bool(block.reason) for block in blocks), page
         for block in blocks:
             assert block.language in ("python", "bash", "toml", ""), page
             if not block.language:
