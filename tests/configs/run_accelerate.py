@@ -6,6 +6,7 @@ Every rank writes OUT-<rank>.json.
 import json
 import sys
 
+import compiled_io
 import torch
 from accelerate import Accelerator
 from run_deepspeed import digest, small_model
@@ -14,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 
 def main() -> None:
+    compiled_io.use()
     accelerator = Accelerator()  # first: this turns ZeRO-3 on
     trains = "inference" not in sys.argv[1]
     found = {"is_zero3": is_deepspeed_zero3_enabled(), "world": torch.distributed.get_world_size()}

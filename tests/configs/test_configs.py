@@ -93,6 +93,15 @@ def test_the_readme_explains_every_key_and_file():
         assert [key for key in sorted(keys) if f"`{key}" not in text] == []
 
 
+def test_zero3_md_has_the_commands_of_the_readme():
+    def commands(page: Path) -> list[str]:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        return [line.partition(" #")[0].rstrip() for line in lines if line.startswith(("accelerate launch", "deepspeed "))]
+
+    assert len(found := commands(ROOT / "configs" / "deepspeed" / "README.md")) == 3
+    assert commands(ROOT / "docs" / "zero3.md") == found
+
+
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_accelerate_reads_each(path):
     config = load_config_from_file(str(path))

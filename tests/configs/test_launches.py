@@ -12,14 +12,16 @@ from pathlib import Path
 import compiled_io
 import pytest
 
+from configs import forked
 from hfq.placement.zero_memory import ModelStates, ZeroSetup, estimate_zero
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 JSONS = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
 BIN = Path(sys.executable).parent
-LAUNCHED = ("zero3_cpu", "inference_zero3")
-"""The accelerate configs that are launched: test_configs.py finds the others equal to them, but for the file they name."""
+YAMLS = sorted(path.stem for path in (ROOT / "configs" / "accelerate").glob("*zero3*.yaml"))
+PLAIN = "zero3_cpu"
+"""The accelerate config whose ranks import everything themselves; those of the others are forks."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,27 +35,51 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def launch(command: list, folder: Path) -> None:
+def variables() -> dict[str, str]:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def documented(start: str, option: str, *script: object) -> list:
+    """The README's command that starts so, for this script and its arguments, on a port of its own."""
+    text = (ROOT / "configs" / "deepspeed" / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    before, after = line.partition(" #")[0].split("script.py")
+    return [*before.split(), option, free_port(), *script, *after.split()]
+
+
+def launch(command: list, folder: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict:
-    """What each config did: {its name: [of rank 0, of rank 1]}; one launch, in a folder that looks like the repository."""
+def forks():
+    """The environment of launches whose ranks are forks of one process."""
+    with forked.served(variables()) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where configs are launched: it looks like the repository."""
     folder = tmp_path_factory.mktemp("launch")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> dict:
+    """What each config did: {its name: [of rank 0, of rank 1]}; one launch."""
     configs = [path.relative_to(ROOT) for path in JSONS if compiled_io.is_built() or not path.stem.endswith("nvme")]
     if compiled_io.is_built():
         config = json.loads((folder / "configs/deepspeed/zero3_nvme.json").read_text())
         config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": ".nvme", "buffer_count": 4}
         (folder / "zero3_optimizer_nvme.json").write_text(json.dumps(config))
         configs.append(Path("zero3_optimizer_nvme.json"))
-    first, *others = configs
-    command = [BIN / "deepspeed", "--num_gpus", "2", "--master_port", free_port(), HERE / "run_deepspeed.py", folder, *others]
-    launch([*command, "--deepspeed", "--deepspeed_config", first], folder)
+    others = [path for path in configs if path.name != "inference_zero3.json"]
+    start = "deepspeed --num_gpus 2 script.py --deepspeed --deepspeed_config configs/deepspeed/inference_zero3.json"
+    launch(documented(start, "--master_port", HERE / "run_deepspeed.py", folder, *others), folder, variables())
     found = {path.stem: [json.loads((folder / f"{path.stem}-{rank}.json").read_text()) for rank in (0, 1)] for path in configs}
     states = folder / ".nvme" / "zero_stage_3" / "optimizer" / "rank0"
     found["states on nvme"] = sum(file.stat().st_size for file in states.rglob("*.swp")) if compiled_io.is_built() else 0
@@ -108,19 +134,39 @@ def test_nvme_configs_put_large_shards_on_nvme(runs):
         assert runs[name][0]["held"]["weights"]["nvme"] == 2 * 4096 * 512  # half of the embedding and of the head, in bf16
 
 
-def test_accelerate_launches_what_its_configs_name(runs, tmp_path):
-    for name in LAUNCHED:
-        config = f"configs/accelerate/{name}.yaml"
-        command = [BIN / "accelerate", "launch", "--config_file", config, "--main_process_port", free_port()]
-        launch([*command, HERE / "run_accelerate.py", tmp_path / name], ROOT)
-        for rank in (0, 1):
-            found = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
-            assert (found["is_zero3"], found["world"]) == (True, 2)
-            assert found["logits"] == runs["zero3"][0]["logits"][0]
-            assert found["losses"] == runs[name][0]["losses"]
-            assert found["sharded"] == sum(numel // 2 for numel, _ in runs["zero3"][0]["held"]["sizes"])
+@pytest.mark.parametrize("name", YAMLS)
+def test_accelerate_launches_what_its_config_names(name, runs, folder, forks):
+    if name.endswith("nvme") and not compiled_io.is_built():
+        pytest.skip(compiled_io.REASON)
+    script = [HERE / "run_accelerate.py", folder / f"accelerate-{name}"]
+    if name == PLAIN:
+        launch(documented("accelerate launch", "--main_process_port", *script), folder, variables())
+    else:
+        command = [
+            "accelerate",
+            "launch",
+            "--config_file",
+            f"configs/accelerate/{name}.yaml",
+            "--main_process_port",
+            free_port(),
+        ]
+        launch([*command, HERE / "forked.py", *script], folder, forks)
+    for rank in (0, 1):
+        found = json.loads((folder / f"accelerate-{name}-{rank}.json").read_text())
+        assert (found["is_zero3"], found["world"]) == (True, 2)
+        assert found["logits"] == runs["zero3"][0]["logits"][0]
+        assert found["losses"] == runs[name][0]["losses"]
+        assert found["sharded"] == sum(numel // 2 for numel, _ in runs["zero3"][0]["held"]["sizes"])
+
+
+def test_deepspeed_launches_a_script_of_trainer(folder, forks):
+    start = "deepspeed --num_gpus 2 script.py --deepspeed configs/deepspeed/zero3_cpu.json --bf16"
+    command = documented(start, "--master_port", HERE / "forked.py", ROOT / "examples" / "finetune_lora.py")
+    options = "--use_cpu --do_train --max_steps 1 --per_device_train_batch_size 1 --save_strategy no --report_to none"
+    launch([*command, *options.split(), "--output_dir", folder / "trained"], folder, forks)
+    assert (folder / "trained" / "adapter_model.safetensors").is_file()
 
 
 def test_accelerate_launches_hfq_with_the_config_of_a_device_map():
     config = ["--config_file", "configs/accelerate/device_map.yaml", "--module"]
-    launch([BIN / "accelerate", "launch", *config, "hfq", "inspect", "tests/data/tiny-llama-gptq"], ROOT)
+    launch(["accelerate", "launch", *config, "hfq", "inspect", "tests/data/tiny-llama-gptq"], ROOT, variables())

@@ -1,0 +1,155 @@
+"""Every block of code in the documentation is run: Python as it stands, commands of hfq through its command line.
+
+A page's blocks run one after the other in a folder that holds what the pages name: checkpoints, a text, a config; `path` is a small
+GPTQ checkpoint. What cannot run here has a comment before it, `<!-- not run: WHY; WHAT RUNS IT -->`, and stands in NOT_RUN.
+"""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tiny_models
+from typer.testing import CliRunner
+
+from hfq.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (".", "docs", "docs/benchmarks", "configs/deepspeed", "configs/accelerate", "examples")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
+
+NOT_RUN = {
+    "README.md": ["make demo"],
+    "configs/deepspeed/README.md": ["accelerate launch"],
+    "docs/fms.md": ["import hfq"],
+    "docs/quantize.md": ["make tables"],
+    "docs/quickstart.md": ["make demo"],
+    "docs/tensor_parallel.md": ["from hfq", "torchrun --nproc_per_node"],
+    "docs/zero3.md": ["import deepspeed", "accelerate launch"],
+}
+"""The first two words of each block that cannot run here, by page."""
+
+SLOW = ("docs/evaluate.md", "docs/quantize.md", "docs/report.md", "docs/training.md")
+NEEDS = {"docs/quantize.md": "optimum", "docs/report.md": "matplotlib", "docs/training.md": "peft"}
+"""What a page says that has to be installed."""
+
+STAND_INS = {
+    "CHECKPOINT": "tiny-llama-gptq", "A": "tiny-llama-gptq", "B": "tiny-llama-gptq", "tiny-llama-gptq": "tiny-llama-gptq",
+    "tiny-llama-fp8": "tiny-llama-fp8", "tiny-llama": "tiny-llama", "path/to/floats": "tiny-llama",
+}  # fmt: skip
+"""What the pages call a checkpoint, and the one of tests/data that it is here; SRC is one that the page's command takes."""
+
+
+class Block(NamedTuple):
+    reason: str
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        Block(*found)
+        for found in re.findall(r"^(?:<!-- not run: (.*?) -->\n\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def is_code(block: Block) -> bool:
+    return block.language in ("python", "bash")
+
+
+def run_command(line: str) -> None:
+    """A command of hfq; `> FILE` takes what it prints."""
+    words = shlex.split(line, comments=True)
+    file = words[words.index(">") + 1] if ">" in words else None
+    done = CliRunner().invoke(app, words[1 : words.index(">")] if file else words[1:])
+    assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"
+    if file:
+        Path(file).write_text(done.stdout, encoding="utf-8")
+
+
+def run(page: str, block: Block, names: dict) -> None:
+    if block.language == "python":
+        exec(compile(block.text, page, "exec"), names)
+        return
+    for line in block.text.replace("\\\n", " ").splitlines():
+        assert line.startswith("hfq "), f"{page}: {line}: mark the block as not run"
+        run_command(line)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with everything that pages name."""
+    for name, checkpoint in STAND_INS.items():
+        shutil.copytree(tiny_models.DATA / checkpoint, tmp_path / name)
+    text = (tiny_models.DATA / "tiny-llama" / "held_out.txt").read_text(encoding="utf-8")
+    for name in ("text.txt", "held_out.txt"):
+        (tmp_path / name).write_text(text[:6000], encoding="utf-8")
+    shutil.copy(ROOT / "configs" / "deepspeed" / "inference_zero3.json", tmp_path / "zero3.json")
+    shutil.copy(ROOT / "docs" / "pictures" / "run.json", tmp_path)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
+        for page in PAGES
+        if any(is_code(block) and not block.reason for block in blocks_of(page))
+    ],
+)
+def test_every_block_of_a_page_runs(page, folder):
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page])
+    shutil.copytree(tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"), folder / "SRC")
+    names = {"path": str(tiny_models.DATA / "tiny-llama-gptq")}
+    for block in blocks_of(page):
+        if is_code(block) and not block.reason:
+            run(page, block, names)
+
+
+def test_what_is_not_run_is_known_and_says_why():
+    marked = {page: [block for block in blocks_of(page) if block.reason] for page in PAGES}
+    assert {
+        page: [" ".join(block.text.split()[:2]) for block in blocks] for page, blocks in marked.items() if blocks
+    } == NOT_RUN
+    for block in (block for blocks in marked.values() for block in blocks):
+        _, _, runs_it = block.reason.partition("; ")
+        files = re.findall(r"[\w./]+/\w+(?:\.py)?", runs_it)
+        assert files, f"{block.reason}: say what runs it"
+        assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_no_block_is_passed_over():
+    for page in PAGES:
+        text, blocks = (ROOT / page).read_text(encoding="utf-8"), blocks_of(page)
+        assert len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks), page
+        assert len(re.findall(r"^ *<!-- not run", text, re.MULTILINE)) == sum(bool(block.reason) for block in blocks), page
+        for block in blocks:
+            assert block.language in ("python", "bash", "toml", ""), page
+            if not block.language:
+                assert not re.search(r"^(hfq|make|pip|python|accelerate|deepspeed|torchrun) ", block.text, re.MULTILINE), page
+
+
+def test_the_first_screen_has_six_lines_of_code_and_two_commands():
+    first, *_ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")
+    assert len(re.findall(r"^```", first, re.MULTILINE)) == 4
+    code, commands = (block.text.splitlines() for block in blocks_of("README.md"))
+    assert len([line for line in code if line]) == 6
+    assert [line.split()[:2] for line in commands] == [["make", "demo"], ["make", "test"]]
+
+
+def test_a_shown_command_prints_what_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown = [block.text for page in PAGES for block in blocks_of(page) if block.text.startswith("$ hfq ")]
+    assert shown
+    for text in shown:
+        command, _, expected = text.partition("\n")
+        done = CliRunner().invoke(app, command.split()[2:], env={"COLUMNS": "100", "XDG_CACHE_HOME": str(tmp_path)})
+        assert done.exit_code == 0, done.exception
+        assert done.stdout.startswith(expected)
