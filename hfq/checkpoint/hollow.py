@@ -10,6 +10,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ class Hollow:
                 texts = {name.removeprefix("texts/"): archive.read(name) for name in names}
                 sizes = json.loads(archive.read(_SIZES))
                 return cls(texts, {name: (archive.read(f"heads/{name}"), int(size)) for name, size in sizes.items()})
-        except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             raise ValueError(f"no archive of headers: {error}") from error
 
 

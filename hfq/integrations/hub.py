@@ -129,10 +129,10 @@ def _archive(repo: str, commit: str) -> Path:
 
 
 def _kept(repo: str, commit: str) -> Hollow | None:
-    """What an earlier plan fetched; a damaged archive is none, and is replaced."""
+    """What an earlier plan fetched; one that is damaged or cannot be read is none, and is replaced."""
     try:
         return Hollow.unpack(_archive(repo, commit).read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
 
 
