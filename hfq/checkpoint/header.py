@@ -20,12 +20,12 @@ import os
 import stat
 import struct
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from hfq.errors import CheckpointError
 from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["Header", "HeaderLimits", "open_regular", "parse_header", "read_header"]
+__all__ = ["Header", "HeaderLimits", "open_regular", "parse_header", "read_header", "read_raw"]
 
 _MAX_ELEMENTS = 2**63 - 1
 
@@ -55,6 +55,12 @@ class Header:
         return self.identity[1]
 
 
+class Readable(Protocol):
+    """What gives its bytes one after another, as a file does."""
+
+    def read(self, nbytes: int, /) -> bytes: ...
+
+
 class _Duplicate(Exception):
     pass
 
@@ -73,7 +79,7 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
     try:
         with open_regular(file) as stream:
             status = os.fstat(stream.fileno())
-            raw = _read_raw(stream, file, status.st_size, limits)
+            raw = read_raw(stream, file, status.st_size, limits)
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
         raise CheckpointError("A checkpoint file cannot be read.", file=file, found=found, fix="check the path") from error
@@ -123,7 +129,18 @@ def _damaged(file: str, what: str, expected: object = None, found: object = None
     )  # fmt: skip
 
 
-def _read_raw(stream, file: str, size: int, limits: HeaderLimits) -> bytes:
+def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = HeaderLimits()) -> bytes:
+    """The JSON of a header, from the start of a stream, of which nothing further is read.
+
+    Args:
+        stream: The file, or what gives its bytes.
+        file: What it is called in messages.
+        size: The bytes of the whole file.
+        limits: What a header may ask for at most.
+
+    Raises:
+        CheckpointError: The file ends inside its header, or the header's length is out of bounds.
+    """
     prefix = stream.read(8)
     if len(prefix) < 8:
         raise _damaged(file, "it is too short to hold a header", "at least 8 bytes", f"{size} bytes")

@@ -12,9 +12,11 @@ from hfq.checkpoint.header import Header, HeaderLimits, open_regular, read_heade
 from hfq.errors import CheckpointError
 from hfq.spec import TensorInfo
 
-__all__ = ["Checkpoint"]
+__all__ = ["JSON_LIMIT", "Checkpoint", "parse_json", "weight_map_of"]
 
-_JSON_LIMIT = 256 << 20
+JSON_LIMIT = 256 << 20
+"""The most bytes of a JSON file that are read."""
+
 _DANGEROUS_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -64,7 +66,7 @@ class Checkpoint:
         if not os.path.lexists(index):
             raise _no_weights(root)
         _check_contained(root, index)
-        weight_map = _read_weight_map(index)
+        weight_map = weight_map_of(_read_json(index), index)
         files = [root / name for name in sorted(set(weight_map.values()))]
         checkpoint = cls.from_files(files, root=root, limits=limits)
         _check_weight_map(weight_map, checkpoint, index)
@@ -147,22 +149,42 @@ def _read_json(path: Path) -> dict:
     try:
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size > _JSON_LIMIT:
-                raise ValueError(f"{size} bytes is more than the limit of {_JSON_LIMIT}")
-            raw = stream.read(size)
+            if size > JSON_LIMIT:
+                raise ValueError(f"{size} bytes is more than the limit of {JSON_LIMIT}")
+            return parse_json(stream.read(size), path)
+    except (OSError, ValueError) as error:
+        raise _unreadable_json(path, error) from None
+
+
+def parse_json(raw: bytes, path: Path) -> dict:
+    """The JSON object of a file.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
         value = json.loads(raw.decode("utf-8"))
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
         return value
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            "A JSON file of the checkpoint cannot be read.", file=path, expected="a JSON object", found=error,
-            fix="download this file again",
-        ) from None  # fmt: skip
+    except (ValueError, RecursionError) as error:
+        raise _unreadable_json(path, error) from None
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+def _unreadable_json(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "A JSON file of the checkpoint cannot be read.", file=path, expected="a JSON object", found=error,
+        fix="download this file again",
+    )  # fmt: skip
+
+
+def weight_map_of(value: dict, index: Path) -> dict[str, str]:
+    """The `weight_map` of an index: tensor → safetensors file, all of them within the folder.
+
+    Raises:
+        CheckpointError: There is none, or it names what is outside or no safetensors file.
+    """
+    weight_map = value.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(
             "The index has no usable weight_map.", file=index, expected="{tensor: file}", found=repr(weight_map)[:80],

@@ -79,13 +79,15 @@ def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             if _TEMPORARY.match(entry.name):
                 if entry.is_dir():
                     yield entry, "hfq pack"
+                elif ".headers.zip." in entry.name:
+                    yield entry, "hfq plan"
                 elif ".safetensors." in entry.name or ".json." in entry.name:
                     yield entry, "a save"
             elif _CALIBRATION.match(entry.name) and entry.is_file():
                 yield entry, "hfq calibrate"
     for entry in sorted(Path(tempfile.gettempdir()).iterdir()):
         if _DESCRIBED.match(entry.name) and entry.is_dir() and not entry.is_symlink():
-            yield entry, 'a load with load="broadcast"'
+            yield entry, 'a load with load="broadcast", or hfq plan'
 
 
 def _open_files() -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfq.checkpoint.header import Header
+from hfq.checkpoint.hollow import check_has_weights
 from hfq.checkpoint.index import Checkpoint
 from hfq.errors import CheckpointError, SetupError
 from hfq.spec import ByteRange, ByteRuns
@@ -39,6 +40,7 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.counters = Counters()
+        self._root = checkpoint.root
         self._headers: dict[str, Header] = checkpoint.headers
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap] = {}
@@ -152,7 +154,7 @@ class Reader:
         """The open file, which stays open as long as the reader lives.
 
         Raises:
-            CheckpointError: The file is gone, or another one than was validated.
+            CheckpointError: The file is gone, another one than was validated, or has a header and no weights.
         """
         with self._lock:
             if file not in self._descriptors:
@@ -166,6 +168,7 @@ class Reader:
             return self._descriptors[file]
 
     def _open(self, file: str) -> int:
+        check_has_weights(self._root)
         try:
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

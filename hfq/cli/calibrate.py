@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,11 +36,15 @@ def calibrate(
     """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
     from hfq.benchmarks.calibrate import calibrate as measure
     from hfq.benchmarks.models import default_folder
+    from hfq.cli.named import named_checkpoint
     from hfq.integrations.planning import open_model
     from hfq.placement.profile import profile_path
 
-    model = open_model(checkpoint) if checkpoint is not None else None
-    profile = measure(folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), model, quick, ranks)
+    with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:
+        model = None if found is None else open_model(found.folder)
+        profile = measure(
+            folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), model, quick, ranks
+        )
     target = out or profile_path()
     if not quick or out is not None:
         target.parent.mkdir(parents=True, exist_ok=True)

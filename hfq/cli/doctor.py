@@ -109,8 +109,8 @@ def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
     """What killed runs have left beside the checkpoint, in hfq's cache and in shared memory."""
     from hfq.checkpoint.leftovers import find_leftovers
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
-    found = find_leftovers([folder, folder.resolve().parent, cache])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"
+    found = find_leftovers([folder, folder.resolve().parent, cache / "bench", cache / "headers"])
     for leftover in found:
         text = f"{leftover.path.name}, {leftover.nbytes:,} bytes, of {leftover.what}"
         if clean:

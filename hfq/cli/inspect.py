@@ -21,7 +21,9 @@ _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or a model of the hub, of which headers are fetched.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Say which kernel multiplies on this CPU, and why not another.")
@@ -29,8 +31,10 @@ def inspect(
 ) -> None:
     """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything odd."""
     from hfq.checkpoint import Checkpoint
+    from hfq.cli.named import named_checkpoint
 
-    report = inspect_checkpoint(Checkpoint.open(path), kernels)
+    with named_checkpoint(path) as found:
+        report = {**inspect_checkpoint(Checkpoint.open(found.folder), kernels), "path": found.name}
     if as_json:
         print(json.dumps(report, indent=2))
     else:

@@ -17,7 +17,7 @@ def _option(text: str, panel: str, *names: str, metavar: str | None = None, leas
 
 
 Source = Annotated[
-    str | None, typer.Argument(metavar="CHECKPOINT", help="Its folder, or a model of the hub that is in the cache.")
+    str | None, typer.Argument(metavar="CHECKPOINT", help="Its folder, or a model of the hub: organisation/model[@revision].")
 ]
 Gpu = Annotated[
     list[str] | None, _option("24GiB, 24GiB×2, or a name of the catalog; may be repeated.", _MACHINE, metavar="SIZE")

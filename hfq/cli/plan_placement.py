@@ -51,12 +51,19 @@ def plan_placement(options: PlacementOptions, as_json: bool) -> None:
 
 def make_report(options: PlacementOptions) -> dict:
     """The plan as JSON-ready data."""
+    from hfq.cli.named import named_checkpoint
     from hfq.integrations.planning import open_model
     from hfq.placement.estimate import Workload
 
     hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)
-    model = open_model(options.path, options.dtype)
-    report: dict[str, Any] = {"model": model.describe(), "workload": asdict(workload), "machine": _describe(hardware, options)}
+    with named_checkpoint(options.path) as found:
+        model = open_model(found.folder, options.dtype)
+        described = model.describe() | {"path": found.name} | found.describe()
+        report = {"model": described, "workload": asdict(workload), "machine": _describe(hardware, options)}
+        return _planned(options, model, hardware, workload, report)
+
+
+def _planned(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict) -> dict:
     if options.catalog is not None:
         from hfq.placement.catalog import rank_machines, read_catalog
 
@@ -73,6 +80,7 @@ def make_report(options: PlacementOptions) -> dict:
 
 def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.checkpoint.filesystem import available_memory
+    from hfq.integrations.hub import split_name
     from hfq.placement.estimate import estimate_placement
     from hfq.placement.launch_files import accelerate_yaml, loading_code
     from hfq.placement.roofline import TERMS, what_helps
@@ -85,7 +93,8 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     limits = {home: nbytes for home, nbytes in estimate.budget.capacities.items() if home in (estimate.budget.main, "cpu")}
     prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
     prediction["helps"] = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
-    code = loading_code(options.path, model.sizes.dtype, limits, options.kv_dtype)
+    path, revision = split_name(options.path) or (options.path, None)
+    code = loading_code(path, model.sizes.dtype, limits, options.kv_dtype, revision)
     return {
         "homes": _homes(estimate, weights, hardware),
         "moved": {

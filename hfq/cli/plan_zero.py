@@ -93,10 +93,12 @@ def _states(
         frozen, trained = (whole, added) if added or optimizer == "none" else ((), whole)
         return ModelStates(frozen=frozen, trained=trained, is_sum=True)
     from hfq.checkpoint import Checkpoint
+    from hfq.cli.named import named_checkpoint
     from hfq.placement.model_states import count_states
 
     everything = optimizer != "none" and lora_rank is None and not added
-    states = count_states(Checkpoint.open(path), lora_rank, targets, trains_dense=everything)
+    with named_checkpoint(path) as found:
+        states = count_states(Checkpoint.open(found.folder), lora_rank, targets, trains_dense=everything)
     if everything and states.packed:
         raise SetupError(
             "Packed weights are not trained, so that an optimizer has nothing to do.", expected="--lora-rank or --trainable",

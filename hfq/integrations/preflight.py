@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.hollow import check_has_weights
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
+from hfq.integrations.skeleton import stop_at_skeleton
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 __all__ = ["check_arguments", "check_sizes", "open_local"]
@@ -72,7 +74,8 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
     """Validates the checkpoint in a local folder; None for what is not a local folder's business.
 
     Raises:
-        CheckpointError: The path is a file, or does not exist and can be no name of the hub, or the checkpoint is damaged.
+        CheckpointError: The path is a file, or does not exist and can be no name of the hub, or the checkpoint is damaged, or has
+            headers alone and is not only planned.
     """
     if path is None:
         raise CheckpointError(
@@ -90,6 +93,8 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
         return None
     if os.path.lexists(folder / "adapter_config.json") and not os.path.lexists(folder / "config.json"):
         return None
+    if not stop_at_skeleton.get():
+        check_has_weights(folder)
     checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
     _check_index(checkpoint)
     if not checkpoint.config and kwargs.get("config") is None:

@@ -10,7 +10,7 @@ import os
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from hfq.errors import CheckpointError, SetupError
+from hfq.errors import SetupError
 
 if TYPE_CHECKING:
     from hfq.integrations.loading import Loading
@@ -36,13 +36,13 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
     """The load of a checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, or the name of a model of the hub that is in the cache; nothing is downloaded.
+        path: Its folder, with weights or with headers alone (`hfq.integrations.hub`).
         dtype: As in `from_pretrained`.
 
     Raises:
         HfqError: Whatever a load would refuse before it reads weights.
     """
-    folder = _folder(path)
+    folder = os.fspath(path)
     cls = _model_class(folder)
     from hfq.integrations.transformers import HfqConfig
 
@@ -58,23 +58,6 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
         "transformers loaded a model and did not ask hfq.", file=folder, expected="a call of HfqQuantizer", found=cls.__name__,
         fix="report this; the versions of transformers that hfq is tested with are in constraints.txt",
     )  # fmt: skip
-
-
-def _folder(path: str | os.PathLike) -> str:
-    """The local folder of a checkpoint, which a model of the hub has in the cache."""
-    text = os.fspath(path)
-    if os.path.lexists(text) or text.count("/") != 1 or text.startswith((".", "~", "/")):
-        return text
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(text, local_files_only=True)
-    except Exception as error:  # of the hub's many kinds, each means that it is not there
-        raise CheckpointError(
-            "The model is neither a folder nor in the cache of the hub; hfq plan downloads nothing.", file=text,
-            expected="a folder with config.json and *.safetensors", found=type(error).__name__,
-            fix=f"check the path; for a model of the hub: hf download {text}",
-        ) from error  # fmt: skip
 
 
 def _model_class(folder: str) -> Any:

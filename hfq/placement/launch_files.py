@@ -70,7 +70,9 @@ def accelerate_yaml(ranks: int, deepspeed_file: str | None = None, nodes: int = 
     return "\n".join(lines) + "\n"
 
 
-def loading_code(path: str, dtype: str, max_memory: Mapping[str, int] | None, kv_dtype: str = "auto") -> str:
+def loading_code(
+    path: str, dtype: str, max_memory: Mapping[str, int] | None, kv_dtype: str = "auto", revision: str | None = None
+) -> str:
     """The call that loads the model as planned.
 
     Args:
@@ -78,6 +80,7 @@ def loading_code(path: str, dtype: str, max_memory: Mapping[str, int] | None, kv
         dtype: The dtype that it computes in.
         max_memory: The bytes of weights and ring that each home may hold; None for a load without a map.
         kv_dtype: The dtype of the KV cache.
+        revision: The checkpoint's branch, tag or commit on the hub; None for a folder, or for the branch `main`.
     """
     limits = ""
     if max_memory is not None:
@@ -85,9 +88,10 @@ def loading_code(path: str, dtype: str, max_memory: Mapping[str, int] | None, kv
         limits = (
             ', device_map="auto", max_memory={' + ", ".join(f"{key}: {max_memory[home]}" for home, key in keys.items()) + "}"
         )
+    source = json.dumps(path) + ("" if revision is None else f", revision={json.dumps(revision)}")
     lines = [
         "from hfq import HfqConfig", "from transformers import AutoModelForCausalLM", "",
-        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(path)}, dtype={json.dumps(dtype)},",
+        f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={json.dumps(dtype)},",
         f"    quantization_config=HfqConfig(){limits})",
     ]  # fmt: skip
     if kv_dtype != "auto":

@@ -19,6 +19,7 @@ def folder(tmp_path, monkeypatch):
     (folder / ".packed.abcdefgh.tmp" / "model.safetensors").write_bytes(b"12345")
     (folder / ".model.safetensors.abcd1234.tmp").write_bytes(b"123")
     (folder / ".hfq-calibrate-abcd1234").write_bytes(b"1")
+    (folder / ".model.headers.zip.abcd1234.tmp").write_bytes(b"12")
     (folder / ".notes.abcd1234.tmp").write_text("mine")
     (folder / "model.safetensors").write_bytes(b"1")
     nested = folder / ".deep.abcdefgh.tmp" / "below"
@@ -35,6 +36,7 @@ def find(folder, **kwargs):
 def test_leftovers_are_found_with_their_bytes_and_removed(folder):
     found = find(folder)
     sizes = {".packed.abcdefgh.tmp": 5, ".model.safetensors.abcd1234.tmp": 3, ".hfq-calibrate-abcd1234": 1, "hfq-abcd1234": 0}
+    sizes[".model.headers.zip.abcd1234.tmp"] = 2
     assert {name: leftover.nbytes for name, leftover in found.items()} == sizes
     for leftover in found.values():
         leftover.remove()
@@ -49,7 +51,7 @@ def test_what_is_young_or_open_is_left_alone(folder):
         (folder / ".model.safetensors.abcd1234.tmp").open("rb"),
         (folder / ".packed.abcdefgh.tmp" / "model.safetensors").open("rb"),
     ):
-        assert set(find(folder)) == {".hfq-calibrate-abcd1234", "hfq-abcd1234"}
+        assert set(find(folder)) == {".hfq-calibrate-abcd1234", ".model.headers.zip.abcd1234.tmp", "hfq-abcd1234"}
 
 
 def test_shared_memory_without_a_lock_is_left_over(tmp_path, folder):

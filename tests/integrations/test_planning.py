@@ -125,8 +125,6 @@ def test_a_skeleton_is_reached_without_reading_weights(monkeypatch):
 def test_what_cannot_be_loaded_cannot_be_planned(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint at this path"):
         open_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="downloads nothing"):
-        open_model("nobody/no-model")
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(tiny_models.DATA / "tiny-llama" / "model.safetensors")

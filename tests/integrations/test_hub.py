@@ -1,0 +1,269 @@
+"""Models of a hub, planned from their headers: the plan of the whole checkpoint, and nothing that could be loaded."""
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+
+import huggingface_hub.constants
+import pytest
+import tiny_models
+from fake_hub import FakeHub, running
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hfq
+from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.checkpoint.header import HeaderLimits
+from hfq.checkpoint.hollow import MARKER, Hollow
+from hfq.cli.main import app
+from hfq.errors import CheckpointError
+from hfq.integrations.hub import find_checkpoint, headers_cache, split_name
+from hfq.spec import ByteRange
+
+TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
+SHARED = {
+    f"shared/{folder.name}": folder for folder in sorted(tiny_models.SHARED.glob("*")) if (folder / "config.json").exists()
+}
+GPTQ = "tests/tiny-llama-gptq"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with running(FakeHub(TINY | SHARED), monkeypatch) as started:
+        yield started
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("hfq-")]
+    assert left == [], "folders of headers stay behind"
+    assert not [path.name for path in headers_cache().glob(".*")]
+
+
+def run(verb, path, *options):
+    done = CliRunner().invoke(app, [verb, str(path), *options, "--json"], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, (path, done.output, done.exception)
+    return json.loads(done.stdout), done.stderr
+
+
+def refused(path):
+    with pytest.raises(CheckpointError) as caught, find_checkpoint(path):
+        pass
+    assert not list(headers_cache().glob("*"))
+    return caught.value
+
+
+def check_same(hub, name, folder, verb="plan", *options):
+    """The report of a name against that of its folder."""
+    before = hub.sent
+    local, _ = run(verb, folder, *options)
+    named, told = run(verb, name, *options)
+    if verb == "plan" and "model" in named and "path" in named["model"]:
+        assert named["model"].pop("commit") == hub.commit(name)
+        assert named["model"].pop("fetched_nbytes") == hub.sent - before
+        assert named["model"].pop("path") == name
+        assert local["model"].pop("path") == str(folder)
+        for report, path in ((named, name), (local, str(folder))):
+            if "load.py" in report["files"]:
+                report["files"]["load.py"] = report["files"]["load.py"].replace(json.dumps(path), "PATH")
+    elif verb == "inspect":
+        assert (named.pop("path"), local.pop("path")) == (name, str(folder))
+    assert named == local
+    return told
+
+
+@pytest.mark.parametrize("models", [TINY, SHARED], ids=["tests", "shared"])
+def test_plans_by_name_are_those_of_the_folders(hub, models):
+    if not models:
+        pytest.skip("no shared checkpoints here")
+    options = "--cpu", "2MB", "--context", "16"
+    for name, folder in models.items():
+        told = check_same(hub, name, folder, "plan", *options)
+        heads = {path: nbytes for path, asked, nbytes in hub.answers if path.startswith(f"{name}/") and asked}
+        headers = Checkpoint.open(folder).headers
+        weights = sum(header.nbytes for header in headers.values())
+        assert len(heads) == len(headers)
+        assert sum(n for path, asked, n in hub.answers if path.startswith(f"{name}/") and asked) == sum(
+            header.data_start for header in headers.values()
+        )
+        assert f"the files have {weights:,} B" in told
+
+
+def test_other_kinds_of_plans_take_names_too(hub):
+    folder = TINY[GPTQ]
+    assert "B fetched" in check_same(hub, GPTQ, folder, "inspect")
+    sent = hub.sent
+    assert "nothing fetched" in check_same(hub, GPTQ, folder, "plan", "--zero", "3", "--ranks", "2")
+    check_same(hub, GPTQ, folder, "plan", "--launcher", "zero3", "--ranks", "2", "--cpu", "1GB")
+    assert hub.sent == sent  # the headers of a commit are fetched once
+    planned, told = run("plan", f"{GPTQ}@v1", "--cpu", "1GB")
+    assert f'from_pretrained("{GPTQ}", revision="v1", ' in planned["files"]["load.py"]
+    assert planned["model"]["path"] == f"{GPTQ}@v1"
+    assert hub.commit(GPTQ)[:8] in told
+
+
+def test_a_damaged_archive_is_fetched_again_and_a_commit_needs_no_hub(hub):
+    with find_checkpoint(GPTQ) as found:
+        assert found.fetched_nbytes == hub.sent > 0
+    [archive] = headers_cache().iterdir()
+    archive.write_bytes(archive.read_bytes()[:-40])
+    with find_checkpoint(GPTQ) as found:
+        assert found.fetched_nbytes > 0
+    hub.models.clear()
+    with find_checkpoint(f"{GPTQ}@{hub.commit(GPTQ)}") as found:
+        assert found.fetched_nbytes == 0
+        assert Checkpoint.open(found.folder).tensors
+
+
+def test_the_cache_of_the_hub_comes_first_if_it_is_whole(hub, tmp_path):
+    repo = tmp_path / "hub" / "models--tests--tiny-llama-gptq"
+    snapshot = repo / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("1" * 40)
+    shutil.copy(TINY[GPTQ] / "config.json", snapshot)
+    with find_checkpoint(GPTQ) as found:  # the config alone was downloaded
+        assert found.commit == hub.commit(GPTQ)
+    shutil.copy(TINY[GPTQ] / "model.safetensors", snapshot)
+    with find_checkpoint(GPTQ) as found:
+        assert (found.folder, found.commit) == (str(snapshot), None)
+
+
+def test_what_has_no_weights_is_never_loaded(hub, tmp_path):
+    with find_checkpoint(GPTQ) as found:
+        checkpoint = Checkpoint.open(found.folder)
+        for load in (
+            lambda: AutoModelForCausalLM.from_pretrained(
+                found.folder, quantization_config=HfqConfig(), device_map={"": "cpu"}
+            ),
+            lambda: AutoModelForCausalLM.from_pretrained(found.folder, quantization_config=HfqConfig(), device_map="auto"),
+            lambda: hfq.take_over(found.folder),
+            lambda: Reader(checkpoint).read_into(
+                next(iter(checkpoint.tensors.values())).range, memoryview(bytearray(1 << 20))
+            ),
+            lambda: Reader(checkpoint).map(next(iter(checkpoint.headers))),
+            lambda: Reader(checkpoint).read_into(ByteRange(next(iter(checkpoint.headers)), 0, 0), memoryview(bytearray())),
+        ):
+            with pytest.raises(CheckpointError, match="headers of a checkpoint and no weights") as caught:
+                load()
+            assert MARKER in str(caught.value)
+        sizes = [os.stat(file) for file in checkpoint.headers]
+        assert all(status.st_blocks * 512 < status.st_size / 2 for status in sizes)
+    assert not os.path.exists(found.folder)
+
+
+def test_shards_that_lie_in_folders_of_their_own(hub, tmp_path):
+    source = SHARED.get("shared/ct-fp8-sharded") or pytest.skip("no shared checkpoints here")
+    folder = shutil.copytree(source, tmp_path / "sharded")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (folder / "parts").mkdir()
+    for name in set(index["weight_map"].values()):
+        (folder / name).rename(folder / "parts" / name)
+    index["weight_map"] = {tensor: f"parts/{name}" for tensor, name in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    hub.models["tests/parts"] = folder
+    check_same(hub, "tests/parts", folder, "inspect")
+    index["weight_map"]["more"] = "parts/absent.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.rmtree(headers_cache())
+    assert "names files that the model on the hub does not have" in refused("tests/parts").what
+    index["weight_map"]["more"] = "../outside.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "outside" in refused("tests/parts").what
+
+
+@pytest.mark.parametrize(
+    ("faults", "what"),
+    [
+        ({"no ranges"}, "does not give parts of files"),
+        ({"cut"}, "cut short"),
+        ({"other tag"}, "changed while it was read"),
+        ({"other size"}, "changed while it was read"),
+        ({"other commit"}, "changed while it was read"),
+        ({"no commit"}, "named no commit"),
+        ({"busy"}, "could not be had"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_answers_that_are_not_what_was_asked_for(hub, faults, what):
+    hub.faults |= faults
+    error = refused(GPTQ)
+    assert what in error.what
+    assert error.fix
+    assert hub.sent < Checkpoint.open(TINY[GPTQ]).nbytes + 50_000  # one file at most was begun, and none twice
+
+
+def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
+    hub.token = "right"
+    error = refused(GPTQ)
+    assert "without leave" in error.what
+    assert "HF_TOKEN" in error.fix
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert "without leave" in refused(GPTQ).what
+    monkeypatch.setenv("HF_TOKEN", "right")
+    with find_checkpoint(GPTQ) as found:
+        assert found.commit == hub.commit(GPTQ)
+
+
+def test_what_the_hub_does_not_have(hub, monkeypatch):
+    assert "neither a folder nor a model of the hub" in refused("nobody/no-model").what
+    assert "no such revision" in refused(f"{GPTQ}@nowhere").what
+    assert "neither a folder nor a model of the hub" in refused("nobody/a..b").what  # no name that a hub would have
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    error = refused("nobody/no-model")
+    assert "HF_HUB_OFFLINE" in error.what
+    assert "hf download nobody/no-model" in error.fix
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    error = refused("nobody/no-model")
+    assert "could not be had" in error.what
+    assert "HF_ENDPOINT" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (struct.pack("<Q", HeaderLimits().header_nbytes + 1), "header length is out of bounds"),
+        (struct.pack("<Q", 1 << 18), "ends inside its header"),
+        (b"PK\x03\x04\x14\x00\x00\x00", "pickle or a zip"),
+        (b"\x01", "too short"),
+    ],
+)
+def test_headers_are_validated_as_those_of_files(hub, tmp_path, start, what):
+    folder = shutil.copytree(TINY[GPTQ], tmp_path / "bad")
+    (folder / "model.safetensors").write_bytes(start + b" " * (1000 if len(start) == 8 else 0))
+    hub.models["tests/bad"] = folder
+    error = refused("tests/bad")
+    assert what in error.what
+    assert error.file == "tests/bad/model.safetensors"
+    assert sum(nbytes for _, asked, nbytes in hub.answers if asked) <= 8
+
+
+def test_a_model_without_safetensors_is_refused_by_what_it_has(hub, tmp_path):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    hub.models["tests/pickled"] = folder
+    error = refused("tests/pickled")
+    assert "pytorch_model.bin" in error.found
+    assert not hub.answers
+
+
+def test_local_paths_and_names():
+    assert split_name("a/b") == ("a/b", None)
+    assert split_name("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
+    for path in ("./a", "/a/b", "~/a", "a", "a/b/c", "a/", "../a", str(tiny_models.DATA)):
+        assert split_name(path) is None
+
+
+def test_an_archive_gives_back_what_was_packed():
+    hollow = Hollow({"config.json": b"{}"}, {"sub/a.safetensors": (b"head", 99)})
+    assert Hollow.unpack(hollow.pack()) == hollow
+    assert hollow.nbytes == 99
+    with pytest.raises(ValueError, match="no archive"):
+        Hollow.unpack(b"PK")
