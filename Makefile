@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile every module anew
 
-.PHONY: demo test check docs site bench tables interop clean
+.PHONY: demo test check docs site bench bench-fms tables interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,10 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	$(BIN)/hfq bench kernels --out docs/benchmarks
 	$(BIN)/hfq bench generate --out docs/benchmarks
 	$(BIN)/hfq bench plan --out docs/benchmarks
+
+bench-fms: $(VENV)/.installed  ## measure IBM's FMS by itself and with hfq (Python 3.11 or 3.12); writes docs/benchmarks/fms.md
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench,fms]'
+	$(BIN)/hfq bench fms --out docs/benchmarks
 
 tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

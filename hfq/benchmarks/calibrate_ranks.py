@@ -13,7 +13,7 @@ import torch
 
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.probes import Layer, ProductProbe
-from hfq.benchmarks.ranks import Ranks
+from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.integrations.planning import open_model
@@ -86,7 +86,7 @@ def measure_ranks(count: int, quick: bool = False) -> Zero3Rates:
     Raises:
         SetupError: DeepSpeed is not installed, or a rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder, Ranks(count) as ranks:
+    with tempfile.TemporaryDirectory() as folder, zero3_ranks(count) as ranks:
         probe = RanksProbe(ranks, count, Path(folder), quick)
         for _ in range(1 if quick else _ROUNDS):
             probe.measure()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hfq.benchmarks.limits import touch
 from hfq.benchmarks.process import memory, reset_peak, serve
@@ -40,7 +41,7 @@ def _stock(path: Path, dtype: torch.dtype | None) -> Any:
 def _load(path: Path, dtype: torch.dtype | None) -> Any:
     import hfq
 
-    return hfq.fms.load(path, data_type=dtype)
+    return hfq.fms.load(path, data_type=dtype, distributed_strategy=_strategy())
 
 
 def _registered(path: Path, dtype: torch.dtype | None) -> Any:
@@ -49,7 +50,7 @@ def _registered(path: Path, dtype: torch.dtype | None) -> Any:
     import hfq
 
     hfq.fms.register()
-    return get_model("hf_pretrained", model_path=str(path), data_type=dtype)
+    return get_model("hf_pretrained", model_path=str(path), data_type=dtype, distributed_strategy=_strategy())
 
 
 def _transformers(path: Path, dtype: torch.dtype | None) -> Any:
@@ -70,22 +71,36 @@ class FmsWorker:
 
     Args:
         loader: A name of `LOADERS`.
-        small: A small checkpoint that is loaded first, so that no import is part of a measurement.
+        small: A small checkpoint that is loaded first, if any, so that no import is part of a measurement.
+        rank: This process's, where several share each model.
+        world: How many share each model: every one is asked the same.
+        port: Where they meet, on this machine.
     """
 
-    def __init__(self, loader: str, small: str) -> None:
+    def __init__(self, loader: str, small: str = "", rank: int = 0, world: int = 1, port: int = 0) -> None:
+        self._rank, self._world, self._port = rank, world, port
         self._loader, self._held = LOADERS[loader], None
-        with contextlib.suppress(Exception):  # what fails is asked again, and reported
-            self._loader(Path(small), None)
+        if small:
+            with contextlib.suppress(Exception):  # what fails is asked again, and reported
+                self._loader(Path(small), None)
         gc.collect()
         self.commands: dict[str, Callable[..., dict]] = {"logits": self.logits, "load": self.load, "memory": memory}
 
-    def logits(self, path: str) -> dict:
-        """The logits of a checkpoint's model in float32, flat."""
-        model = self._loader(Path(path), torch.float32).eval()
+    def logits(self, path: str, loader: str | None = None) -> dict:
+        """The logits of a checkpoint's model in float32, flat; of this process's loader, or of another."""
+        self._join()
+        load = LOADERS[loader] if loader else self._loader
+        model = load(Path(path), torch.float32).eval()
         with torch.no_grad():
             found = model(torch.tensor(TOKENS))
         return {"logits": getattr(found, "logits", found).float().flatten().tolist()}
+
+    def _join(self) -> None:
+        """Meets the other ranks, if any: within a question, since gloo prints to standard output."""
+        if self._world > 1 and not dist.is_initialized():
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            place = f"tcp://127.0.0.1:{self._port}"
+            dist.init_process_group("gloo", init_method=place, rank=self._rank, world_size=self._world)
 
     def load(self, path: str) -> dict:
         """Loads with the dtypes of the file, and touches every page: seconds, and what memory grew by, in bytes."""
@@ -98,6 +113,11 @@ class FmsWorker:
         seconds, after = time.perf_counter() - started, memory()
         grown = {key: after[key] - before[key] for key in ("anonymous", "rss") if key in after}
         return {"seconds": seconds, "peak_rss": after.get("peak_rss", 0) - before.get("rss", 0), **grown}
+
+
+def _strategy() -> str | None:
+    """How FMS shares a model: by tensor parallelism, where this process is one of several."""
+    return "tp" if dist.is_initialized() else None
 
 
 @contextlib.contextmanager

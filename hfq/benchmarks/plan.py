@@ -23,7 +23,7 @@ from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
 from hfq.benchmarks.plan_report import plan_report
 from hfq.benchmarks.probes import KindProbe, layers_of
-from hfq.benchmarks.ranks import Ranks
+from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.benchmarks.report import Record, Report
 from hfq.integrations.planning import PlannedModel, open_model
 from hfq.placement.hardware import Hardware
@@ -108,7 +108,7 @@ def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
         file = stack.enter_context(disk_file(folder, nbytes))
         models = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         machine = MachineProbe(file, models, size, quick)
-        ranks = stack.enter_context(Ranks(count)) if count else None
+        ranks = stack.enter_context(zero3_ranks(count)) if count else None
         gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
         yield _Probes(machine, ranks, gathering, count, 1 if quick else None)
 

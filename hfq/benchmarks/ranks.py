@@ -6,34 +6,29 @@ import contextlib
 import importlib.util
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from hfq.benchmarks.process import Worker
 from hfq.errors import SetupError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "zero3_ranks"]
 
 
 class Ranks:
-    """Processes of `ranks_worker` that form one run; a context manager.
+    """Processes that form one run; a context manager.
 
     Args:
+        module: The module that each runs, as `process.Worker` does; it is told its `rank`, the `world` and their `port`, too.
         count: How many.
-
-    Raises:
-        SetupError: DeepSpeed is not installed.
+        options: What else each is started with; JSON-ready.
     """
 
-    def __init__(self, count: int) -> None:
-        if importlib.util.find_spec("deepspeed") is None:
-            raise SetupError(
-                "Ranks under ZeRO-3 cannot be measured.", expected="deepspeed", found="it is not installed",
-                fix="pip install deepspeed, or leave ZeRO-3 out",
-            )  # fmt: skip
+    def __init__(self, module: str, count: int, **options: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._stack = contextlib.ExitStack()
-        starting = (Worker("hfq.benchmarks.ranks_worker", rank=rank, world=count, port=port) for rank in range(count))
+        starting = (Worker(module, rank=rank, world=count, port=port, **options) for rank in range(count))
         self._workers = [self._stack.enter_context(worker) for worker in starting]
         self._threads = self._stack.enter_context(ThreadPoolExecutor(count))
 
@@ -43,13 +38,21 @@ class Ranks:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    def answers(self, question: str, **arguments: object) -> list[dict]:
+        """The answers of all ranks, in their order, errors among them.
+
+        Raises:
+            SetupError: A rank is gone.
+        """
+        return list(self._threads.map(lambda worker: worker.ask(question, **arguments), self._workers))
+
     def ask(self, question: str, **arguments: object) -> list[dict]:
         """The answers of all ranks, in their order.
 
         Raises:
             SetupError: A rank is gone, or failed.
         """
-        answers = list(self._threads.map(lambda worker: worker.ask(question, **arguments), self._workers))
+        answers = self.answers(question, **arguments)
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise SetupError(
@@ -57,3 +60,17 @@ class Ranks:
                     fix="read the error above; `hfq doctor` tells whether DeepSpeed works here",
                 )  # fmt: skip
         return answers
+
+
+def zero3_ranks(count: int) -> Ranks:
+    """So many ranks under ZeRO-3.
+
+    Raises:
+        SetupError: DeepSpeed is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise SetupError(
+            "Ranks under ZeRO-3 cannot be measured.", expected="deepspeed", found="it is not installed",
+            fix="pip install deepspeed, or leave ZeRO-3 out",
+        )  # fmt: skip
+    return Ranks("hfq.benchmarks.ranks_worker", count)

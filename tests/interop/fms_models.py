@@ -25,6 +25,11 @@ OTHERS = {
         {"layers_block_type": ["attention"] * LAYERS, "num_local_experts": 0, "shared_intermediate_size": INNER,
          "num_experts_per_tok": 0, "position_embedding_type": "rope", "rope_theta": 10000.0},
     ),
+    "granite_moe_hybrid with Mamba": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "shared_intermediate_size": INNER, "num_experts_per_tok": 1,
+         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 12, "position_embedding_type": "rope", "rope_theta": 10000.0},
+    ),
     "bamba": (
         "BambaForCausalLM",
         {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 12, "mamba_n_groups": 1, "attn_layer_indices": [1]},

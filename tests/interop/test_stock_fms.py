@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from interop import fms_models
-from interop.test_fms import CONFIG, TOKENS, error, logits
+from interop.test_fms import CONFIG, TOKENS, error, logits, reference
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
@@ -119,3 +119,24 @@ def test_as_many_tokens_as_key_heads(made):
     path, expected = made("dense", 2, tokens=TOKENS[:, :2])
     with torch.no_grad():
         assert error(stock(path)(TOKENS[:, :2]), expected) <= 5e-6
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="rope_theta is not handed on")
+def test_the_base_of_qwen3s_rope(tmp_path):
+    path = fms_models.write_other(tmp_path, "qwen3", "dense")
+    assert error(logits(stock(path, multiple_of=1)), reference(path)) <= 5e-6
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="the inner size is rounded up to a multiple of 256")
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_an_inner_size_that_256_does_not_divide(tmp_path, name):
+    path = (
+        fms_models.write(tmp_path, name, "dense", 2) if name == "mistral" else fms_models.write_other(tmp_path, name, "dense")
+    )
+    assert error(logits(stock(path)), reference(path)) <= 5e-6
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="sliding_window is not used")
+def test_mistrals_sliding_window(tmp_path):
+    path = fms_models.write(tmp_path, "mistral", "dense", 2, sliding_window=3)
+    assert error(logits(stock(path, multiple_of=1)), reference(path)) <= 5e-6
