@@ -117,15 +117,13 @@ class GgmlLinear:
         Both are copied, by way of the float32 that ggml takes (it rounds activations to 8 bits itself) and gives.
         """
         rows = activations.shape[0]
+        self._follow_torch()
         if rows not in self._graphs:
             self._graphs[rows] = self._build(rows)
         graph, inputs, outputs = self._graphs[rows]
-        if self._threads != torch.get_num_threads():
-            self._start_threads(torch.get_num_threads())
         inputs.copy_(activations)
         status = self._ggml.ggml_backend_graph_compute(self._backend, graph)
-        if self._pool is not None:
-            self._ggml.ggml_threadpool_pause(self._pool)  # what waits would spin beside whatever is measured next
+        self._ggml.ggml_threadpool_pause(self._pool)  # what waits would spin beside whatever is measured next
         if status:
             raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
         return outputs.to(activations.dtype, copy=True)
@@ -153,8 +151,11 @@ class GgmlLinear:
         if not self._ggml.ggml_backend_supports_op(self._backend, product):
             raise RuntimeError(f"ggml does not multiply {name} {self.shape} in this arrangement on this processor")
 
-    def _start_threads(self, count: int) -> None:
-        """A pool that is kept, as llama.cpp keeps one: without it, ggml starts threads for every graph."""
+    def _follow_torch(self) -> None:
+        """A pool of torch's number of threads, kept as llama.cpp keeps one: without, ggml starts threads for every graph."""
+        count = torch.get_num_threads()
+        if count == self._threads:
+            return
         params = _ThreadpoolParams()
         self._ggml.ggml_threadpool_params_init(byref(params), count)
         self._pool = self._hold(self._ggml.ggml_threadpool_new(byref(params)), self._ggml.ggml_threadpool_free)
