@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["GPTQMODEL", "PEER", "PEERS", "make_peers", "missing_peers"]
+from hfq.benchmarks.ggml import GgmlLinear, find_package
 
-PEER, GPTQMODEL = "torch int4pack", "gptqmodel"
+__all__ = ["GGML", "GPTQMODEL", "PEER", "PEERS", "REPACKED", "make_peers", "missing_peers"]
+
+PEER, GPTQMODEL, GGML = "torch int4pack", "gptqmodel", "ggml"
+REPACKED = "Q4_K repack"
+"""ggml's type of 4.5 bits a weight, rearranged for the processor; its products round activations to 8 bits, for groups of 256."""
 
 Call = Callable[[torch.Tensor], object]
 
@@ -28,7 +32,7 @@ def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
         try:
             nbytes, call = make(dense)
             call(torch.zeros(1, dense.shape[1], dtype=torch.bfloat16))
-        except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError):
             continue  # another version, or a processor that it does not run on
         found[tool, weights] = nbytes, call
     return found
@@ -122,6 +126,14 @@ def _torchao_int8(dense: torch.Tensor) -> tuple[int, Call]:
     return dense.numel() + 2 * dense.shape[0], model.requires_grad_(False)
 
 
+def _ggml(name: str, repack: bool) -> Callable[[torch.Tensor], tuple[int, Call]]:
+    def make(dense: torch.Tensor) -> tuple[int, Call]:
+        layer = GgmlLinear(dense, name, repack)
+        return layer.nbytes, layer
+
+    return make
+
+
 def _plain(dense: torch.Tensor) -> torch.nn.Linear:
     layer = torch.nn.Linear(dense.shape[1], dense.shape[0], bias=False, dtype=torch.bfloat16)
     layer.weight = torch.nn.Parameter(dense.clone(), requires_grad=False)
@@ -137,5 +149,8 @@ PEERS: dict[tuple[str, str], tuple[str, Callable[[torch.Tensor], tuple[int, Any]
     ("optimum-quanto", "qint8"): ("optimum.quanto", _quanto("qint8", 8)),
     ("optimum-quanto", "qfloat8"): ("optimum.quanto", _quanto("qfloat8", 8)),
     ("torchao", "int8 weight-only, eager"): ("torchao", _torchao_int8),
+    (GGML, REPACKED): (find_package(), _ggml("Q4_K", True)),
+    (GGML, "Q4_0 repack"): (find_package(), _ggml("Q4_0", True)),
+    (GGML, "Q8_0"): (find_package(), _ggml("Q8_0", False)),
 }
 """(tool, what it stores) → (the package, what makes its layer of a weight)."""

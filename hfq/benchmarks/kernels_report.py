@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from hfq.benchmarks.kernel_peers import GPTQMODEL, PEER, missing_peers
+from hfq.benchmarks.ggml import compiled_for
+from hfq.benchmarks.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
 from hfq.benchmarks.kernels import DENSE, READ, ROUNDED, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
@@ -54,8 +55,19 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "memory read": ", ".join(rates),
         "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
         "activations": "bfloat16",
+        f"gptq4 g128, native, over {GGML} {REPACKED}": _over_ggml(records),
         "not measured": ", ".join(f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()) or "none",
     }
+
+
+def _over_ggml(records: list[Record]) -> str:
+    """How many times as fast four bits are here as where activations are rounded to 8 bits and the weight is rearranged."""
+    theirs, ours, found = {"method": GGML, "weights": REPACKED}, {"method": "native", "weights": "gptq4 g128"}, []
+    for threads in _in_order(records, "threads"):
+        for rows in _in_order(records, "rows"):
+            value = _over_shapes(select(records, threads=threads), theirs, ours, rows)
+            found += [] if value is None else [f"{value:.2f} (M={rows}, {threads} threads)"]
+    return f"{', '.join(found)}; ggml compiled for {compiled_for()}" if found else "not measured"
 
 
 def _measured(records: list[Record]) -> dict[tuple[str, str], None]:
