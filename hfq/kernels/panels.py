@@ -29,11 +29,13 @@ Fill = Callable[[int, int, torch.dtype], torch.Tensor]
 """(first output row, rows, dtype) → that part of the weight, [rows, in_features], valid until the next call."""
 
 
-def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
-    """As `reference.linear`, which takes over for activations that are not on a CPU."""
+def linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, panel_nbytes: int | None = None
+) -> torch.Tensor:
+    """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
-    return multiply(activations, tensors, weight_format, _filler(tensors, weight_format))
+    return multiply(activations, tensors, weight_format, _filler(tensors, weight_format), panel_nbytes)
 
 
 def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
@@ -44,8 +46,9 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
 
 
 def multiply(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill
-) -> torch.Tensor:
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill,
+    panel_nbytes: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`activations @ W.T (+ bias)` by panels.
 
     Args:
@@ -53,6 +56,7 @@ def multiply(
         tensors: The module's tensors by local name.
         weight_format: Their format.
         fill: Dequantizes a panel.
+        panel_nbytes: The most bytes of a panel; None for `PANEL_NBYTES`.
 
     Returns:
         [..., out_features] in the activations' dtype.
@@ -64,7 +68,7 @@ def multiply(
     batch = max(BATCH_NBYTES // (4 * max(in_features, 1)), 1)
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch].to(dtype)
-        for start, count in _spans(weight_format, out_features, in_features, dtype):
+        for start, count in _spans(weight_format, out_features, in_features, dtype, panel_nbytes):
             panel, target = fill(start, count, dtype), flat[first : first + batch, start : start + count]
             if dtype == result.dtype:
                 torch.mm(part, panel.t(), out=target)
@@ -105,10 +109,12 @@ def _has_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
-def _spans(weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+def _spans(
+    weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None
+) -> Iterator[tuple[int, int]]:
     """(first output row, rows) of each panel."""
     multiple = weight_format.row_multiple
-    step = max(PANEL_NBYTES // (dtype.itemsize * max(in_features, 1)) // multiple, 1) * multiple
+    step = max((nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1)) // multiple, 1) * multiple
     for start in range(0, out_features, step):
         yield start, min(step, out_features - start)
 

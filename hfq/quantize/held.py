@@ -13,6 +13,10 @@ from hfq.kernels import panels
 __all__ = ["hold", "let_go", "tensors_of"]
 
 
+_PANEL_NBYTES = 1 << 20
+"""Of a panel in floats; what a format makes on the way takes as much again, or more."""
+
+
 class _Held:
     """The forward of a layer that is held."""
 
@@ -23,7 +27,8 @@ class _Held:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         bias = self.layer._parameters.get("bias")
-        return panels.linear(inputs, self.tensors if bias is None else {**self.tensors, "bias": bias}, self.format)
+        tensors = self.tensors if bias is None else {**self.tensors, "bias": bias}
+        return panels.linear(inputs, tensors, self.format, _PANEL_NBYTES)
 
 
 def hold(layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
