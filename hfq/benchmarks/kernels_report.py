@@ -60,6 +60,9 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
     }
 
 
+_OWN_THREADS = ", whose threads on more than one share processors with torch's that wait awake"
+
+
 def _over_ggml(records: list[Record]) -> str:
     """How many times as fast four bits are here as where activations are rounded to 8 bits and the weight is rearranged."""
     theirs, ours, found = {"method": GGML, "weights": REPACKED}, {"method": "native", "weights": "gptq4 g128"}, []
@@ -67,7 +70,9 @@ def _over_ggml(records: list[Record]) -> str:
         for rows in _in_order(records, "rows"):
             value = _over_shapes(select(records, threads=threads), theirs, ours, rows)
             found += [] if value is None else [f"{value:.2f} (M={rows}, {threads} threads)"]
-    return f"{', '.join(found)}; ggml compiled for {compiled_for()}" if found else "not measured"
+    if not found:
+        return "not measured"
+    return f"{', '.join(found)}; ggml compiled for {compiled_for()}{_OWN_THREADS}"
 
 
 def _measured(records: list[Record]) -> dict[tuple[str, str], None]:

@@ -50,6 +50,6 @@ def test_the_report_says_how_close_four_bits_come_to_it(monkeypatch):
     monkeypatch.setattr(kernels_report, "compiled_for", lambda: "AVX2")
     fact = "gptq4 g128, native, over ggml Q4_K repack"
     assert kernels_report.report(ours + theirs, 1).facts[fact] == (
-        "0.75 (M=1, 1 threads), 1.50 (M=8, 2 threads); ggml compiled for AVX2"
+        "0.75 (M=1, 1 threads), 1.50 (M=8, 2 threads); ggml compiled for AVX2" + kernels_report._OWN_THREADS
     )
     assert kernels_report.report(ours, 1).facts[fact] == "not measured"
