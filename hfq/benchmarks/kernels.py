@@ -23,6 +23,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels.held import HeldTensors
 from hfq.kernels.table import KERNELS, Kernel, explain_kernels
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
@@ -98,7 +99,7 @@ def bench_kernels(
 def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
     """Every method on one shape: a record for each method, number of rows and round."""
     out_features, in_features = shape
-    layers = {weights: random_layer(weight_format, *shape) for weights, weight_format in FORMATS.items()}
+    layers = {weights: HeldTensors(random_layer(weight_format, *shape)) for weights, weight_format in FORMATS.items()}
     dense = torch.randn(out_features, in_features).to(torch.bfloat16)
     wide, flush = dense.to(torch.float32), torch.zeros(FLUSH_NBYTES // 4)
     peers = make_peers(dense)

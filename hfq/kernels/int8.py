@@ -22,7 +22,9 @@ from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
-from hfq.kernels.native.int8 import integer_product, is_built, rounded_linear
+from hfq.kernels.held import HeldTensors
+from hfq.kernels.native.int8 import RoundedWeight, integer_product, is_built, rounded_linear
+from hfq.kernels.native.structure import DTYPES
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
@@ -39,8 +41,8 @@ _VNNI_ROWS = 32
 """With VNNI, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows, Zen 4). The
 number between is unmeasured."""
 
-_FUSED_ROWS = 64
-"""The most rows that are rounded, multiplied and scaled in one call."""
+_FUSED_ROWS, _FUSED_DTYPES = 64, (torch.float32, torch.bfloat16)
+"""The most rows that are rounded, multiplied and scaled in one call, and of which dtypes."""
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
 """`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
@@ -73,8 +75,9 @@ def linear(
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
-    if _is_fused(rows, weight, weight_format, scheme):
-        return _fused(activations, rows, tensors, weight_format, scheme)
+    fused = _fused_weight(tensors, weight_format, scheme)
+    if fused is not None and _is_for_fused(rows):
+        return _fused(activations, rows, tensors, fused)
     outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
     columns = outliers.nonzero()[:, 0] if outliers is not None else None
     multiply = _multiplier(rows, weight)
@@ -103,32 +106,44 @@ def linear(
     return result
 
 
-def _is_fused(rows: torch.Tensor, weight: torch.Tensor, weight_format: ScaledCodes, scheme: ActivationScheme) -> bool:
-    """Whether the compiled part does all: for few rows each of torch's operations would take about as long as the product."""
+def _is_for_fused(rows: torch.Tensor) -> bool:
+    """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as long as the product."""
+    count = rows.shape[0]
+    return 0 < count <= _FUSED_ROWS and rows.dtype in _FUSED_DTYPES and not (count >= _VNNI_ROWS and _has_exact_dots())
+
+
+def _fused_weight(
+    tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
+) -> RoundedWeight | None:
+    """The weight as `rounded_linear` reads it, kept with tensors that a module holds; None where it cannot."""
+    answers = tensors.answers if type(tensors) is HeldTensors else {}
+    answer = answers.get("int8")
+    if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
+        return answer[2]
     is_plain = scheme.strategy == "token" and scheme.scale_name is None and scheme.outlier_threshold is None
-    is_few = 0 < rows.shape[0] <= _FUSED_ROWS and not (rows.shape[0] >= _VNNI_ROWS and _has_exact_dots())
-    is_readable = rows.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous() and not weight_format.zero_dtype
-    return is_plain and is_few and is_readable and is_built()
+    weight, stored = tensors[weight_format.codes], tensors[weight_format.scale]
+    if not is_plain or not weight.is_contiguous() or weight_format.zero_dtype or not is_built():
+        return None
+    steps = (stored if stored.dtype in DTYPES else stored.to(torch.float32)).contiguous()
+    bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
+    fused = RoundedWeight(weight, steps, weight_format.multiplier, TOPS["int8"], bound)
+    if steps is stored:  # a copy would stay what it is when the stored scales are others
+        answers["int8"] = weight_format, scheme, fused
+    return fused
 
 
 def _fused(
-    activations: torch.Tensor, rows: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes,
-    scheme: ActivationScheme,
-) -> torch.Tensor:  # fmt: skip
+    activations: torch.Tensor, rows: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight: RoundedWeight
+) -> torch.Tensor:
     """As `linear` by torch's operations, bit for bit."""
-    weight, steps = tensors[weight_format.codes], tensors[weight_format.scale]
-    if steps.dtype != torch.float32 or not steps.is_contiguous():
-        steps = steps.to(torch.float32).contiguous()
-    steps = steps if weight_format.multiplier == 1 else steps * weight_format.multiplier
-    bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
-    batch = max(BATCH_NBYTES // (4 * (sum(weight.shape) + 1)), 1)
+    result = activations.new_empty(*activations.shape[:-1], weight.out_features)  # no view, as in the reference
+    batch = max(BATCH_NBYTES // (4 * (weight.out_features + weight.in_features + 1)), 1)
     if rows.shape[0] <= batch:
-        rounded_linear(rows, weight, steps, TOPS["int8"], bound, result)
+        rounded_linear(rows, weight, result)
     else:
         for part, target in zip(rows.split(batch), result.view(rows.shape[0], -1).split(batch), strict=True):
-            rounded_linear(part, weight, steps, TOPS["int8"], bound, target)
+            rounded_linear(part, weight, target)
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)

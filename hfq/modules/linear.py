@@ -80,16 +80,16 @@ class _Multiply(torch.autograd.Function):
 
 
 def _multiply(activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
-    device, scheme = activations.device, module.scheme
-    kernel, tensors, activations = _where_it_computes(module, activations)
+    scheme = module.scheme
+    kernel, tensors, values = _where_it_computes(module, activations)
     if module.outliers is not None and scheme is not None:
-        module.outliers.count(activations, scheme)
+        module.outliers.count(values, scheme)
     if kernel.rounds:
-        result = kernel.linear(activations, tensors, module.weight_format, scheme)
+        result = kernel.linear(values, tensors, module.weight_format, scheme)
     else:
-        rounded = activations if scheme is None else quantize_activations(activations, scheme, tensors)
+        rounded = values if scheme is None else quantize_activations(values, scheme, tensors)
         result = kernel.linear(rounded, tensors, module.weight_format)
-    return result if result.device == device else result.to(device)
+    return result if values is activations else result.to(activations.device)
 
 
 def _where_it_computes(module: PackedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
@@ -99,4 +99,4 @@ def _where_it_computes(module: PackedLinear, values: torch.Tensor) -> tuple[Kern
         tensors = module.resting_tensors()
         home.visits += 1
         return module.kernel, tensors, values.to(next(iter(tensors.values())).device)
-    return module.kernel if values.device.type == "cpu" else module.accelerated, module.packed_tensors(), values
+    return module.kernel if values.is_cpu else module.accelerated, module.packed_tensors(), values

@@ -13,6 +13,7 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.dtypes import torch_dtype
+from hfq.kernels.held import HeldTensors
 from hfq.modules.away import AwayParameter, check_stays
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
@@ -53,6 +54,7 @@ class PackedModule(nn.Module):
         self._segments: Mapping[str, Segment] | None = None
         self._is_gathered: Callable[[], bool] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
+        self._resting: _Resting | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
@@ -67,14 +69,14 @@ class PackedModule(nn.Module):
     def hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keeps these tensors, zero-copy, as frozen parameters under their on-disk names."""
         self._parameters.clear()
-        self._segments = self._is_gathered = None
+        self._segments = self._is_gathered = self._resting = None
         for local, tensor in tensors.items():
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
     def hold_row(self, row: ArenaRow) -> None:
         """Keeps one arena as the frozen parameter `packed_row`."""
         self._parameters.clear()
-        self._segments, self._is_gathered = row.segments, None
+        self._segments, self._is_gathered, self._resting = row.segments, None, None
         self._parameters[_ARENA] = _frozen(row.buffer)
 
     def hold_shard(self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]) -> None:
@@ -86,7 +88,7 @@ class PackedModule(nn.Module):
             is_gathered: Whether it is gathered.
         """
         self._parameters.clear()
-        self._segments, self._is_gathered = segments, is_gathered
+        self._segments, self._is_gathered, self._resting = segments, is_gathered, None
         self._parameters[_ARENA] = parameter
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -106,15 +108,27 @@ class PackedModule(nn.Module):
         lent = self._onloaded
         if lent is not None and lent[0] == threading.get_ident():
             return lent[1]
-        tensors = self.resting_tensors()
-        if self.fetch is not None and (self.is_away or any(tensor.is_meta for tensor in tensors.values())):
+        resting = self._resting
+        if resting is None or not resting.is_current(self._parameters):
+            resting = self._find_resting()
+        if self.fetch is not None and (self.is_away or resting.is_meta):
             return self.fetch()
-        if any(tensor.is_meta for tensor in tensors.values()):
+        if resting.is_meta:
             raise PlacementError(
                 f"{self.name} was used before its weights were loaded.", expected="loaded or onloaded weights",
                 found="weights on meta", fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
             )  # fmt: skip
-        return tensors
+        return resting.tensors
+
+    def _find_resting(self) -> _Resting:
+        """The module's tensors where they rest, kept until one is replaced or moves; those of a shard for this call alone."""
+        with torch.inference_mode(False):  # what is kept is used outside of it, too
+            tensors = HeldTensors(self.resting_tensors())
+        found = _Resting(
+            tensors, [(name, held, held.data_ptr()) for name, held in self._parameters.items() if held is not None]
+        )
+        self._resting = found if self._is_gathered is None else None
+        return found
 
     def resting_tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in the shards of ranks."""
@@ -224,6 +238,31 @@ class PackedModule(nn.Module):
             else:
                 tensor.copy_(found)
         unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
+
+
+class _Resting:
+    """A module's tensors where they rest, and the parameters that they are.
+
+    Attributes:
+        tensors: By local on-disk name.
+        is_meta: Whether any of them is on `meta`.
+    """
+
+    __slots__ = ("_sources", "is_meta", "tensors")
+
+    def __init__(self, tensors: HeldTensors, sources: list[tuple[str, nn.Parameter, int]]) -> None:
+        self.tensors, self._sources = tensors, sources
+        self.is_meta = any(tensor.is_meta for tensor in tensors.values())
+
+    def is_current(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
+        """Whether the parameters are the same ones, and lie where they did."""
+        for name, parameter, place in self._sources:  # a generator takes several times as long
+            if parameters.get(name) is not parameter or parameter.data_ptr() != place:
+                return False
+        return True
+
+    def __reduce__(self):
+        return type(None), ()  # a copy of the module finds its own
 
 
 @functools.cache

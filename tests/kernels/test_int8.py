@@ -13,6 +13,7 @@ from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import int8, panels
 from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_activations
+from hfq.kernels.held import HeldTensors
 from hfq.kernels.native import int8 as compiled_int8
 from hfq.kernels.native.int8 import integer_product, rounded_linear
 from hfq.kernels.table import choose_kernel, explain_kernels
@@ -294,3 +295,40 @@ def test_the_kernel_is_chosen_for_rounded_activations_alone(integers):
 def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, scheme, in_features, part):
     assert part in int8.reason_against(weight_format, scheme, in_features, 64)
     assert choose_kernel("auto", weight_format, in_features, 64, scheme=scheme).name == "panels"
+
+
+@pytest.mark.parametrize("scale_shape", [(37, 1), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_any_dtype_are_read_as_they_lie(integers, dtype, scale_shape, monkeypatch):
+    weight_format, tensors = layer(37, 99, IntQuantized(scale_shape=scale_shape))
+    tensors["weight_scale"] = (tensors["weight_scale"] * 2.0**-9).to(dtype)  # subnormal ones among those of float16
+    tensors["weight_scale"].view(-1)[0] = torch.finfo(dtype).smallest_normal / 4
+    rows = random_rows(3, 99) * 2.0**20
+    monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
+    expected = int8.linear(rows, tensors, weight_format, TOKEN)
+    monkeypatch.setattr(int8, "_FUSED_ROWS", 64)
+    assert torch.equal(int8.linear(rows, tensors, weight_format, TOKEN), expected)
+    assert expected[:, 0].abs().min() > 0
+
+
+def test_every_half_is_widened_exactly(integers, monkeypatch):
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    weight_format = IntQuantized(scale_shape=(1 << 16, 1))
+    tensors = {"weight": torch.ones(1 << 16, 1, dtype=torch.int8), "weight_scale": codes.view(-1, 1)}
+    found = int8.linear(torch.ones(1, 1), tensors, weight_format, TOKEN)[0]
+    monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
+    expected = int8.linear(torch.ones(1, 1), tensors, weight_format, TOKEN)[0]
+    assert torch.equal(found.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept], expected[kept])
+
+
+def test_scales_that_are_written_in_place_are_the_next_products(integers):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        weight_format, tensors = layer(37, 99)
+        held = HeldTensors(tensors | {"weight_scale": tensors["weight_scale"].to(dtype)})
+        rows = random_rows(2, 99)
+        first = int8.linear(rows, held, weight_format, TOKEN)
+        assert ("int8" in held.answers) == (dtype != torch.float64)
+        held["weight_scale"].mul_(2)
+        assert torch.equal(int8.linear(rows, held, weight_format, TOKEN), 2 * first)

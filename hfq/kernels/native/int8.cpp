@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -119,6 +120,13 @@ inline float widened(uint16_t bits) {
     return value;
 }
 
+inline float from_half(uint16_t half) {
+    uint32_t bits = (half & 0x7fffu) << 13 | ((half & 0x7c00) == 0x7c00 ? 0x7f800000u : 0);
+    float value;
+    memcpy(&value, &bits, 4);
+    return (half & 0x8000 ? -value : value) * 0x1p112f;  // the exponent's offset
+}
+
 inline uint16_t narrowed(float value) {  // to the nearest, ties to even
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -199,19 +207,31 @@ struct KeptSubnormals {
 #endif
 };
 
-// What becomes of the sums: y[m, n] = sum * scales[m] * steps[n], float32 or bfloat16; nothing where y is null.
+// What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing where y is null.
 struct Scaling {
-    const float *scales, *steps;
+    const float *scales;
+    const char *steps;  // float32, bfloat16 or float16, by `steps_dtype`, of any alignment
     int64_t steps_count;
+    int steps_dtype;
+    float multiplier;
     char *y;
     int is_bfloat16;
+
+    float step(int64_t n) const {
+        const char *at = steps + (steps_count == 1 ? 0 : n) * (steps_dtype ? 2 : 4);
+        uint16_t narrow;
+        float value;
+        if (steps_dtype) memcpy(&narrow, at, 2), value = steps_dtype == 1 ? widened(narrow) : from_half(narrow);
+        else memcpy(&value, at, 4);
+        return value * multiplier;
+    }
 
     void apply(const Call &call, int64_t first, int64_t last) const {
         if (!y) return;
         for (int64_t m = 0; m < call.rows; m++)
             for (int64_t n = first; n < last; n++) {
                 const int64_t place = m * call.out_features + n;
-                const float value = (float)call.result[place] * scales[m] * steps[steps_count == 1 ? 0 : n];
+                const float value = (float)call.result[place] * scales[m] * step(n);
                 if (is_bfloat16) ((uint16_t *)y)[place] = narrowed(value);
                 else ((float *)y)[place] = value;
             }
@@ -246,7 +266,10 @@ void run(const Call &call, const Level &level, const Scaling &scaling, int threa
     Parts parts = {call, level, scaling, worth > 1 ? 2 * worth : 1, 0};
     if (worth > 1 && team) return team(take_parts, &parts, (unsigned)threads, 0);
     std::vector<std::thread> others;
-    for (int64_t other = 1; other < worth; other++) others.emplace_back(take_parts, &parts);
+    try {
+        for (int64_t other = 1; other < worth; other++) others.emplace_back(take_parts, &parts);
+    } catch (const std::exception &) {  // no more threads, or no memory: those that there are take all parts
+    }
     take_parts(&parts);
     for (auto &other : others) other.join();
 }
@@ -278,24 +301,31 @@ void hfq_int8_product(
     const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
     int threads, int is_plain, Team team) {
     const Call call = {weight, activations, result, rows, in_features, out_features};
-    run(call, level_of(is_plain), {nullptr, nullptr, 0, nullptr, 0}, threads, team);
+    run(call, level_of(is_plain), {}, threads, team);
 }
 
-// y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps` are the
-// scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. Bit for bit what torch computes in float32 by the same steps.
-void hfq_int8_linear(
-    const int8_t *weight, const float *steps, int64_t steps_count, const char *x, int64_t x_stride, char *y, int is_bfloat16,
-    int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int threads, int is_plain, Team team) {
+// y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps`, of
+// `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. Bit for bit
+// what torch computes in float32 by the same steps. Not 0 where there was no memory, and nothing was computed.
+int hfq_int8_linear(
+    const int8_t *weight, const char *steps, int64_t steps_count, int steps_dtype, float multiplier, const char *x, int64_t x_stride,
+    char *y, int is_bfloat16, int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int threads, int is_plain,
+    Team team) {
     const Level level = level_of(is_plain);
     const int64_t words = rows * (1 + out_features + (in_features + 1) / 2) + in_features;
-    if ((int64_t)kept.size() < words) kept.resize(words);
+    try {
+        if ((int64_t)kept.size() < words) kept.resize(words);
+    } catch (const std::exception &) {
+        return -3;
+    }
     int32_t *scratch = kept.data();
     float *scales = (float *)scratch, *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);
     round_rows(level, x, x_stride, is_bfloat16, rows, in_features, top, bound, wide, scales, codes);
     const Call call = {weight, codes, sums, rows, in_features, out_features};
-    run(call, level, {scales, steps, steps_count, y, is_bfloat16}, threads, team);
+    run(call, level, {scales, steps, steps_count, steps_dtype, multiplier, y, is_bfloat16}, threads, team);
+    return 0;
 }
 
 }  // extern "C"

@@ -11,9 +11,10 @@ import torch
 
 from hfq.kernels.native.build import BuildError, build
 from hfq.kernels.native.library import is_wanted
+from hfq.kernels.native.structure import DTYPES
 from hfq.kernels.native.team import team
 
-__all__ = ["SOURCE", "integer_product", "is_built", "rounded_linear"]
+__all__ = ["SOURCE", "RoundedWeight", "integer_product", "is_built", "rounded_linear"]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
 
@@ -53,26 +54,44 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = 
     return result
 
 
-def rounded_linear(
-    rows: torch.Tensor, weight: torch.Tensor, steps: torch.Tensor, top: float, bound: float, result: torch.Tensor,
-    is_plain: bool = False,
-) -> None:  # fmt: skip
+class RoundedWeight:
+    """A weight that rounded activations are multiplied by, and how those are rounded.
+
+    Args:
+        weight: int8 [out_features, in_features], contiguous, at any address; fewer than 2**17 inputs.
+        steps: float32, bfloat16 or float16 [out_features] or [1], contiguous: the scales of the weight, but for a factor.
+        multiplier: That factor.
+        top: What the amplitude of a row is divided by for its scale.
+        bound: Amplitudes count as at most this.
+    """
+
+    __slots__ = ("_tensors", "arguments", "in_features", "out_features", "roundings")
+
+    def __init__(self, weight: torch.Tensor, steps: torch.Tensor, multiplier: float, top: float, bound: float) -> None:
+        self._tensors = weight, steps
+        self.arguments = weight.data_ptr(), steps.data_ptr(), steps.numel(), DTYPES[steps.dtype], multiplier
+        self.out_features, self.in_features = weight.shape
+        self.roundings = top, bound
+
+
+def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, is_plain: bool = False) -> None:
     """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit what torch computes.
 
     Args:
-        rows: float32 or bfloat16 [rows, in_features], each row contiguous; fewer than 2**17 inputs.
-        weight: int8 [out_features, in_features], contiguous, at any address.
-        steps: float32 [out_features] or [1], contiguous: the scales of the weight.
-        top: What the amplitude of a row is divided by for its scale.
-        bound: Amplitudes count as at most this.
+        rows: float32 or bfloat16 [rows, in_features], each row contiguous.
+        weight: What they are multiplied by.
         result: [..., out_features], contiguous, in the dtype of `rows`; written.
         is_plain: Whether to leave the processor's vectors alone.
+
+    Raises:
+        MemoryError: There is none for the codes of the activations; nothing was written.
     """
-    (count, in_features), out_features = rows.shape, weight.shape[0]
-    _library().hfq_int8_linear(  # type: ignore[union-attr]
-        weight.data_ptr(), steps.data_ptr(), steps.numel(), rows.data_ptr(), rows.stride(0), result.data_ptr(),
-        rows.dtype == torch.bfloat16, count, in_features, out_features, top, bound, torch.get_num_threads(), is_plain, team(),
+    status = _library().hfq_int8_linear(  # type: ignore[union-attr]
+        *weight.arguments, rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
+        weight.in_features, weight.out_features, *weight.roundings, torch.get_num_threads(), is_plain, team(),
     )  # fmt: skip
+    if status != 0:
+        raise MemoryError("no memory for the activations of a product")
 
 
 @functools.cache
@@ -85,9 +104,8 @@ def _library() -> ctypes.CDLL | None:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     loaded.hfq_int8_product.restype = None
     loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int, pointer]
-    loaded.hfq_int8_linear.restype = None
     loaded.hfq_int8_linear.argtypes = [
-        pointer, pointer, size, pointer, size, pointer, ctypes.c_int, size, size, size, ctypes.c_float, ctypes.c_float,
-        ctypes.c_int, ctypes.c_int, pointer,
+        pointer, pointer, size, ctypes.c_int, ctypes.c_float, pointer, size, pointer, ctypes.c_int, size, size, size,
+        ctypes.c_float, ctypes.c_float, ctypes.c_int, ctypes.c_int, pointer,
     ]  # fmt: skip
     return loaded

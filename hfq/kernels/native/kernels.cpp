@@ -1506,23 +1506,33 @@ static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t c
     for (; i < wide; i++) out[i] = 0;
 }
 
+// Zero points of W columns, which begin with a whole byte.
+static HFQ_INLINE vu zeros_at(const Layer &layer, const char *bytes) {
+    const uint32_t mask = (1u << layer.bits) - 1;
+    vu out, shifts;
+    for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? 4 * awq_place(j % 8) : j % 8 * layer.bits);
+    if (layer.bits == 8) {
+        out = __builtin_convertvector(load<vuc>(bytes), vu);
+    } else {
+        for (int half = 0; half < W; half += 8, bytes += layer.bits) {
+            uint32_t word = 0;
+            if (layer.bits == 4) word = load32(bytes);
+            else for (int i = 0; i < layer.bits; i++) word |= (uint32_t)(uint8_t)bytes[i] << 8 * i;
+            if (layer.zero_reading == WORD_PLUS_ONE) word += word_ones(4);
+            for (int j = half; j < half + 8; j++) out[j] = word;
+        }
+        out = out >> shifts & mask;
+    }
+    if (layer.zero_reading == FIELD_PLUS_ONE) out += 1;
+    if (layer.zero_reading == MASKED_PLUS_ONE) out = (out + 1) & mask;
+    return out;
+}
+
 static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
     int64_t i = 0;
-    if (layer.bits == 4) {
-        vu shifts, mask = (vu){} + 15u;
-        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? awq_place(j % 8) : j % 8) * 4;
-        const char *row = layer.zeros + 4 * group * layer.zero_words;
-        for (; i + W <= count; i += W) {
-            uint32_t low = load32(row + (n + i) / 2), high = W == 16 ? load32(row + (n + i) / 2 + 4) : 0;
-            if (layer.zero_reading == WORD_PLUS_ONE) low += word_ones(4), high += word_ones(4);
-            vu words;
-            for (int j = 0; j < W; j++) words[j] = j < 8 ? low : high;
-            words = words >> shifts & mask;
-            if (layer.zero_reading == FIELD_PLUS_ONE) words += 1;
-            if (layer.zero_reading == MASKED_PLUS_ONE) words = (words + 1) & mask;
-            store(out + i, to_float(words));
-        }
-    }
+    const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
+    const bool is_whole = n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4);  // there one is added to 32 bits
+    for (; i + W <= count && is_whole; i += W) store(out + i, to_float(zeros_at(layer, row + i * layer.bits / 8)));
     for (; i < count; i++) out[i] = zero_at(layer, group, n + i);
     for (; i < wide; i++) out[i] = 0;
 }
@@ -1585,6 +1595,14 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
     }
 }
 
+// What the compiler must have in a register here: it would make all terms of a sum first, which registers do not hold, or load a word
+// again for each use.
+template <class V> static HFQ_INLINE void keep_here(V &value) {
+#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
+    __asm__("" : "+x"(value));
+#endif
+}
+
 static HFQ_INLINE vsb spread(const char *digits) { return (vsb)((vu){} + load32(digits)); }
 
 // A chunk of codes times the digits of its activations.
@@ -1610,18 +1628,21 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
 // As add_chunk, for the codes of two column vectors, straight from their words.
 template <int BITS> static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
     const int parts = 8 / BITS;
+    const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
     vs a[DIGITS] = {}, b[DIGITS] = {};
     HFQ_UNROLL
-    for (int v = 0; v < 8; v++) {
-        const char *at = words + v / parts * pitch;
-        const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
-        vb first = (vb)(load<vu>(at) >> BITS * (v % parts) & mask), second = (vb)(load<vu>(at + 4 * W) >> BITS * (v % parts) & mask);
+    for (int r = 0; r < BITS; r++) {
+        vu first = load<vu>(words + r * pitch), second = load<vu>(words + r * pitch + 4 * W);
+        keep_here(first), keep_here(second);
         HFQ_UNROLL
-        for (int d = 0; d < DIGITS; d++) {
-            vsb x = spread(digits + d * CHUNK + 4 * v);
-            a[d] += dot_bytes(first, x), b[d] += dot_bytes(second, x);
-        }
+        for (int part = 0; part < parts; part++)
+            HFQ_UNROLL
+            for (int d = 0; d < DIGITS; d++) {
+                vsb x = spread(digits + d * CHUNK + 4 * (r * parts + part));
+                a[d] += dot_bytes((vb)(first >> BITS * part & mask), x), b[d] += dot_bytes((vb)(second >> BITS * part & mask), x);
+                keep_here(a[d]), keep_here(b[d]);
+            }
     }
     store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
     store(low, load<vi>(low) + (dot_shorts(a[1], heavier) + dot_shorts(a[2], ones)));
@@ -1674,6 +1695,8 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
             words.take(layer, k, least(CHUNK, stop - k), n + i, count - i, step, CHUNK);
             if constexpr (BITS == 0) {
                 for (int set = 0; set < 8; set++) {
+                    HFQ_UNROLL
+                    for (int r = 0; r < 4; r++) __builtin_prefetch(words.at + (4 * set + CHUNK + r) * words.pitch);
                     unpack<0>(words.at + 4 * set * words.pitch, words.pitch, codes);
                     for (int64_t m = 0; m < rows; m++)
                         add_awq(codes, digits + (row + m) * each, set, high + m * wide + i, low + m * wide + i);
@@ -1742,31 +1765,60 @@ static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wid
     }
 }
 
-// Each code with the scale and zero point of its own group.
+// What a tile of scattered groups is multiplied with: scales and zero points, [groups, wide] each, and up to 32 codes of each vector.
+struct Scattered {
+    int64_t wide, codes, places[32];  // of the groups of the codes
+    float *scales, *zeros, *decoded;
+};
+
+// sums[v * W] += up to 32 codes of each of VECTORS column vectors, from column i of the tile on, times ROWS activation rows.
+template <int ROWS, int VECTORS>
+static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i, const float *x, int64_t stride, float *sums) {
+    vf sum[ROWS][VECTORS];
+    HFQ_UNROLL
+    for (int m = 0; m < ROWS; m++)
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) sum[m][v] = load<vf>(sums + m * of.wide + v * W);
+    for (int64_t c = 0; c < of.codes; c++) {
+        const int64_t place = of.places[c] + i;
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            vf code = load<vf>(of.decoded + (v * 32 + c) * W), zero = load<vf>(of.zeros + place + v * W);
+            vf weight = (code - zero) * load<vf>(of.scales + place + v * W);
+            HFQ_UNROLL
+            for (int m = 0; m < ROWS; m++) sum[m][v] = fma(weight, all(x[m * stride + c]), sum[m][v]);
+        }
+    }
+    HFQ_UNROLL
+    for (int m = 0; m < ROWS; m++)
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) store(sums + m * of.wide + v * W, sum[m][v]);
+}
+
+// Each code with the scale and zero point of its own group; of one activation row several vectors at a time, since a sum waits for itself.
 template <int ROWS> static void scattered_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
     const Decode decode_block = decoder(layer);
-    int64_t wide = (count + W - 1) / W * W, size = layer.in_features;
-    float *scales = scratch, *zeros = scales + layer.groups * wide, *y = zeros + layer.groups * wide, *decoded = y + ROWS * wide;
-    all_groups(layer, n, count, wide, scales, zeros);
+    const int64_t wide = up(count, W), size = layer.in_features;
+    const int VECTORS = ROWS == 1 ? 4 : 1;
+    Scattered of = {wide, 0, {}, scratch, scratch + layer.groups * wide, scratch + (2 * layer.groups + ROWS) * wide};
+    float *y = of.zeros + layer.groups * wide;
+    all_groups(layer, n, count, wide, of.scales, of.zeros);
     __builtin_memset(y, 0, sizeof(float) * ROWS * wide);
     for (int64_t k = 0; k < size; k += 32) {
-        int64_t codes = least(32, size - k), places[32];
-        for (int64_t c = 0; c < codes; c++) places[c] = group_of(layer, k + c) * wide;
-        for (int64_t i = 0; i < wide; i += W) {
-            Words words;
-            words.take(layer, k, codes, n + i, count - i, W, 0);
-            decode_block(words.at, words.pitch, codes, decoded);
-            vf sum[ROWS];
-            HFQ_UNROLL
-            for (int m = 0; m < ROWS; m++) sum[m] = load<vf>(y + m * wide + i);
-            for (int64_t c = 0; c < codes; c++) {
-                vf weight = (load<vf>(decoded + c * W) - load<vf>(zeros + places[c] + i)) * load<vf>(scales + places[c] + i);
-                HFQ_UNROLL
-                for (int m = 0; m < ROWS; m++) sum[m] = fma(weight, all(call.x32[(row + m) * call.stride + k + c]), sum[m]);
+        const float *x = call.x32 + row * call.stride + k;
+        of.codes = least(32, size - k);
+        for (int64_t c = 0; c < of.codes; c++) of.places[c] = group_of(layer, k + c) * wide;
+        for (int64_t i = 0, vectors; i < wide; i += vectors * W) {
+            vectors = wide - i >= VECTORS * W ? VECTORS : 1;
+            for (int64_t v = 0; v < vectors; v++) {
+                Words words;
+                words.take(layer, k, of.codes, n + i + v * W, count - i - v * W, W, 0);
+                for (int64_t r = 0; r < layer.bits && words.at != words.copy; r++) __builtin_prefetch(words.at + (layer.bits + r) * words.pitch);
+                decode_block(words.at, words.pitch, of.codes, of.decoded + v * 32 * W);
             }
-            HFQ_UNROLL
-            for (int m = 0; m < ROWS; m++) store(y + m * wide + i, sum[m]);
+            if (vectors > 1) add_scattered<ROWS, VECTORS>(of, i, x, call.stride, y + i);
+            else add_scattered<ROWS, 1>(of, i, x, call.stride, y + i);
         }
     }
     for (int64_t m = 0; m < least(ROWS, call.rows - row); m++)

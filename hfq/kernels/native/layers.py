@@ -14,6 +14,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.scaled import ScaledCodes
+from hfq.kernels.held import HeldTensors
 from hfq.kernels.native import nibbles
 from hfq.kernels.native.structure import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
 
@@ -52,10 +53,27 @@ def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
     """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read.
 
-    It is kept by the tensors' places and kinds, and found again where they are the same: to describe a layer takes longer than to
-    multiply by a small one. Formats of which a layer's numbers are read, and not only their places, are described anew each time.
+    It is kept with the tensors that a module holds, and else by their places and kinds, and found again where they are the same: to
+    describe a layer takes longer than to multiply by a small one. Formats of which a layer's numbers are read, and not only their
+    places, are described anew each time.
     """
-    if isinstance(weight_format, PackQuantized | Nvfp4):
+    if type(tensors) is not HeldTensors:
+        return _found_again(weight_format, tensors)
+    answer = tensors.answers.get("native")
+    if isinstance(answer, tuple) and answer[0] is weight_format:
+        return answer[1]
+    layer = _describe(weight_format, tensors)
+    if not isinstance(weight_format, _READ):
+        tensors.answers["native"] = weight_format, layer
+    return layer
+
+
+_READ = PackQuantized | Nvfp4
+"""Formats of whose layers a number is read."""
+
+
+def _found_again(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
+    if isinstance(weight_format, _READ):
         return _describe(weight_format, tensors)
     key = (
         id(weight_format),
@@ -74,7 +92,7 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
 
 
 _kept: dict[tuple, tuple[Format, NativeLayer | None]] = {}
-_MOST_KEPT = 1 << 14
+_MOST_KEPT = 1 << 12
 
 
 def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:

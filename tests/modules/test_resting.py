@@ -1,0 +1,125 @@
+"""The tensors of a module are found once, and again whenever they are others: whatever is done to its parameters is seen."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from hfq.kernels.held import HeldTensors
+from hfq.kernels.table import KERNELS
+
+IN = 96
+BACKINGS = ["mapped", "arena"]
+KERNEL_NAMES = ["reference", "panels", "native"]
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def doubled_scales(linear) -> str:
+    """The name of the tensor of scales, for a layer of the fixture."""
+    return next(name for name in linear.infos if "scale" in name)
+
+
+@pytest.fixture(params=KERNEL_NAMES)
+def build(make, request, compiled):
+    """`make`, with each kernel in turn: kernels keep what they find out about tensors."""
+
+    def build(backing: str):
+        linear = make(backing)
+        linear.kernel = linear.accelerated = KERNELS[request.param]
+        return linear
+
+    return build
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_one_mapping_serves_call_after_call(make, backing):
+    linear = make(backing)
+    found = linear.packed_tensors()
+    assert type(found) is HeldTensors
+    assert linear.packed_tensors() is found
+    assert linear.resting_tensors() is not found
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_what_is_written_in_place_is_computed_with(build, backing):
+    linear, activations = build(backing), random(2, IN)
+    before = linear(activations) - linear.resting_tensors()["bias"].float()
+    linear.resting_tensors()[doubled_scales(linear)].mul_(2)
+    after = linear(activations) - linear.resting_tensors()["bias"].float()
+    assert torch.allclose(after, 2 * before, rtol=1e-4, atol=1e-4)  # the bias was added to another sum
+    assert not torch.allclose(after, before, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", ["parameter", "data", "load_state_dict", "to", "hold"])
+def test_a_tensor_that_takes_anothers_place_is_computed_with(build, how):
+    linear, activations = build("mapped"), random(2, IN)
+    first = linear(activations)
+    scales = doubled_scales(linear)
+    other = linear.resting_tensors()[scales].clone() * 2
+    linear.packed_tensors()
+    if how == "parameter":
+        linear._parameters[scales] = nn.Parameter(other, requires_grad=False)
+    elif how == "data":
+        linear._parameters[scales].data = other
+    elif how == "load_state_dict":
+        linear.load_state_dict(linear.state_dict() | {scales: other})
+    elif how == "to":
+        linear._apply(torch.clone)
+        linear._parameters[scales].data.mul_(2)
+    else:
+        linear.hold(linear.resting_tensors() | {scales: other})
+    found, fresh = linear(activations), build("mapped")
+    fresh.hold({name: tensor.clone() for name, tensor in linear.resting_tensors().items()})
+    assert torch.equal(found, fresh(activations))
+    assert not torch.equal(found, first)
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_used_module_computes_with_its_own_bytes(build, backing, how):
+    linear, activations = build(backing), random(2, IN)
+    linear.reader = None  # of the fixture alone
+    expected = linear(activations)
+    other = copy.deepcopy(linear) if how == "deepcopy" else pickled(linear)
+    assert torch.equal(other(activations), expected)
+    for tensor in other.packed_tensors().values():
+        tensor.reshape(-1).view(torch.uint8).zero_()
+    assert torch.equal(linear(activations), expected)
+    assert not torch.equal(other(activations), expected)
+
+
+def pickled(module):
+    memory = io.BytesIO()
+    torch.save(module, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+def test_what_inference_mode_finds_first_is_used_outside_of_it(make):
+    linear = make("arena")
+    with torch.inference_mode():
+        expected = linear(random(2, IN))
+    assert not any(tensor.is_inference() for tensor in linear.packed_tensors().values())
+    activations = random(2, IN).requires_grad_()
+    found = linear(activations)
+    found.sum().backward()
+    assert torch.equal(found.detach(), expected)
+
+
+def test_a_layer_that_moved_is_described_anew(make, layer, compiled):
+    weight_format, _ = layer
+    linear = make("arena")
+    linear.kernel = KERNELS["native"]
+    expected = linear(random(1, IN))
+    answers = linear.packed_tensors().answers
+    assert answers["native"][0] is weight_format
+    old = linear.packed_row.data
+    linear.packed_row.data = old.clone()
+    old.zero_()
+    assert linear.packed_tensors().answers is not answers
+    assert torch.equal(linear(random(1, IN)), expected)
