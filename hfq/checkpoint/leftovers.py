@@ -20,6 +20,7 @@ _TEMPORARY = re.compile(r"^\..+\.[a-z0-9_]{8}\.tmp$")
 _CALIBRATION = re.compile(r"^\.hfq-calibrate-[a-z0-9_]{8}$")
 _DESCRIBED = re.compile(r"^hfq-[a-z0-9_]{8}$")
 _HOUR = 3600.0
+_LOAD = 'a load with load="broadcast", or hfq plan'
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,27 @@ def find_leftovers(folders: Iterable[Path], shared: Path = Path("/dev/shm"), lea
     in_use, now = set(_open_files()), time.time()
     found = []
     for path, what in _candidates(folders):
-        inside = [path, *path.iterdir()] if path.is_dir() else [path]
-        status = [each.lstat() for each in inside]
-        is_plain = all(each.is_file() and not each.is_symlink() for each in inside[1:])
+        folders_of_it, files = _parts(path, what)
+        status = [each.lstat() for each in (*folders_of_it, *files)]
+        is_plain = all(each.is_file() and not each.is_symlink() for each in files)
         is_own = all(each.st_uid == os.getuid() for each in status)
         is_old = now - max(each.st_mtime for each in status) >= least_age
-        if is_plain and is_own and is_old and not any(str(each.resolve()) in in_use for each in inside):
-            found.append(Leftover(path, sum(each.st_size for each in status if path.is_file() or each is not status[0]), what))
+        if is_plain and is_own and is_old and not any(str(each.resolve()) in in_use for each in files):
+            found.append(Leftover(path, sum(each.st_size for each in status[len(folders_of_it) :]), what))
     for path in sorted(shared.glob(f"hfq-{os.getuid()}-*")) if shared.is_dir() else []:
         if is_abandoned(path):
             found.append(Leftover(path, path.stat().st_size, "shared memory of a load"))
     return found
+
+
+def _parts(path: Path, what: str) -> tuple[list[Path], list[Path]]:
+    """The folders that a leftover is, and what is in the last of them: a load nests one that bears the checkpoint's name."""
+    if not path.is_dir():
+        return [], [path]
+    entries = list(path.iterdir())
+    if what == _LOAD and len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
+        return [path, entries[0]], list(entries[0].iterdir())
+    return [path], entries
 
 
 def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
@@ -87,7 +98,7 @@ def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
                 yield entry, "hfq calibrate"
     for entry in sorted(Path(tempfile.gettempdir()).iterdir()):
         if _DESCRIBED.match(entry.name) and entry.is_dir() and not entry.is_symlink():
-            yield entry, 'a load with load="broadcast", or hfq plan'
+            yield entry, _LOAD
 
 
 def _open_files() -> Iterator[str]:

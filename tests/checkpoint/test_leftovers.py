@@ -25,6 +25,9 @@ def folder(tmp_path, monkeypatch):
     nested = folder / ".deep.abcdefgh.tmp" / "below"
     nested.mkdir(parents=True)
     (tmp_path / "tmp" / "hfq-abcd1234").mkdir()
+    (tmp_path / "tmp" / "hfq-nested12" / "my-model").mkdir(parents=True)
+    (tmp_path / "tmp" / "hfq-nested12" / "my-model" / "config.json").write_bytes(b"1234")
+    (tmp_path / "tmp" / "hfq-deeper12" / "my-model" / "below").mkdir(parents=True)
     return folder
 
 
@@ -36,7 +39,7 @@ def find(folder, **kwargs):
 def test_leftovers_are_found_with_their_bytes_and_removed(folder):
     found = find(folder)
     sizes = {".packed.abcdefgh.tmp": 5, ".model.safetensors.abcd1234.tmp": 3, ".hfq-calibrate-abcd1234": 1, "hfq-abcd1234": 0}
-    sizes[".model.headers.zip.abcd1234.tmp"] = 2
+    sizes |= {".model.headers.zip.abcd1234.tmp": 2, "hfq-nested12": 4}
     assert {name: leftover.nbytes for name, leftover in found.items()} == sizes
     for leftover in found.values():
         leftover.remove()
@@ -50,6 +53,7 @@ def test_what_is_young_or_open_is_left_alone(folder):
     with (
         (folder / ".model.safetensors.abcd1234.tmp").open("rb"),
         (folder / ".packed.abcdefgh.tmp" / "model.safetensors").open("rb"),
+        (folder.parent / "tmp" / "hfq-nested12" / "my-model" / "config.json").open("rb"),
     ):
         assert set(find(folder)) == {".hfq-calibrate-abcd1234", ".model.headers.zip.abcd1234.tmp", "hfq-abcd1234"}
 
