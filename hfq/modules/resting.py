@@ -15,7 +15,7 @@ __all__ = ["Resting"]
 
 
 class Resting:
-    """A module's tensors where they rest, remembered while the parameters that they are live, and lie where they did.
+    """A module's tensors where they rest, remembered while the parameters that they are live, and are what and where they were.
 
     Args:
         parameters: The module's, before its tensors are looked for: one that another thread replaces meanwhile is then noticed.
@@ -27,7 +27,7 @@ class Resting:
         self._found: tuple[HeldTensors, bool] | None = None
         forget = functools.partial(_forget, weakref.ref(self))
         self._sources = [
-            (name, weakref.ref(parameter, forget), parameter.data_ptr())
+            (name, weakref.ref(parameter, forget), parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
             for name, parameter in tuple(parameters.items())
             if parameter is not None
         ]
@@ -35,7 +35,7 @@ class Resting:
     def keep(self, tensors: Mapping[str, torch.Tensor], is_meta: bool) -> tuple[HeldTensors, bool]:
         """Remembers the tensors, and whether any is on `meta`; returns what `find` will."""
         self._found = found = HeldTensors(tensors), is_meta
-        if any(source() is None for _, source, _ in self._sources):
+        if any(source[1]() is None for source in self._sources):
             self._found = None
         return found
 
@@ -44,9 +44,11 @@ class Resting:
         found = self._found  # before the others are looked at: another thread may replace one meanwhile
         if len(parameters) != len(self._sources):
             return None
-        for name, source, place in self._sources:  # a generator takes several times as long
+        for name, source, place, dtype, shape, strides in self._sources:  # a generator takes several times as long
             parameter = parameters.get(name)
             if parameter is None or source() is not parameter or parameter.data_ptr() != place:
+                return None
+            if parameter.dtype is not dtype or parameter.shape != shape or parameter.stride() != strides:
                 return None
         return found
 

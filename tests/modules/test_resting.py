@@ -93,6 +93,15 @@ def test_a_tensor_that_comes_back_is_computed_with(build, how):
     assert torch.equal(linear(activations), expected)
 
 
+def test_a_tensor_that_is_read_otherwise_in_its_place_is_computed_with(build):
+    linear, fresh, activations = build("mapped"), build("mapped"), random(2, IN)
+    first = linear(activations)
+    for module in (linear, fresh):
+        module._parameters["bias"].data = module._parameters["bias"].data.view(torch.bfloat16)
+    assert torch.equal(linear(activations), fresh(activations))
+    assert not torch.equal(linear(activations), first)
+
+
 @pytest.mark.parametrize("backing", BACKINGS)
 @pytest.mark.parametrize("how", ["to", "meta", "parameter"])
 def test_memory_of_replaced_tensors_is_given_back_before_the_next_forward(build, backing, how):
