@@ -103,7 +103,7 @@ def _most_fused(dtype: torch.dtype) -> int:
 
 def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> NativeLayer | None:
     """The layer as the compiled part reads it; None where it cannot, or where there is nothing to multiply."""
-    if not values.is_cpu or values.dtype not in DTYPES or not values.numel():
+    if not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr():  # there are none, or stand-ins (FakeTensor)
         return None
     layer = describe_layer(weight_format, tensors)
     return layer if layer is not None and layer.in_features and layer.out_features else None

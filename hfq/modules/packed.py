@@ -13,8 +13,8 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.dtypes import torch_dtype
-from hfq.kernels.held import HeldTensors
 from hfq.modules.away import AwayParameter, check_stays
+from hfq.modules.resting import Resting
 from hfq.modules.row import ArenaRow
 from hfq.spec import Segment, TensorInfo
 
@@ -54,7 +54,7 @@ class PackedModule(nn.Module):
         self._segments: Mapping[str, Segment] | None = None
         self._is_gathered: Callable[[], bool] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self._resting: _Resting | None = None
+        self._resting: Resting | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
@@ -109,26 +109,27 @@ class PackedModule(nn.Module):
         if lent is not None and lent[0] == threading.get_ident():
             return lent[1]
         resting = self._resting
-        if resting is None or not resting.is_current(self._parameters):
-            resting = self._find_resting()
-        if self.fetch is not None and (self.is_away or resting.is_meta):
+        found = None if resting is None else resting.find(self._parameters)
+        tensors, is_meta = found or self._find_resting()
+        if self.fetch is not None and (self.is_away or is_meta):
             return self.fetch()
-        if resting.is_meta:
+        if is_meta:
             raise PlacementError(
                 f"{self.name} was used before its weights were loaded.", expected="loaded or onloaded weights",
                 found="weights on meta", fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
             )  # fmt: skip
-        return resting.tensors
+        return tensors
 
-    def _find_resting(self) -> _Resting:
-        """The module's tensors where they rest, kept until one is replaced or moves; those of a shard for this call alone."""
+    def _find_resting(self) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """The module's tensors where they rest, and whether any is on `meta`.
+
+        They are kept until one is replaced or moves; those of a shard are for this call alone.
+        """
+        resting = None if self._is_gathered is not None else Resting(self._parameters)  # before the tensors: see there
         with torch.inference_mode(False):  # what is kept is used outside of it, too
-            tensors = HeldTensors(self.resting_tensors())
-        found = _Resting(
-            tensors, [(name, held, held.data_ptr()) for name, held in self._parameters.items() if held is not None]
-        )
-        self._resting = found if self._is_gathered is None else None
-        return found
+            tensors = self.resting_tensors()
+        self._resting, is_meta = resting, any(tensor.is_meta for tensor in tensors.values())
+        return (tensors, is_meta) if resting is None else resting.keep(tensors, is_meta)
 
     def resting_tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in the shards of ranks."""
@@ -238,31 +239,6 @@ class PackedModule(nn.Module):
             else:
                 tensor.copy_(found)
         unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
-
-
-class _Resting:
-    """A module's tensors where they rest, and the parameters that they are.
-
-    Attributes:
-        tensors: By local on-disk name.
-        is_meta: Whether any of them is on `meta`.
-    """
-
-    __slots__ = ("_sources", "is_meta", "tensors")
-
-    def __init__(self, tensors: HeldTensors, sources: list[tuple[str, nn.Parameter, int]]) -> None:
-        self.tensors, self._sources = tensors, sources
-        self.is_meta = any(tensor.is_meta for tensor in tensors.values())
-
-    def is_current(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
-        """Whether the parameters are the same ones, and lie where they did."""
-        for name, parameter, place in self._sources:  # a generator takes several times as long
-            if parameters.get(name) is not parameter or parameter.data_ptr() != place:
-                return False
-        return True
-
-    def __reduce__(self):
-        return type(None), ()  # a copy of the module finds its own
 
 
 @functools.cache

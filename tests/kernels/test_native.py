@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from kernels.layers import CASES, fp8, gptq
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -403,6 +404,15 @@ def test_what_is_not_contiguous_is_left_to_torch(native):
     assert describe_layer(weight_format, strided) is None
     activations = random(3, 257)
     assert torch.equal(cpu.linear(activations, strided, weight_format), panels.linear(activations, tensors, weight_format))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_stand_ins_for_tensors_are_left_to_torch(native):
+    weight_format, tensors = CASES["fp8 channel"].make()
+    with FakeTensorMode() as mode:
+        given = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+        assert describe_layer(weight_format, given) is None
+        assert cpu._layer(torch.ones(1, 257), tensors, weight_format) is None
 
 
 @pytest.mark.slow

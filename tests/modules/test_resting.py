@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -77,6 +78,63 @@ def test_a_tensor_that_takes_anothers_place_is_computed_with(build, how):
     fresh.hold({name: tensor.clone() for name, tensor in linear.resting_tensors().items()})
     assert torch.equal(found, fresh(activations))
     assert not torch.equal(found, first)
+
+
+@pytest.mark.parametrize("how", ["none", "deleted"])
+def test_a_tensor_that_comes_back_is_computed_with(build, how):
+    linear, activations = build("mapped"), random(2, IN)
+    expected, bias = linear(activations), linear._parameters["bias"]
+    if how == "none":
+        linear._parameters["bias"] = None
+    else:
+        del linear._parameters["bias"]
+    assert not torch.equal(linear(activations), expected)
+    linear._parameters["bias"] = bias
+    assert torch.equal(linear(activations), expected)
+
+
+def test_a_tensor_that_is_read_otherwise_in_its_place_is_computed_with(build):
+    linear, fresh, activations = build("mapped"), build("mapped"), random(2, IN)
+    first = linear(activations)
+    for module in (linear, fresh):
+        module._parameters["bias"].data = module._parameters["bias"].data.view(torch.bfloat16)
+    assert torch.equal(linear(activations), fresh(activations))
+    assert not torch.equal(linear(activations), first)
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+@pytest.mark.parametrize("how", ["to", "meta", "parameter"])
+def test_memory_of_replaced_tensors_is_given_back_before_the_next_forward(build, backing, how):
+    linear = build(backing)
+    linear(random(2, IN))
+    found = [weakref.ref(tensor) for tensor in linear.packed_tensors().values()]
+    if how == "parameter":  # as accelerate's hooks do
+        for name, parameter in linear._parameters.items():
+            linear._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        del parameter
+    else:
+        linear._apply(torch.clone if how == "to" else lambda tensor: tensor.to("meta"))
+    assert all(tensor() is None for tensor in found)
+
+
+def test_what_is_replaced_while_it_is_looked_for_is_noticed(build, monkeypatch):
+    linear, activations = build("mapped"), random(2, IN)
+    scales = doubled_scales(linear)
+    other = nn.Parameter(linear._parameters[scales] * 2, requires_grad=False)
+    find = linear.resting_tensors
+
+    def interrupted():
+        tensors = find()
+        linear._parameters[scales] = other  # by another thread
+        return tensors
+
+    monkeypatch.setattr(linear, "resting_tensors", interrupted)
+    first = linear(activations)
+    monkeypatch.undo()
+    fresh = build("mapped")
+    fresh._parameters[scales] = other
+    assert torch.equal(linear(activations), fresh(activations))
+    assert not torch.equal(linear(activations), first)
 
 
 @pytest.mark.parametrize("backing", BACKINGS)

@@ -278,10 +278,10 @@ Team team = nullptr;
 
 struct Scratch {
     float *memory = nullptr;
-    ~Scratch() { delete[] memory; }
-    float *get() {
-        if (!memory) memory = new float[SCRATCH + 16];
-        return memory + (16 - (uintptr_t)memory / 4 % 16) % 16;
+    ~Scratch() { free(memory); }
+    float *get() {  // null where there is no memory: a thread then leaves all parts to others, and a caller computes nothing
+        if (!memory) memory = (float *)aligned_alloc(64, SCRATCH * 4);
+        return memory;
     }
 };
 thread_local Scratch own_scratch;
@@ -315,6 +315,7 @@ pthread_once_t pool_once = PTHREAD_ONCE_INIT;
 
 void take_parts(Pool *p, Work work, const void *context, int64_t parts) {
     float *scratch = own_scratch.get();
+    if (!scratch) return;
     for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts;) work(context, part, scratch);
 }
 
@@ -356,8 +357,9 @@ struct Shared {
 
 void take_shared(void *argument) {
     Shared *shared = (Shared *)argument;
-    if (__atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
+    if (__atomic_load_n(&shared->wanted, __ATOMIC_RELAXED) <= 0) return;
     float *scratch = own_scratch.get();
+    if (!scratch || __atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
     for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts;)
         shared->work(shared->context, part, scratch);
 }
@@ -393,7 +395,8 @@ void run_in_pool(Pool *p, Work work, const void *context, int64_t parts, int thr
     pthread_mutex_unlock(&p->mutex);
 }
 
-// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone.
+// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone. A caller has
+// its scratch already.
 void run_parts(Work work, const void *context, int64_t parts, int threads, int wanted) {
     pthread_once(&pool_once, make_pool);
     Pool *p = pool;
@@ -583,7 +586,7 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     if (rows < 1 || rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
     float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
-    if (!scratch) return -3;
+    if (!scratch || !own_scratch.get()) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
     Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, wanted);
     run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads, wanted);
@@ -613,7 +616,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
         float *scratch = kept_scratch.get(floats);
-        if (!scratch) return -3;
+        if (!scratch || !own_scratch.get()) return -3;
         int wanted = worthwhile(threads, products);
         Call *calls = (Call *)scratch;
         int64_t *ends = (int64_t *)(calls + (next - first));
@@ -636,6 +639,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
 // Not 0 where nothing was computed, as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (!has_groups(*layer)) return -2;
+    if (!own_scratch.get()) return -3;
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
     int wanted = worthwhile(threads, count * layer->in_features);
