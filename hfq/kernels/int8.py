@@ -75,8 +75,8 @@ def linear(
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
-    fused = _fused_weight(tensors, weight_format, scheme)
-    if fused is not None and _is_for_fused(rows):
+    fused = _fused_weight(tensors, weight_format, scheme) if _is_for_fused(rows) else None
+    if fused is not None:
         return _fused(activations, rows, tensors, fused)
     outliers = outlier_channels(activations, scheme) if rows.shape[0] else None
     columns = outliers.nonzero()[:, 0] if outliers is not None else None
@@ -109,7 +109,8 @@ def linear(
 def _is_for_fused(rows: torch.Tensor) -> bool:
     """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as long as the product."""
     count = rows.shape[0]
-    return 0 < count <= _FUSED_ROWS and rows.dtype in _FUSED_DTYPES and not (count >= _VNNI_ROWS and _has_exact_dots())
+    is_few = 0 < count <= _FUSED_ROWS and not (count >= _VNNI_ROWS and _has_exact_dots())
+    return is_few and rows.dtype in _FUSED_DTYPES and rows.data_ptr() != 0
 
 
 def _fused_weight(
@@ -122,7 +123,7 @@ def _fused_weight(
         return answer[2]
     is_plain = scheme.strategy == "token" and scheme.scale_name is None and scheme.outlier_threshold is None
     weight, stored = tensors[weight_format.codes], tensors[weight_format.scale]
-    if not is_plain or not weight.is_contiguous() or weight_format.zero_dtype or not is_built():
+    if not is_plain or not _has_rows(weight) or weight_format.zero_dtype or not is_built():
         return None
     steps = (stored if stored.dtype in DTYPES else stored.to(torch.float32)).contiguous()
     bound = math.inf if scheme.upper_bound is None else scheme.upper_bound
@@ -150,10 +151,15 @@ def _fused(
     return result
 
 
+def _has_rows(weight: torch.Tensor) -> bool:
+    """Whether a weight's rows lie in memory, one after the other: a stand-in (FakeTensor) has none."""
+    return weight.is_contiguous() and weight.data_ptr() != 0
+
+
 def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
     """(codes int8 [rows, in], weight) → their product; None where panels are faster, or hold more."""
     count, in_features = rows.shape
-    if not count or not weight.is_contiguous():
+    if not count or not _has_rows(weight) or not rows.data_ptr():
         return None
     if count >= _VNNI_ROWS and _has_exact_dots():
         return lambda codes, weight: torch._int_mm(codes, weight.t())

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from kernels.test_reference_memory import Allocations
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfq.formats import ActivationScheme
 from hfq.formats.bitsandbytes import BnbInt8
@@ -332,3 +333,14 @@ def test_scales_that_are_written_in_place_are_the_next_products(integers):
         assert ("int8" in held.answers) == (dtype != torch.float64)
         held["weight_scale"].mul_(2)
         assert torch.equal(int8.linear(rows, held, weight_format, TOKEN), 2 * first)
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_stand_ins_for_tensors_are_left_to_torch(integers, rows):
+    """Their address is null: the compiled part would read there."""
+    weight_format, tensors = layer(64, 128)
+    with FakeTensorMode() as mode:
+        given = HeldTensors({name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
+        found = int8.linear(mode.from_tensor(random_rows(rows, 128)), given, weight_format, TOKEN)
+    assert found.shape == (rows, 64)
+    assert given.answers == {}
