@@ -20,12 +20,18 @@ _buffers = _Buffers()
 
 
 def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
-    """The first `numel` elements of this thread's buffer for a use; made outside inference mode, so that every mode may write it."""
+    """The first `numel` elements of this thread's buffer for a use; made outside inference mode, so that every mode may write it.
+
+    A stand-in for a tensor (FakeTensor) belongs to the mode that made it, and is not kept.
+    """
     kept, key = _buffers.kept, (use, dtype, device)
-    if key not in kept or kept[key].numel() < numel:
+    buffer = kept.get(key)
+    if buffer is None or buffer.numel() < numel:
         with torch.inference_mode(False):
-            kept[key] = torch.empty(numel, dtype=dtype, device=device)
-    return kept[key][:numel]
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        if type(buffer) is torch.Tensor:
+            kept[key] = buffer
+    return buffer[:numel]
 
 
 def release_buffers() -> None:

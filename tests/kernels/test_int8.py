@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfq.formats import ActivationScheme
 from hfq.formats.bitsandbytes import BnbInt8
+from hfq.formats.buffers import release_buffers
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import int8, panels
@@ -337,10 +338,19 @@ def test_scales_that_are_written_in_place_are_the_next_products(integers):
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_stand_ins_for_tensors_are_left_to_torch(integers, rows):
-    """Their address is null: the compiled part would read there."""
+    """Their address is null: the compiled part would read there. What is made of them is nothing that later products use."""
     weight_format, tensors = layer(64, 128)
+    release_buffers()
     with FakeTensorMode() as mode:
         given = HeldTensors({name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
         found = int8.linear(mode.from_tensor(random_rows(rows, 128)), given, weight_format, TOKEN)
     assert found.shape == (rows, 64)
     assert given.answers == {}
+    activations = random_rows(rows, 128)
+    expected = exact(activations, tensors, weight_format, TOKEN)
+    for multiply in (
+        int8.linear,
+        lambda *given: panels.linear(quantize_activations(activations, TOKEN, tensors), *given[1:3]),
+    ):
+        result = multiply(activations, tensors, weight_format, TOKEN).double()
+        assert (result - expected).norm() <= ROUNDING[torch.float32] * expected.norm()
