@@ -68,6 +68,25 @@ def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnorm
         assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[torch.float32], rows
 
 
+@pytest.mark.parametrize("strategy", ["channel", "block"])
+@pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35)])
+def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features, out_features):
+    """Many rows share what was made of their scales; long rows are read two at a time. A NaN is its own row's alone."""
+    block = (128, 128) if strategy == "block" else None
+    weight_format, tensors = fp8(in_features, out_features, strategy=strategy, block_structure=block).make()
+    weight = weight_format.dequantize(tensors)
+    native.hfq_use_subnormals(1)
+    for rows in (1, 2, 8):
+        activations = random(rows, in_features, seed=rows)
+        expected = cpu.linear(activations, tensors, weight_format)
+        assert error(expected, activations, weight) <= RELATIVE[torch.float32], rows
+        faulty = {**tensors, "weight": tensors["weight"].clone()}
+        faulty["weight"].view(torch.uint8)[out_features - 1, in_features - 1] = 0xFF
+        found = cpu.linear(activations, faulty, weight_format)
+        assert torch.equal(found[:, :-1], expected[:, :-1])
+        assert found[:, -1].isnan().all()
+
+
 @pytest.mark.parametrize("subnormals", [0, 1])
 @pytest.mark.parametrize("flushed", [False, True])
 def test_fp8_products_keep_the_smallest_codes_and_activations_of_any_size(native, subnormals, flushed):

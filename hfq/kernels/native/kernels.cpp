@@ -518,6 +518,13 @@ const Work panel_works[][2] = {
 #endif
 };
 
+// Output rows of a part, all of which share their scales if any do; the more, the fewer times are these multiplied with the activations.
+int64_t ordered_width(const Layer &layer, int threads) {
+    int64_t width = 128;
+    while (width > TILE_ROWS && (layer.block_out % width || layer.out_features < 8 * width * threads)) width /= 2;
+    return width;
+}
+
 // The activations as the kernels read them, in `scratch`.
 Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
              int64_t y_stride, float *scratch, int threads) {
@@ -530,7 +537,7 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
-    int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : TILE_ROWS;
+    int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
 }
 
@@ -1136,51 +1143,63 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
 }
 
 const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
+const int64_t ORDERED_ALONE = 6144;  // activations of one row that it holds beside the codes; where there are more, two output rows share their reading
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
-template <int ROWS> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
+template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
     const vu words = load<vu>(codes), odd = (vu)((vs)words >> 4), even = (vu)((vs)((vs)words << 8) >> 4), kept = (vu){} + 0x87F00000u;
     vf weights[4] = {(vf)(even << 16 & kept), (vf)(odd << 16 & kept), (vf)(even & kept), (vf)(odd & kept)};
     HFQ_UNROLL
     for (int m = 0; m < ROWS; m++)
         HFQ_UNROLL
         for (int j = 0; j < 4; j++) {
-            vf &to = sum[ROWS == 1 ? j : j % 2][m];
+            vf &to = sum[ROWS * OUT == 1 ? j : j % 2][m];
             to = fma(weights[j], load<vf>(x + m * wide + j * W), to);
         }
     vb rest = (vb)words & 0x7F;
     worst = rest > worst ? rest : worst;
 }
 
-// total[m] += the products of channels [k, stop) of an output row, with ROWS activation rows; SCALED ones have their scales in them.
-template <int ROWS, bool SCALED>
-static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, const float *x, vf *total, vb &worst) {
+// total[r][m] += the products of channels [k, stop) of OUT output rows, with ROWS activation rows; SCALED ones have their scales in them.
+template <int ROWS, int OUT, bool SCALED>
+static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, int64_t lead, const float *x,
+                                    vf (*total)[ROWS], vb *worst) {
     const char *row = layer.codes + n * layer.row_nbytes;
-    const int64_t wide = ordered_columns(layer), first = scale_place(layer, n, 0), length = SCALED ? stop : layer.block_in;
-    vb found = worst;
+    const int64_t wide = ordered_columns(layer), nbytes = layer.row_nbytes, length = SCALED ? stop : layer.block_in;
+    int64_t places[OUT];
+    vb found[OUT];
+    for (int r = 0; r < OUT; r++) places[r] = scale_place(layer, n + r, 0), found[r] = worst[r];
     for (int64_t segment = k / length, end; k < stop; segment++) {
         end = SCALED ? stop : least(stop, (segment + 1) * length);
-        vf sum[4][ROWS] = {};
+        vf sum[OUT][4][ROWS] = {};
         for (; k + 64 <= end; k += 64) {
-            __builtin_prefetch(row + k + AHEAD);
             HFQ_UNROLL
-            for (int64_t i = k; i < k + 64; i += 4 * W) dot_ordered<ROWS>(row + i, x + i, wide, sum, found);
+            for (int r = 0; r < OUT; r++) __builtin_prefetch(row + r * nbytes + k + lead);
+            HFQ_UNROLL
+            for (int64_t i = k; i < k + 64; i += 4 * W)
+                HFQ_UNROLL
+                for (int r = 0; r < OUT; r++) dot_ordered<ROWS, OUT>(row + r * nbytes + i, x + i, wide, sum[r], found[r]);
         }
-        for (; k < end; k += 4 * W) {
-            char rest[4 * W];
-            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, row + k, least(4 * W, end - k));
-            dot_ordered<ROWS>(rest, x + k, wide, sum, found);
-        }
+        for (; k < end; k += 4 * W)
+            for (int r = 0; r < OUT; r++) {
+                char rest[4 * W];
+                __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, row + r * nbytes + k, least(4 * W, end - k));
+                dot_ordered<ROWS, OUT>(rest, x + k, wide, sum[r], found[r]);
+            }
         k = end;
-        float scale = SCALED ? 1.0f : scale_at(layer, first + segment * layer.scale_step);
         HFQ_UNROLL
-        for (int m = 0; m < ROWS; m++) {
-            vf piece = ROWS == 1 ? (sum[0][m] + sum[1][m]) + (sum[2][m] + sum[3][m]) : sum[0][m] + sum[1][m];
-            if (SCALED) total[m] += piece;
-            else total[m] = layer.divides ? total[m] + piece / scale : fma(piece, all(scale), total[m]);
+        for (int r = 0; r < OUT; r++) {
+            float scale = SCALED ? 1.0f : scale_at(layer, places[r] + segment * layer.scale_step);
+            HFQ_UNROLL
+            for (int m = 0; m < ROWS; m++) {
+                vf piece = sum[r][0][m] + sum[r][1][m], &to = total[r][m];
+                if (ROWS * OUT == 1) piece += sum[r][2][m] + sum[r][3][m];
+                if (SCALED) to += piece;
+                else to = layer.divides ? to + piece / scale : fma(piece, all(scale), to);
+            }
         }
     }
-    worst = found;
+    for (int r = 0; r < OUT; r++) worst[r] = found[r];
 }
 
 // Whether all rows of a tile share their scales, which are then multiplied with the activations.
@@ -1209,14 +1228,20 @@ static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const fl
     return as_float((uint32_t)(127 + power) << 23);
 }
 
-template <int ROWS, bool SCALED> static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
+template <int ROWS, int OUT, bool SCALED>
+static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
     const Layer &layer = *call.layer;
     const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
+    const int64_t lead = up(AHEAD, OUT * layer.row_nbytes);  // the same channels of a later row
     const float *factors = call.ordered + call.rows * ordered_columns(layer) + 2 * row;
     vf total[TILE_ROWS][ROWS] = {};
     vb worst[TILE_ROWS] = {};
     for (int64_t k = 0; k < size; k += step)
-        for (int64_t r = 0; r < count; r++) ordered_step<ROWS, SCALED>(layer, n + r, k, least(k + step, size), x, total[r], worst[r]);
+        for (int64_t r = 0; r < count; r += OUT) {
+            const int64_t stop = least(k + step, size);
+            if (r + OUT <= count) ordered_step<ROWS, OUT, SCALED>(layer, n + r, k, stop, lead, x, total + r, worst + r);
+            else ordered_step<ROWS, 1, SCALED>(layer, n + r, k, stop, lead, x, total + r, worst + r);
+        }
     for (int64_t r = 0; r < count; r++) {
         uint8_t magnitudes[4 * W], found = 0;
         store(magnitudes, worst[r]);
@@ -1228,20 +1253,27 @@ template <int ROWS, bool SCALED> static void ordered_tile(const Call &call, int6
     }
 }
 
-template <int ROWS> static void ordered_pass(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
-    const float *x = call.ordered + row * ordered_columns(*call.layer);
-    if (!shares_scales(*call.layer, ROWS)) return ordered_tile<ROWS, false>(call, row, n, count, x, 1.0f);
-    float unit = scale_ordered(*call.layer, n, ROWS, x, scratch);
-    ordered_tile<ROWS, true>(call, row, n, count, scratch, unit);
+// The output rows [n, stop) of a part, which share their scales or have their own.
+template <int ROWS, int OUT> static void ordered_pass(const Call &call, int64_t row, int64_t n, int64_t stop, float *scratch) {
+    const Layer &layer = *call.layer;
+    const float *x = call.ordered + row * ordered_columns(layer);
+    const bool shared = shares_scales(layer, ROWS);
+    const float unit = shared ? scale_ordered(layer, n, ROWS, x, scratch) : 1.0f;
+    for (; n < stop; n += TILE_ROWS) {
+        const int64_t count = least(TILE_ROWS, stop - n);
+        if (shared) ordered_tile<ROWS, OUT, true>(call, row, n, count, scratch, unit);
+        else ordered_tile<ROWS, OUT, false>(call, row, n, count, x, 1.0f);
+    }
 }
 
 static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratch) {
     KeptSubnormals here;
+    const bool alone = call.layer->in_features <= ORDERED_ALONE;
     for (int64_t row = 0; row < call.rows; row += 4) switch (call.rows - row) {
-        case 1: ordered_pass<1>(call, row, n, count, scratch); break;
-        case 2: ordered_pass<2>(call, row, n, count, scratch); break;
-        case 3: ordered_pass<3>(call, row, n, count, scratch); break;
-        default: ordered_pass<4>(call, row, n, count, scratch);
+        case 1: (alone ? ordered_pass<1, 1> : ordered_pass<1, 2>)(call, row, n, n + count, scratch); break;
+        case 2: ordered_pass<2, 1>(call, row, n, n + count, scratch); break;
+        case 3: ordered_pass<3, 1>(call, row, n, n + count, scratch); break;
+        default: ordered_pass<4, 1>(call, row, n, n + count, scratch);
     }
 }
 
