@@ -182,6 +182,10 @@ class Fp8(Fp8Shards, Fp8Order):
             return dataclasses.replace(self, reciprocal=True)
         return self
 
+    def float_scale(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The stored scales in float32 and their own shape."""
+        return _as_float(tensors[self.scale_name])
+
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         widen_into(panel, tensors["weight"][start:stop])

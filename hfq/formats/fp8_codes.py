@@ -6,7 +6,7 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 
-__all__ = ["widen_into"]
+__all__ = ["has_nan", "widen_into"]
 
 _CHUNK = 1 << 18
 _WITHOUT_BIT_14 = ~(1 << 14)
@@ -31,7 +31,7 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
         part, target = codes[start : start + step], panel[start : start + step]
         bits = part.view(torch.int8)
         halves = thread_buffer("fp8", torch.int16, part.device, part.numel()).view(part.shape)
-        if is_e4m3 and _has_nan(bits):
+        if is_e4m3 and has_nan(bits):
             target.copy_(part)
         elif is_e4m3:
             halves.copy_(bits).bitwise_left_shift_(7).bitwise_and_(_WITHOUT_BIT_14)
@@ -40,6 +40,6 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
             target.copy_(halves.copy_(bits).bitwise_left_shift_(8).view(torch.float16))
 
 
-def _has_nan(bits: torch.Tensor) -> bool:
-    magnitudes = thread_buffer("fp8", torch.int8, bits.device, bits.numel()).view(bits.shape)
-    return int(torch.bitwise_and(bits, 0x7F, out=magnitudes).amax()) == 0x7F
+def has_nan(bits: torch.Tensor) -> bool:
+    """Whether any e4m3 code of these int8 is NaN: 0x7F is the largest of int8, and 0xFF the largest of uint8."""
+    return int(bits.amax()) == 0x7F or int(bits.view(torch.uint8).amax()) == 0xFF

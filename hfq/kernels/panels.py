@@ -14,7 +14,7 @@ import torch
 
 from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
-from hfq.kernels import reference
+from hfq.kernels import fp8_panels, reference
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
@@ -35,6 +35,10 @@ def linear(
     """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
+    if panel_nbytes is None:
+        result = _multiply_few(activations, tensors, weight_format)
+        if result is not None:
+            return result
     return multiply(activations, tensors, weight_format, _filler(tensors, weight_format), panel_nbytes)
 
 
@@ -75,6 +79,26 @@ def multiply(
             else:
                 product = thread_buffer("product", dtype, rows.device, part.shape[0] * count).view(part.shape[0], count)
                 target.copy_(torch.mm(part, panel.t(), out=product))
+    return _add_bias(result, tensors)
+
+
+def _multiply_few(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor | None:
+    """A few rows times e4m3 codes; None for other formats, and where a code is NaN."""
+    rows = activations.reshape(-1, activations.shape[-1])
+    weight = tensors.get("weight")
+    if weight is None or not fp8_panels.is_for_halves(weight_format, weight, rows):
+        return None
+    product = fp8_panels.multiply_halves(rows, weight, weight_format.float_scale(tensors), weight_format)
+    if product is None:
+        return None
+    result = rows.new_empty(*activations.shape[:-1], product.shape[1])
+    result.view(product.shape).copy_(product)
+    return _add_bias(result, tensors)
+
+
+def _add_bias(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)

@@ -1,0 +1,106 @@
+"""A few rows times e4m3 codes in plain torch: every way that scales lie, parts of every size, and what is left to panels."""
+
+import pytest
+import torch
+from kernels.layers import fp8
+
+from hfq.formats.buffers import release_buffers, thread_buffer
+from hfq.formats.fp8_codes import has_nan
+from hfq.kernels import fp8_panels, panels, reference
+
+CASES = {
+    "tensor": fp8(300, 37, strategy="tensor"),
+    "channel": fp8(300, 37, strategy="channel"),
+    "channel, divided": fp8(300, 37, strategy="channel", scale_name="weight_scale_inv", reciprocal=True),
+    "blocks": fp8(300, 301, strategy="block", block_structure=(128, 128)),
+    "blocks, bf16 scales": fp8(300, 301, strategy="block", block_structure=(16, 48), scale_dtype="BF16"),
+    "blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
+}
+
+
+@pytest.fixture(params=[1, 2000, fp8_panels.PART_NUMEL])
+def part_numel(request, monkeypatch):
+    monkeypatch.setattr(fp8_panels, "PART_NUMEL", request.param)
+
+
+@pytest.fixture
+def only_halves(monkeypatch):
+    monkeypatch.setattr(panels, "multiply", None)
+
+
+def random(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_exact_up_to_rounding(name, part_numel, only_halves):
+    weight_format, tensors = CASES[name].make()
+    weight = weight_format.dequantize(tensors).double()
+    tensors["bias"] = random(weight.shape[0])
+    for rows in (1, 2, fp8_panels.MOST_ROWS):
+        # float32 sums in another order; then one rounding of the sum and one of what the bias makes of it
+        for dtype, relative in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+            activations = random(rows, weight.shape[1], dtype=dtype)
+            found = panels.linear(activations, tensors, weight_format)
+            exact = activations.double() @ weight.t() + tensors["bias"].to(dtype).double()
+            assert found.dtype == dtype
+            assert float((found.double() - exact).norm() / exact.norm()) <= relative, (rows, dtype)
+
+
+def test_the_smallest_codes_and_activations_of_any_size_are_kept(only_halves):
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 9].repeat(16)[:256]  # nearly all subnormal
+    weight_format, tensors = fp8(256, 1, strategy="block", block_structure=(128, 128)).make()
+    tensors = tensors | {"weight": codes.view(1, 256).view(torch.float8_e4m3fn)}
+    weight = weight_format.dequantize(tensors).double()
+    for power in (-60, 0, 60, 120):
+        activations = random(3, 256) * 2.0**power
+        exact = activations.double() @ weight.t()
+        found = panels.linear(activations, tensors, weight_format).double()
+        assert float((found - exact).norm() / exact.norm()) <= 1e-6, power
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("name", CASES)
+def test_a_nan_code_reaches_its_own_output_alone(name, code, part_numel):
+    weight_format, tensors = CASES[name].make()
+    tensors["weight"].view(torch.uint8)[-1, 5] = code
+    activations = random(2, tensors["weight"].shape[1])
+    found = panels.linear(activations, tensors, weight_format)
+    assert torch.equal(found.isnan(), reference.linear(activations, tensors, weight_format).isnan())
+    assert found[:, -1].isnan().all()
+    assert not found[:, :-1].isnan().any()
+
+
+def test_nan_codes_are_found_among_all_others():
+    for code in range(256):
+        bits = torch.tensor([0, 0x7E, 0x80, 0xFE, code], dtype=torch.uint8)
+        assert has_nan(bits.view(torch.int8)) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
+
+
+@pytest.mark.parametrize("name", ["codes of odd rows", "codes that begin at an odd place", "no rows", "strided codes"])
+def test_codes_that_are_not_in_pairs_are_left_to_panels(name):
+    weight_format, tensors = fp8(301 if name == "codes of odd rows" else 300, 37, strategy="channel").make()
+    weight = tensors["weight"]
+    if name == "codes that begin at an odd place":
+        tensors["weight"] = (
+            torch.cat([weight.view(torch.int8).flatten()[:1], weight.view(torch.int8).flatten()])[1:]
+            .view(torch.float8_e4m3fn)
+            .view(weight.shape)
+        )
+    if name == "strided codes":
+        tensors["weight"] = weight.view(torch.int8).repeat(1, 2)[:, :300].view(torch.float8_e4m3fn)
+    activations = random(0 if name == "no rows" else 3, weight.shape[1])
+    assert not fp8_panels.is_for_halves(weight_format, tensors["weight"], activations)
+    expected = reference.linear(activations, tensors | {"weight": weight}, weight_format)
+    torch.testing.assert_close(panels.linear(activations, tensors, weight_format), expected, rtol=0, atol=1e-4)  # other sums
+
+
+def test_nothing_of_the_weights_size_is_kept():
+    """Besides parts of a stated size there are the sums and the activations alone."""
+    weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=(128, 128)).make()
+    panels.linear(random(1, 512), tensors, weight_format)
+    kept = [
+        panels.thread_buffer(use, dtype, torch.device("cpu"), 1)
+        for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
+    ]
+    assert all(buffer.untyped_storage().nbytes() <= 4 * fp8_panels.PART_NUMEL for buffer in kept)
