@@ -98,9 +98,9 @@ def test_codes_that_are_not_in_pairs_are_left_to_panels(name):
 def test_nothing_of_the_weights_size_is_kept():
     """Besides parts of a stated size there are the sums and the activations alone."""
     weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=(128, 128)).make()
+    release_buffers()
     panels.linear(random(1, 512), tensors, weight_format)
     kept = [
-        panels.thread_buffer(use, dtype, torch.device("cpu"), 1)
-        for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
+        thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
     ]
     assert all(buffer.untyped_storage().nbytes() <= 4 * fp8_panels.PART_NUMEL for buffer in kept)
