@@ -1571,6 +1571,27 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
     for (; i < wide; i++) out[i] = 0;
 }
 
+// Zero points of a group's columns as integers; of four bits straight from their words, several times as fast.
+static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out, int64_t wide, float *loose) {
+    int64_t first = 0;
+    if (layer.kind != AWQ && layer.bits == 4 && n % 8 == 0) {
+        const char *row = layer.zeros + 4 * group * layer.zero_words + n / 2;
+        const bool carries = layer.zero_reading == WORD_PLUS_ONE, wraps = layer.zero_reading == MASKED_PLUS_ONE;
+        const vu added = (vu){} + (carries ? word_ones(4) : 0), more = (vu){} + (wraps || layer.zero_reading == FIELD_PLUS_ONE ? 1u : 0u);
+        const vu mask = (vu){} + (wraps ? 15u : 31u);
+        vu shifts, words;
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
+        for (; first + W <= count; first += W) {
+            if (W == 8) words = (vu){} + load32(row + first / 2);
+            else
+                for (int j = 0; j < W; j++) words[j] = load32(row + first / 2 + j / 8 * 4);
+            store(out + first, (((words + added) >> shifts & 15u) + more) & mask);
+        }
+    }
+    group_zeros(layer, group, n + first, count - first, loose, wide - first);
+    for (int64_t i = first; i < wide; i++) out[i] = (int32_t)loose[i - first];
+}
+
 // The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last column, or the end of a
 // group, is copied and padded.
 struct Words {
@@ -1760,24 +1781,28 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
         group_scales(layer, group, n, count, BITS == 0 ? loose : scales, wide);
         if (BITS == 0)
             for (int64_t i = 0; i < wide; i++) scales[i] = loose[column[i]];
-        group_zeros(layer, group, n, count, loose, wide);
-        if (BITS == 0)
+        if (BITS == 0) {
+            group_zeros(layer, group, n, count, loose, wide);
             for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column[i]];
-        else
-            for (int64_t i = 0; i < wide; i += W) store(zeros + i, __builtin_convertvector(load<vf>(loose + i), vi));
+        } else {
+            integer_zeros(layer, group, n, count, zeros, wide, loose);
+        }
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
             int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
-            __builtin_memset(high, 0, 8 * rows * wide);
+            for (int64_t m = 0; m < rows; m++) {  // sums begin at what zero points take off them
+                const int32_t *sums = call.totals + (row + m) * totals(layer) + 2 * span;
+                vu high_sum = (vu){} - (uint32_t)sums[0], low_sum = (vu){} - (uint32_t)sums[1];
+                for (int64_t i = 0; i < wide; i += W) {
+                    vu zero = load<vu>(zeros + i);
+                    store(high + m * wide + i, zero * high_sum), store(low + m * wide + i, zero * low_sum);
+                }
+            }
             add_span<BITS>(call, row, rows, n, count, k, least(k + SPAN, stop), digits, high, low, wide);
             digits += chunks * DIGITS * CHUNK;
             for (int64_t m = 0; m < rows; m++) {
-                const int32_t *sums = call.totals + (row + m) * totals(layer) + 2 * span;
                 vf unit = all(call.units[(row + m) * spans(layer) + span]);
-                vu high_sum = (vu){} + (uint32_t)sums[0], low_sum = (vu){} + (uint32_t)sums[1];
                 for (int64_t i = 0; i < wide; i += W) {
-                    vu zero = load<vu>(zeros + i);
-                    vi above = (vi)(load<vu>(high + m * wide + i) - zero * high_sum);
-                    vi below = (vi)(load<vu>(low + m * wide + i) - zero * low_sum);
+                    vi above = load<vi>(high + m * wide + i), below = load<vi>(low + m * wide + i);
                     vf value = fma(__builtin_convertvector(above, vf), all(65536.0f), __builtin_convertvector(below, vf));
                     store(y + m * wide + i, fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
                 }
