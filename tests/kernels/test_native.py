@@ -137,6 +137,33 @@ def test_zero_points_that_cancel_cost_no_digits(native, name, level):
         assert ((cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 5e-7 * terms).all(), rows
 
 
+@pytest.mark.parametrize("level", [0, 9])
+@pytest.mark.parametrize("name", ["w2 g32", "w3 g32", "w4 g32", "w8 g32", "awq g32", "pack-quantized g32 asym"])
+@pytest.mark.parametrize("places", [range(0), range(1, 16), range(16, 32), range(5, 32, 9), range(1, 32)])
+def test_the_lowest_digits_of_activations_count_wherever_they_are(native, name, level, places):
+    """The largest activations meet weights of zero; others are so small beside them that they have no other digits."""
+    case = CASES[name]
+    weight = random(case.out_features, case.in_features)
+    weight[:, ::32] = 0
+    tensors = case.format.quantize(weight)
+    weight_format = case.format.resolve("m", tensors)
+    dequantized = weight_format.dequantize(tensors)
+    assert not dequantized[:, ::32].any()
+    native.hfq_use(level)
+    for rows in (1, 3, 8):
+        activations = torch.zeros(rows, case.in_features)
+        activations[:, ::32] = 1
+        for place in places:
+            activations[:, place::32] = 2.0**-16  # 64 of the units that they are counted in
+        activations[1:, 32:64] = 0  # rows differ in the chunks that have them
+        found = cpu.linear(activations, tensors, weight_format)
+        exact = activations.double() @ dequantized.double().t()
+        assert (exact != 0).any() == (len(places) > 0)
+        assert (
+            (found.double() - exact).abs() <= 1e-6 * (activations.double() @ dequantized.double().abs().t())
+        ).all()  # a few sums of float32
+
+
 @pytest.mark.parametrize("name", ["w4 g32", "awq g32", "w8 g32", "mxfp4", "nvfp4", "pack-quantized g32 asym"])
 def test_activations_of_all_sizes_keep_a_share_of_the_largest_beside_them(native, name):
     """What is counted in integers: outliers, tiny values, the largest finite ones, and none at all."""

@@ -816,7 +816,8 @@ static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows
 // ---- Activations as integers -------------------------------------------------------------------------------------------
 // Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of three digits of eight bits,
 // each with a sign. Products with codes of up to eight bits, their sums and a zero point times the sum of the activations are integers
-// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once.
+// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once. bfloat16 has eight digits of its own: of most
+// activations in it the lowest digit is zero, and columns leave out the products of those.
 
 // Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `digits` are, with signs.
 struct Integers {
@@ -1660,19 +1661,37 @@ template <class V> static HFQ_INLINE void keep_here(V &value) {
 
 static HFQ_INLINE vsb spread(const char *digits) { return (vsb)((vu){} + load32(digits)); }
 
-// A chunk of codes times the digits of its activations.
-template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+// Which halves of a chunk have lowest digits other than zero. Activations of bfloat16 have them where they are below 2**-7 of a span's
+// largest, and then often alone.
+static HFQ_INLINE int lowest_digits(const char *digits) {
+    uint64_t words[4];
+    __builtin_memcpy(words, digits + (DIGITS - 1) * CHUNK, sizeof(words));
+    return (words[0] | words[1] ? 1 : 0) | (words[2] | words[3] ? 2 : 0);
+}
+
+// Four vectors of a chunk's codes times one of their digits; of eight bits, the halves each by itself: int16 holds no more.
+template <int BITS> static HFQ_INLINE void add_half(const vb *codes, const char *digits, vs &first, vs &second) {
+    HFQ_UNROLL
+    for (int v = 0; v < 4; v++) {
+        vsb x = spread(digits + 4 * v);
+        first += dot_bytes(BITS == 8 ? (vb)((vu)codes[v] & 0x0F0F0F0Fu) : codes[v], x);
+        keep_here(first);
+        if (BITS == 8) { second += dot_bytes((vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu), x); keep_here(second); }
+    }
+}
+
+// A chunk of codes times the digits of its activations, of which the halves in `lowest` have lowest ones.
+template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *digits, int lowest, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1;
-    vi sum[DIGITS];
+    vi sum[DIGITS] = {};
     HFQ_UNROLL
     for (int d = 0; d < DIGITS; d++) {
+        const bool is_last = d == DIGITS - 1;
+        if (is_last && !lowest) break;
         vs weight = d == 1 ? ones * (int16_t)256 : ones, first = {}, second = {};
         HFQ_UNROLL
-        for (int v = 0; v < 8; v++) {  // of eight bits, the halves each by itself: int16 holds no more
-            vsb x = spread(digits + d * CHUNK + 4 * v);
-            first += dot_bytes(BITS == 8 ? (vb)((vu)codes[v] & 0x0F0F0F0Fu) : codes[v], x);
-            if (BITS == 8) second += dot_bytes((vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu), x);
-        }
+        for (int half = 0; half < 2; half++)
+            if (!is_last || lowest >> half & 1) add_half<BITS>(codes + 4 * half, digits + d * CHUNK + 16 * half, first, second);
         sum[d] = dot_shorts(first, weight);
         if (BITS == 8) sum[d] += dot_shorts(second, weight * (int16_t)16);
     }
@@ -1680,8 +1699,9 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
     store(low, load<vi>(low) + (sum[1] + sum[2]));
 }
 
-// As add_chunk, for the codes of two column vectors, straight from their words.
-template <int BITS> static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
+// As add_chunk, for the codes of two column vectors, straight from their words, and the first COUNT digits.
+template <int BITS, int COUNT>
+static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
     const int parts = 8 / BITS;
     const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
@@ -1693,29 +1713,47 @@ template <int BITS> static HFQ_INLINE void add_two(const char *words, int64_t pi
         HFQ_UNROLL
         for (int part = 0; part < parts; part++)
             HFQ_UNROLL
-            for (int d = 0; d < DIGITS; d++) {
+            for (int d = 0; d < COUNT; d++) {
                 vsb x = spread(digits + d * CHUNK + 4 * (r * parts + part));
                 a[d] += dot_bytes((vb)(first >> BITS * part & mask), x), b[d] += dot_bytes((vb)(second >> BITS * part & mask), x);
                 keep_here(a[d]), keep_here(b[d]);
             }
     }
+    vi low_a = dot_shorts(a[1], heavier), low_b = dot_shorts(b[1], heavier);
+    if (COUNT == DIGITS) low_a += dot_shorts(a[2], ones), low_b += dot_shorts(b[2], ones);
     store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
-    store(low, load<vi>(low) + (dot_shorts(a[1], heavier) + dot_shorts(a[2], ones)));
-    store(low + W, load<vi>(low + W) + (dot_shorts(b[1], heavier) + dot_shorts(b[2], ones)));
+    store(low, load<vi>(low) + low_a), store(low + W, load<vi>(low + W) + low_b);
+}
+
+// add_two along a row of words; returns the columns that were taken.
+template <int BITS, int COUNT>
+static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch, const char *digits, int64_t count, int32_t *high, int32_t *low) {
+    int64_t i = 0;
+    for (; i + 2 * W <= count; i += 2 * W) {
+        HFQ_UNROLL
+        for (int r = 0; r < BITS; r++) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i);
+        add_two<BITS, COUNT>(words + 4 * i, pitch, digits, high + i, low + i);
+    }
+    return i;
 }
 
 // As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
-static HFQ_INLINE void add_awq(const vb *codes, const char *digits, int set, int32_t *high, int32_t *low) {
+template <int COUNT> static HFQ_INLINE void add_awq_digits(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
-    vsb x[DIGITS];
+    vsb x[COUNT];
     HFQ_UNROLL
-    for (int d = 0; d < DIGITS; d++) x[d] = spread(digits + d * CHUNK + 4 * set);
+    for (int d = 0; d < COUNT; d++) x[d] = spread(digits + d * CHUNK);
     HFQ_UNROLL
     for (int v = 0; v < 8; v++) {
         store(high + v * W, load<vi>(high + v * W) + dot_shorts(dot_bytes(codes[v], x[0]), ones));
-        vi rest = dot_shorts(dot_bytes(codes[v], x[1]), heavier) + dot_shorts(dot_bytes(codes[v], x[2]), ones);
+        vi rest = dot_shorts(dot_bytes(codes[v], x[1]), heavier);
+        if (COUNT == DIGITS) rest += dot_shorts(dot_bytes(codes[v], x[COUNT - 1]), ones);
         store(low + v * W, load<vi>(low + v * W) + rest);
     }
+}
+static HFQ_INLINE void add_awq(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+    if (load32(digits + (DIGITS - 1) * CHUNK)) add_awq_digits<DIGITS>(codes, digits, high, low);
+    else add_awq_digits<DIGITS - 1>(codes, digits, high, low);
 }
 
 // The column whose sum is the i-th of a tile: AWQ's come out in the order that they are unpacked in.
@@ -1734,15 +1772,14 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
     const int64_t step = BITS == 0 ? 8 * W : W, each = digits_nbytes(layer);
     for (; k < stop; k += CHUNK, digits += DIGITS * CHUNK) {
         int64_t i = 0;
+        int lowest[PASS];
+        for (int64_t m = 0; m < rows; m++) lowest[m] = lowest_digits(digits + (row + m) * each);
         if constexpr (BITS == 2 || BITS == 4)
             if (rows == 1 && stop - k >= CHUNK) {
                 const int64_t pitch = 4 * layer.out_features;
                 const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
-                for (; i + 2 * W <= count; i += 2 * W) {
-                    HFQ_UNROLL
-                    for (int r = 0; r < BITS; r++) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i);
-                    add_two<BITS>(words + 4 * i, pitch, x, high + i, low + i);
-                }
+                i = lowest[0] ? add_pairs<BITS, DIGITS>(words, pitch, x, count, high, low)
+                              : add_pairs<BITS, DIGITS - 1>(words, pitch, x, count, high, low);
             }
         for (; i < count; i += step) {
             Words words;
@@ -1754,12 +1791,12 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
                     for (int r = 0; r < 4; r++) __builtin_prefetch(words.at + (4 * set + CHUNK + r) * words.pitch);
                     unpack<0>(words.at + 4 * set * words.pitch, words.pitch, codes);
                     for (int64_t m = 0; m < rows; m++)
-                        add_awq(codes, digits + (row + m) * each, set, high + m * wide + i, low + m * wide + i);
+                        add_awq(codes, digits + (row + m) * each + 4 * set, high + m * wide + i, low + m * wide + i);
                 }
             } else {
                 unpack<BITS>(words.at, words.pitch, codes);
                 for (int64_t m = 0; m < rows; m++)
-                    add_chunk<BITS>(codes, digits + (row + m) * each, high + m * wide + i, low + m * wide + i);
+                    add_chunk<BITS>(codes, digits + (row + m) * each, lowest[m], high + m * wide + i, low + m * wide + i);
             }
         }
     }
