@@ -55,7 +55,7 @@ def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
     has_blocks = weight_format.strategy == "block"
     block_out, block_in = _block(weight_format) if has_blocks else (1, in_features)
     apply = torch.div if weight_format.reciprocal else torch.mul
-    sums, halves = torch.empty(out_features, count), _halves(rows, block_in // 2)
+    sums, halves = torch.empty(out_features, count, dtype=torch.float32, device=_CPU), _halves(rows, block_in // 2)
     step = -(-max(PART_NUMEL // in_features, 1) // block_out) * block_out
     for first in range(0, out_features, step):
         codes = weight[first : first + step]

@@ -104,3 +104,17 @@ def test_nothing_of_the_weights_size_is_kept():
         thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
     ]
     assert all(buffer.untyped_storage().nbytes() <= 4 * fp8_panels.PART_NUMEL for buffer in kept)
+
+
+def test_no_defaults_of_torchs_are_taken(only_halves):
+    """Models are made, and run, under a default dtype of bfloat16 or another default device."""
+    weight_format, tensors = CASES["blocks"].make()
+    activations = random(3, 300)
+    expected = panels.linear(activations, tensors, weight_format)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = panels.linear(activations, tensors, weight_format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
