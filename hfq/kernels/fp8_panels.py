@@ -35,6 +35,8 @@ def is_for_halves(weight_format: object, weight: torch.Tensor, rows: torch.Tenso
         return False
     if weight_format.strategy == "block" and (any(weight_format.block_offset) or _block(weight_format)[1] % 2):
         return False  # a pair of codes must not have two scales
+    if rows.requires_grad and torch.is_grad_enabled():
+        return False  # kept buffers would take part in what autograd records; panels refuse it
     are_pairs = weight.shape[1] % 2 == 0 and weight.numel() > 0
     return are_pairs and 0 < rows.shape[0] <= MOST_ROWS and rows.dtype != torch.float64
 

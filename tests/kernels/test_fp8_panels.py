@@ -138,3 +138,13 @@ def test_no_defaults_of_torchs_are_taken(only_halves):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
+
+
+def test_activations_that_need_a_gradient_are_refused_and_spoil_nothing():
+    """Autograd goes through the module: a kernel that is called by itself keeps none of it."""
+    weight_format, tensors = CASES["channel"].make()
+    activations = random(2, 300)
+    expected = panels.linear(activations, tensors, weight_format)
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        panels.linear(activations.clone().requires_grad_(), tensors, weight_format)
+    assert torch.equal(panels.linear(activations, tensors, weight_format), expected)
