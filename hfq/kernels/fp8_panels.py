@@ -33,8 +33,12 @@ def is_for_halves(weight_format: object, weight: torch.Tensor, rows: torch.Tenso
     """Whether `multiply_halves` takes this format, this weight and these activations, if none of its codes is NaN."""
     if not isinstance(weight_format, Fp8) or weight_format.codes_dtype != "F8_E4M3" or weight_format.strategy == "group":
         return False
-    if weight_format.strategy == "block" and (any(weight_format.block_offset) or _block(weight_format)[1] % 2):
-        return False  # a pair of codes must not have two scales
+    if weight_format.strategy == "block":
+        block_out, block_in = _block(weight_format)
+        if block_in % 2 or any(weight_format.block_offset):
+            return False  # a pair of codes must not have two scales
+        if block_out < MOST_ROWS:
+            return False  # scaled activations of all blocks of a part would be more than the part
     if rows.requires_grad and torch.is_grad_enabled():
         return False  # kept buffers would take part in what autograd records; panels refuse it
     are_pairs = weight.shape[1] % 2 == 0 and weight.numel() > 0

@@ -115,14 +115,14 @@ def test_what_is_not_in_pairs_is_left_to_panels(name):
     torch.testing.assert_close(panels.linear(activations, tensors, weight_format), expected, rtol=0, atol=1e-4)  # other sums
 
 
-def test_nothing_of_the_weights_size_is_kept():
+@pytest.mark.parametrize("block", [(128, 128), (8, 32)])
+def test_nothing_of_the_weights_size_is_kept(block):
     """Besides parts of a stated size there are the sums and the activations alone."""
-    weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=(128, 128)).make()
+    weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=block).make()
     release_buffers()
-    panels.linear(random(1, 512), tensors, weight_format)
-    kept = [
-        thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
-    ]
+    panels.linear(random(fp8_panels.MOST_ROWS, 512), tensors, weight_format)
+    uses = (("fp8", torch.int16), ("panel", torch.float32), ("scaled", torch.float32))
+    kept = [thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in uses]
     assert all(buffer.untyped_storage().nbytes() <= 4 * fp8_panels.PART_NUMEL for buffer in kept)
 
 
