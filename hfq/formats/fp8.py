@@ -24,7 +24,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect
-from hfq.formats.fp8_codes import widen_into
+from hfq.formats.fp8_codes import scale_as_float, widen_into
 from hfq.formats.fp8_config import Hints, guess_block, read_hints
 from hfq.formats.reordering import Fp8Order
 from hfq.formats.scaled import Others, other_specs, other_tensors
@@ -156,7 +156,7 @@ class Fp8(Fp8Shards, Fp8Order):
         return f"fp8 {codes} {self.strategy}{sizes.replace(', ', 'x').replace('(', '').replace(')', '')}{reading}"
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Fp8:
-        scale = _as_float(tensors[self.scale_name])
+        scale = scale_as_float(tensors[self.scale_name])
         check_finite(module, self.scale_name, scale.reciprocal() if self.reciprocal else scale)
         check_finite(module, self.scale_name, scale)
         if self.input_scale_name:
@@ -182,21 +182,17 @@ class Fp8(Fp8Shards, Fp8Order):
             return dataclasses.replace(self, reciprocal=True)
         return self
 
-    def float_scale(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The stored scales in float32 and their own shape."""
-        return _as_float(tensors[self.scale_name])
-
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         widen_into(panel, tensors["weight"][start:stop])
         scale = tensors[self.scale_name]
         apply = torch.Tensor.div_ if self.reciprocal else torch.Tensor.mul_
         if self.strategy == "tensor":
-            apply(panel, _as_float(scale.reshape(1, 1)))
+            apply(panel, scale_as_float(scale.reshape(1, 1)))
         elif self.strategy == "channel":
-            apply(panel, _as_float(scale.reshape(-1, 1)[start:stop]))
+            apply(panel, scale_as_float(scale.reshape(-1, 1)[start:stop]))
         elif self.strategy == "group":
-            groups = _as_float(scale[start:stop])
+            groups = scale_as_float(scale[start:stop])
             apply(panel.unflatten(1, (groups.shape[1], -1)), groups[:, :, None])
         else:
             self._apply_blocks(apply, panel, scale, start)
@@ -278,7 +274,7 @@ class Fp8(Fp8Shards, Fp8Order):
         start, before = start + self.block_offset[0], self.block_offset[1]
         stop, after = start + panel.shape[0], before + panel.shape[1]
         for first in range(start // block_out, -(-stop // block_out)):
-            columns = _as_float(scale[first]).repeat_interleave(block_in)[before:after]
+            columns = scale_as_float(scale[first]).repeat_interleave(block_in)[before:after]
             apply(panel[max(first * block_out - start, 0) : (first + 1) * block_out - start], columns)
 
     def _amax(self, weight: torch.Tensor) -> torch.Tensor:
@@ -297,8 +293,3 @@ class Fp8(Fp8Shards, Fp8Order):
 
 def _grid(out_features: int, in_features: int, block: tuple[int, int]) -> tuple[int, int]:
     return -(-out_features // block[0]), -(-in_features // block[1])
-
-
-def _as_float(scale: torch.Tensor) -> torch.Tensor:
-    """The stored scale in float32; a byte is a power of two."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)

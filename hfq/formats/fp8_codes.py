@@ -6,7 +6,7 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 
-__all__ = ["has_nan", "widen_into"]
+__all__ = ["has_nan", "scale_as_float", "widen_into"]
 
 _CHUNK = 1 << 18
 _WITHOUT_BIT_14 = ~(1 << 14)
@@ -43,3 +43,8 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
 def has_nan(bits: torch.Tensor) -> bool:
     """Whether any e4m3 code of these int8 is NaN: 0x7F is the largest of int8, and 0xFF the largest of uint8."""
     return int(bits.amax()) == 0x7F or int(bits.view(torch.uint8).amax()) == 0xFF
+
+
+def scale_as_float(scale: torch.Tensor) -> torch.Tensor:
+    """The stored scale in float32 and its own shape; a byte is a power of two."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)

@@ -33,10 +33,16 @@ def is_for_halves(weight_format: object, weight: torch.Tensor, rows: torch.Tenso
     """Whether `multiply_halves` takes this format, this weight and these activations, if none of its codes is NaN."""
     if not isinstance(weight_format, Fp8) or weight_format.codes_dtype != "F8_E4M3" or weight_format.strategy == "group":
         return False
-    if weight_format.strategy == "block" and (any(weight_format.block_offset) or _block(weight_format)[1] % 2):
-        return False  # a pair of codes must not have two scales
-    are_pairs = weight.shape[1] % 2 == 0 and weight.storage_offset() % 2 == 0 and weight.is_contiguous()
-    return are_pairs and weight.numel() > 0 and 0 < rows.shape[0] <= MOST_ROWS and rows.dtype != torch.float64
+    if weight_format.strategy == "block":
+        block_out, block_in = _block(weight_format)
+        if block_in % 2 or any(weight_format.block_offset):
+            return False  # a pair of codes must not have two scales
+        if block_out < MOST_ROWS:
+            return False  # scaled activations of all blocks of a part would be more than the part
+    if rows.requires_grad and torch.is_grad_enabled():
+        return False  # kept buffers would take part in what autograd records; panels refuse it
+    are_pairs = weight.shape[1] % 2 == 0 and weight.numel() > 0
+    return are_pairs and 0 < rows.shape[0] <= MOST_ROWS and rows.dtype != torch.float64
 
 
 def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, weight_format: Fp8) -> torch.Tensor | None:
@@ -55,13 +61,13 @@ def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
     has_blocks = weight_format.strategy == "block"
     block_out, block_in = _block(weight_format) if has_blocks else (1, in_features)
     apply = torch.div if weight_format.reciprocal else torch.mul
-    sums, halves = torch.empty(out_features, count), _halves(rows, block_in // 2)
+    sums, halves = torch.empty(out_features, count, dtype=torch.float32, device=_CPU), _halves(rows, block_in // 2)
     step = -(-max(PART_NUMEL // in_features, 1) // block_out) * block_out
     for first in range(0, out_features, step):
         codes = weight[first : first + step]
         if has_nan(codes.view(torch.int8)):
             return None
-        panels = _widen_halves(codes.view(torch.int16))
+        panels = _widen_halves(_in_pairs(codes))
         if not has_blocks:
             _multiply(panels, halves.flatten(2), sums[first : first + step])
             continue
@@ -96,6 +102,15 @@ def _multiply(panels: torch.Tensor, halves: torch.Tensor, sums: torch.Tensor) ->
     else:
         torch.mm(panels[0], halves[0].t(), out=sums)
         sums.addmm_(panels[1], halves[1].t())
+
+
+def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Codes two to an int16, copied where they do not lie so: results must not depend on where a weight rests."""
+    if codes.is_contiguous() and not any(place % 2 for place in (codes.data_ptr(), codes.storage_offset(), codes.stride(0))):
+        return codes.view(torch.int16)
+    pairs = thread_buffer("pairs", torch.int16, _CPU, codes.numel() // 2).view(codes.shape[0], -1)
+    pairs.view(torch.int8).copy_(codes.view(torch.int8))
+    return pairs
 
 
 def _widen_halves(pairs: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
+from hfq.formats.fp8_codes import scale_as_float
 from hfq.kernels import fp8_panels, reference
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
@@ -90,7 +91,7 @@ def _multiply_few(
     weight = tensors.get("weight")
     if weight is None or not fp8_panels.is_for_halves(weight_format, weight, rows):
         return None
-    product = fp8_panels.multiply_halves(rows, weight, weight_format.float_scale(tensors), weight_format)
+    product = fp8_panels.multiply_halves(rows, weight, scale_as_float(tensors[weight_format.scale_name]), weight_format)
     if product is None:
         return None
     result = rows.new_empty(*activations.shape[:-1], product.shape[1])

@@ -77,30 +77,74 @@ def test_nan_codes_are_found_among_all_others():
         assert has_nan(bits.view(torch.int8)) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
 
 
-@pytest.mark.parametrize("name", ["codes of odd rows", "codes that begin at an odd place", "no rows", "strided codes"])
-def test_codes_that_are_not_in_pairs_are_left_to_panels(name):
+def at_an_odd_place(weight: torch.Tensor) -> torch.Tensor:
+    """As in a region that a block is streamed to, behind an odd number of scales of a byte."""
+    codes = weight.view(torch.int8).flatten()
+    return torch.cat([codes[:1], codes])[1:].view(weight.dtype).view(weight.shape)
+
+
+def at_an_odd_address(weight: torch.Tensor) -> torch.Tensor:
+    """As in a mapped file."""
+    memory = bytearray(b" " + weight.view(torch.uint8).numpy().tobytes())
+    return torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=1).view(weight.shape)
+
+
+def strided(weight: torch.Tensor) -> torch.Tensor:
+    wide = torch.cat([weight.view(torch.int8), weight.view(torch.int8)[:, :1]], 1)
+    return wide.view(weight.dtype)[:, : weight.shape[1]]
+
+
+@pytest.mark.parametrize("out_features", [1, 37])
+@pytest.mark.parametrize("moved", [at_an_odd_place, at_an_odd_address, strided])
+def test_results_do_not_depend_on_where_the_codes_lie(moved, out_features, part_numel):
+    weight_format, tensors = fp8(300, out_features, strategy="channel").make()
+    for rows in (1, 3):
+        activations = random(rows, 300)
+        expected = panels.linear(activations, tensors, weight_format)
+        found = panels.linear(activations, tensors | {"weight": moved(tensors["weight"])}, weight_format)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["codes of odd rows", "no rows"])
+def test_what_is_not_in_pairs_is_left_to_panels(name):
     weight_format, tensors = fp8(301 if name == "codes of odd rows" else 300, 37, strategy="channel").make()
     weight = tensors["weight"]
-    if name == "codes that begin at an odd place":
-        tensors["weight"] = (
-            torch.cat([weight.view(torch.int8).flatten()[:1], weight.view(torch.int8).flatten()])[1:]
-            .view(torch.float8_e4m3fn)
-            .view(weight.shape)
-        )
-    if name == "strided codes":
-        tensors["weight"] = weight.view(torch.int8).repeat(1, 2)[:, :300].view(torch.float8_e4m3fn)
     activations = random(0 if name == "no rows" else 3, weight.shape[1])
-    assert not fp8_panels.is_for_halves(weight_format, tensors["weight"], activations)
-    expected = reference.linear(activations, tensors | {"weight": weight}, weight_format)
+    assert not fp8_panels.is_for_halves(weight_format, weight, activations)
+    expected = reference.linear(activations, tensors, weight_format)
     torch.testing.assert_close(panels.linear(activations, tensors, weight_format), expected, rtol=0, atol=1e-4)  # other sums
 
 
-def test_nothing_of_the_weights_size_is_kept():
+@pytest.mark.parametrize("block", [(128, 128), (8, 32)])
+def test_nothing_of_the_weights_size_is_kept(block):
     """Besides parts of a stated size there are the sums and the activations alone."""
-    weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=(128, 128)).make()
+    weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=block).make()
     release_buffers()
-    panels.linear(random(1, 512), tensors, weight_format)
-    kept = [
-        thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in (("fp8", torch.int16), ("panel", torch.float32))
-    ]
+    panels.linear(random(fp8_panels.MOST_ROWS, 512), tensors, weight_format)
+    uses = (("fp8", torch.int16), ("panel", torch.float32), ("scaled", torch.float32))
+    kept = [thread_buffer(use, dtype, torch.device("cpu"), 1) for use, dtype in uses]
     assert all(buffer.untyped_storage().nbytes() <= 4 * fp8_panels.PART_NUMEL for buffer in kept)
+
+
+def test_no_defaults_of_torchs_are_taken(only_halves):
+    """Models are made, and run, under a default dtype of bfloat16 or another default device."""
+    weight_format, tensors = CASES["blocks"].make()
+    activations = random(3, 300)
+    expected = panels.linear(activations, tensors, weight_format)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = panels.linear(activations, tensors, weight_format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_activations_that_need_a_gradient_are_refused_and_spoil_nothing():
+    """Autograd goes through the module: a kernel that is called by itself keeps none of it."""
+    weight_format, tensors = CASES["channel"].make()
+    activations = random(2, 300)
+    expected = panels.linear(activations, tensors, weight_format)
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        panels.linear(activations.clone().requires_grad_(), tensors, weight_format)
+    assert torch.equal(panels.linear(activations, tensors, weight_format), expected)

@@ -69,7 +69,7 @@ def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnorm
 
 
 @pytest.mark.parametrize("strategy", ["channel", "block"])
-@pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35), (90112, 18)])
 def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features, out_features):
     """Many rows share what was made of their scales; long rows are read two at a time. A NaN is its own row's alone."""
     block = (128, 128) if strategy == "block" else None

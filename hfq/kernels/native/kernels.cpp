@@ -1145,6 +1145,7 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
 
 const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
 const int64_t ORDERED_ALONE = 6144;  // activations of one row that it holds beside the codes; where there are more, two output rows share their reading
+const int64_t ORDERED_PIECE = 8192;  // the most channels that are summed by themselves: the longer a sum, the more is lost by rounding it
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
 template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
@@ -1170,8 +1171,8 @@ static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, in
     int64_t places[OUT];
     vb found[OUT];
     for (int r = 0; r < OUT; r++) places[r] = scale_place(layer, n + r, 0), found[r] = worst[r];
-    for (int64_t segment = k / length, end; k < stop; segment++) {
-        end = SCALED ? stop : least(stop, (segment + 1) * length);
+    for (int64_t segment = k / length, end; k < stop; segment += k == (segment + 1) * length) {
+        end = least(least(stop, k + ORDERED_PIECE), (segment + 1) * length);
         vf sum[OUT][4][ROWS] = {};
         for (; k + 64 <= end; k += 64) {
             HFQ_UNROLL
