@@ -35,7 +35,7 @@ def is_for_halves(weight_format: object, weight: torch.Tensor, rows: torch.Tenso
         return False
     if weight_format.strategy == "block":
         block_out, block_in = _block(weight_format)
-        if block_in % 2 or any(weight_format.block_offset):
+        if block_in % 2 or weight_format.block_offset[1] % 2:
             return False  # a pair of codes must not have two scales
         if block_out < MOST_ROWS:
             return False  # scaled activations of all blocks of a part would be more than the part
@@ -61,22 +61,28 @@ def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
     has_blocks = weight_format.strategy == "block"
     block_out, block_in = _block(weight_format) if has_blocks else (1, in_features)
     apply = torch.div if weight_format.reciprocal else torch.mul
-    sums, halves = torch.empty(out_features, count, dtype=torch.float32, device=_CPU), _halves(rows, block_in // 2)
+    above, before = weight_format.block_offset if has_blocks else (0, 0)  # where a slice begins within its first block
+    sums = torch.empty(out_features, count, dtype=torch.float32, device=_CPU)
+    halves = _halves(rows, before // 2, block_in // 2)
     step = -(-max(PART_NUMEL // in_features, 1) // block_out) * block_out
-    for first in range(0, out_features, step):
-        codes = weight[first : first + step]
+    start = 0
+    while start < out_features:
+        stop = min((start + above + step) // block_out * block_out - above, out_features)
+        codes = weight[start:stop]
         if has_nan(codes.view(torch.int8)):
             return None
         panels = _widen_halves(_in_pairs(codes))
-        if not has_blocks:
-            _multiply(panels, halves.flatten(2), sums[first : first + step])
-            continue
-        factors = scale.reshape(-1, 1, 1, halves.shape[2], 1)[first // block_out : -(-(first + step) // block_out)]
-        scaled = thread_buffer("scaled", torch.float32, _CPU, factors.shape[0] * halves.numel())
-        scaled = apply(halves, factors, out=scaled.view(-1, *halves.shape)).flatten(3)[..., : in_features // 2]
-        for start, x in zip(range(0, step, block_out), scaled, strict=False):
-            part = slice(start, start + block_out)
-            _multiply(panels[:, part], x, sums[first : first + step][part])
+        if has_blocks:
+            first, last = (start + above) // block_out, -(-(stop + above) // block_out)
+            factors = scale.reshape(-1, 1, 1, halves.shape[2], 1)[first:last]
+            scaled = thread_buffer("scaled", torch.float32, _CPU, factors.shape[0] * halves.numel())
+            scaled = apply(halves, factors, out=scaled.view(-1, *halves.shape)).flatten(3)
+            for block, x in enumerate(scaled[..., before // 2 : (before + in_features) // 2], first):
+                top, bottom = max(block * block_out - above, start), min((block + 1) * block_out - above, stop)
+                _multiply(panels[:, top - start : bottom - start], x, sums[top:bottom])
+        else:
+            _multiply(panels, halves.flatten(2), sums[start:stop])
+        start = stop
     return (sums if has_blocks else apply(sums, scale.reshape(-1, 1), out=sums)).mul_(256).t()
 
 
@@ -84,13 +90,14 @@ def _block(weight_format: Fp8) -> tuple[int, int]:
     return weight_format.block_structure or (128, 128)
 
 
-def _halves(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """The activations of even channels and of odd ones in float32: [2, rows, parts, width], with zeros at the end."""
+def _halves(rows: torch.Tensor, before: int, width: int) -> torch.Tensor:
+    """The activations of even channels and of odd ones in float32, and zeros where blocks go on: [2, rows, parts, width]."""
     count, pairs = rows.shape[0], rows.shape[1] // 2
-    parts = -(-pairs // width)
+    parts = -(-(before + pairs) // width)
     halves = thread_buffer("halves", torch.float32, _CPU, 2 * count * parts * width).view(2, count, -1)
-    halves[..., pairs:] = 0
-    halves[..., :pairs] = rows.unflatten(1, (pairs, 2)).permute(2, 0, 1)
+    halves[..., :before] = 0
+    halves[..., before + pairs :] = 0
+    halves[..., before : before + pairs] = rows.unflatten(1, (pairs, 2)).permute(2, 0, 1)
     return halves.view(2, count, parts, width)
 
 

@@ -14,6 +14,7 @@ CASES = {
     "channel, divided": fp8(300, 37, strategy="channel", scale_name="weight_scale_inv", reciprocal=True),
     "blocks": fp8(300, 301, strategy="block", block_structure=(128, 128)),
     "blocks, bf16 scales": fp8(300, 301, strategy="block", block_structure=(16, 48), scale_dtype="BF16"),
+    "a slice within blocks": fp8(300, 301, strategy="block", block_structure=(128, 128), block_offset=(64, 32)),
     "blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
 }
 
