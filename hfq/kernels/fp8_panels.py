@@ -21,7 +21,7 @@ MOST_ROWS = 16
 """The most activation rows: a scaled panel of the whole is worth its making for more."""
 
 PART_NUMEL = 1 << 20
-"""Codes that are taken at once, unless a row, or a row of blocks, has more: enough that torch's calls cost less than what they do."""
+"""Codes that are taken at once, unless a row has more: enough that torch's calls cost less than what they do."""
 
 _KEPT = -0x4080
 """Of 16 bits all but those that the sign was copied to, and what is left of the other code: 0xBF80."""
@@ -64,10 +64,10 @@ def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
     above, before = weight_format.block_offset if has_blocks else (0, 0)  # where a slice begins within its first block
     sums = torch.empty(out_features, count, dtype=torch.float32, device=_CPU)
     halves = _halves(rows, before // 2, block_in // 2)
-    step = -(-max(PART_NUMEL // in_features, 1) // block_out) * block_out
-    start = 0
-    while start < out_features:
-        stop = min((start + above + step) // block_out * block_out - above, out_features)
+    step = max(PART_NUMEL // in_features, 1)
+    step -= step % 32 if step > 32 else 0  # a library's product may sum rows that are left over in another order
+    for start in range(0, out_features, step):
+        stop = min(start + step, out_features)
         codes = weight[start:stop]
         if has_nan(codes.view(torch.int8)):
             return None
@@ -82,7 +82,6 @@ def multiply_halves(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tenso
                 _multiply(panels[:, top - start : bottom - start], x, sums[top:bottom])
         else:
             _multiply(panels, halves.flatten(2), sums[start:stop])
-        start = stop
     return (sums if has_blocks else apply(sums, scale.reshape(-1, 1), out=sums)).mul_(256).t()
 
 

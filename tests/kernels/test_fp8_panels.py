@@ -116,7 +116,7 @@ def test_what_is_not_in_pairs_is_left_to_panels(name):
     torch.testing.assert_close(panels.linear(activations, tensors, weight_format), expected, rtol=0, atol=1e-4)  # other sums
 
 
-@pytest.mark.parametrize("block", [(128, 128), (8, 32)])
+@pytest.mark.parametrize("block", [(128, 128), (8, 32), (4096, 128)])
 def test_nothing_of_the_weights_size_is_kept(block):
     """Besides parts of a stated size there are the sums and the activations alone."""
     weight_format, tensors = fp8(512, 8192, strategy="block", block_structure=block).make()

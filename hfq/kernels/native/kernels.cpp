@@ -1144,7 +1144,7 @@ static void order_activations(const Layer &layer, const float *x32, int64_t rows
 }
 
 const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
-const int64_t ORDERED_ALONE = 6144;  // activations of one row that it holds beside the codes; where there are more, two output rows share their reading
+const int64_t ORDERED_ALONE = 6144;  // activations of one row that it holds beside the codes; more are read once for two output rows
 const int64_t ORDERED_PIECE = 8192;  // the most channels that are summed by themselves: the longer a sum, the more is lost by rounding it
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
@@ -1817,9 +1817,8 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
     for (int64_t group = 0, span = 0; group < layer.groups; group++) {
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
         group_scales(layer, group, n, count, BITS == 0 ? loose : scales, wide);
-        if (BITS == 0)
-            for (int64_t i = 0; i < wide; i++) scales[i] = loose[column[i]];
         if (BITS == 0) {
+            for (int64_t i = 0; i < wide; i++) scales[i] = loose[column[i]];
             group_zeros(layer, group, n, count, loose, wide);
             for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column[i]];
         } else {
