@@ -2,10 +2,11 @@
 
     y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
 
-The compiled part (native/int8.cpp) sums in integers, exactly; with int8 dot products (VNNI) torch's `_int_mm` does so for many rows.
-Without a compiler torch's `_weight_int8pack_mm` multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which
-holds every one of them, sums in float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear
-of oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
+The compiled part (native/int8.cpp) sums in integers, exactly; where it has tiles (AMX), it takes any number of rows. With int8 dot
+products (VNNI), and no tiles or no compiler, torch's `_int_mm` does so for many rows. Without a compiler torch's `_weight_int8pack_mm`
+multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which holds every one of them, sums in float32 and
+rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of oneDNN is not used: its 16-bit sums
+saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
 from hfq.kernels.held import HeldTensors
-from hfq.kernels.native.int8 import RoundedWeight, integer_product, is_built, rounded_linear
+from hfq.kernels.native.int8 import RoundedWeight, has_tiles, integer_product, is_built, rounded_linear
 from hfq.kernels.native.structure import DTYPES
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
@@ -37,12 +38,15 @@ BATCH_NBYTES = 4 << 20
 _MOST_OUTLIERS = 1 / 32
 """The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels are used."""
 
+_OUTLIER_ROWS = 16
+"""So many rows at once, filled up with zeros, are multiplied by outlier channels: torch's order of sums depends on their number."""
+
 _VNNI_ROWS = 32
-"""With VNNI, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows, Zen 4). The
-number between is unmeasured."""
+"""With VNNI and no tiles, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows,
+Zen 4). The number between is unmeasured."""
 
 _FUSED_ROWS, _FUSED_DTYPES = 64, (torch.float32, torch.bfloat16)
-"""The most rows that are rounded, multiplied and scaled in one call, and of which dtypes."""
+"""The most rows that are rounded, multiplied and scaled in one call where there are no tiles, and of which dtypes."""
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
 """`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
@@ -71,7 +75,7 @@ def linear(
 ) -> torch.Tensor:
     """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32.
 
-    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight.
+    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight and `_OUTLIER_ROWS` of their sums.
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
@@ -89,6 +93,8 @@ def linear(
     floats = None if columns is None else _floats(tensors, weight_format, columns)
     result = activations.new_empty(*activations.shape[:-1], weight.shape[0])  # no view, as in the reference
     flat, batch = result.view(rows.shape[0], weight.shape[0]), max(BATCH_NBYTES // (4 * max(weight.shape)), 1)
+    if floats is not None:
+        batch = max(batch // _OUTLIER_ROWS, 1) * _OUTLIER_ROWS
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch]
         codes, scale = activation_codes(part if outliers is None else part.masked_fill(outliers, 0), scheme, tensors, shared)
@@ -98,7 +104,7 @@ def linear(
             product.sub_(codes.sum(1, keepdim=True, dtype=torch.int32) * zeros)
         product = product.to(torch.float32).mul_(scale).mul_(steps)
         if floats is not None:
-            product.addmm_(part[:, columns].to(torch.float32), floats.t())
+            _add_outliers(product, part[:, columns], floats)
         flat[first : first + batch] = product
     bias = tensors.get("bias")
     if bias is not None:
@@ -109,8 +115,9 @@ def linear(
 def _is_for_fused(rows: torch.Tensor) -> bool:
     """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as long as the product."""
     count = rows.shape[0]
-    is_few = 0 < count <= _FUSED_ROWS and not (count >= _VNNI_ROWS and _has_exact_dots())
-    return is_few and rows.dtype in _FUSED_DTYPES and rows.data_ptr() != 0
+    if not count or rows.dtype not in _FUSED_DTYPES or not rows.data_ptr():
+        return False
+    return _has_tiles() or (count <= _FUSED_ROWS and not (count >= _VNNI_ROWS and _has_exact_dots()))
 
 
 def _fused_weight(
@@ -139,11 +146,12 @@ def _fused(
     """As `linear` by torch's operations, bit for bit."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = activations.new_empty(*activations.shape[:-1], weight.out_features)  # no view, as in the reference
-    batch = max(BATCH_NBYTES // (4 * (weight.out_features + weight.in_features + 1)), 1)
-    if rows.shape[0] <= batch:
+    kept = weight.in_features + 4 if _has_tiles() else 4 * (weight.out_features + weight.in_features + 1)
+    batches = math.ceil(rows.shape[0] / max(BATCH_NBYTES // kept, 1))
+    if batches == 1:
         rounded_linear(rows, weight, result)
     else:
-        for part, target in zip(rows.split(batch), result.view(rows.shape[0], -1).split(batch), strict=True):
+        for part, target in zip(rows.chunk(batches), result.view(rows.shape[0], -1).chunk(batches), strict=True):
             rounded_linear(part, weight, target)
     bias = tensors.get("bias")
     if bias is not None:
@@ -161,7 +169,7 @@ def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
     count, in_features = rows.shape
     if not count or not _has_rows(weight) or not rows.data_ptr():
         return None
-    if count >= _VNNI_ROWS and _has_exact_dots():
+    if count >= _VNNI_ROWS and not _has_tiles() and _has_exact_dots():
         return lambda codes, weight: torch._int_mm(codes, weight.t())
     if is_built():
         return lambda codes, weight: integer_product(codes.to(torch.int16).contiguous(), weight)
@@ -169,6 +177,18 @@ def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
         ones = _ones(weight.shape[0])
         return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16).contiguous(), weight, ones)
     return None
+
+
+def _has_tiles() -> bool:
+    return is_built() and has_tiles()
+
+
+def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Tensor) -> None:
+    """`product += values @ floats.T`, a row's bits the same whatever rows are beside it: always as many are multiplied."""
+    for part, target in zip(values.split(_OUTLIER_ROWS), product.split(_OUTLIER_ROWS), strict=True):
+        filled = floats.new_zeros(_OUTLIER_ROWS, floats.shape[1])
+        filled[: part.shape[0]] = part
+        target += (filled @ floats.t())[: part.shape[0]]
 
 
 def _floats(tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, columns: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Products of int8 activations and int8 weights: the integers exact, the results as those of rounded activations."""
 
+import ctypes
 import dataclasses
 import functools
+import subprocess
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.kernels import int8, panels
 from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_activations
 from hfq.kernels.held import HeldTensors
+from hfq.kernels.native import build as building
 from hfq.kernels.native import int8 as compiled_int8
 from hfq.kernels.native.int8 import integer_product, rounded_linear
 from hfq.kernels.table import choose_kernel, explain_kernels
@@ -50,11 +53,18 @@ def exact(activations, tensors, weight_format, scheme):
     return rounded.double() @ weight_format.dequantize(tensors, torch.float64).t()
 
 
+def by_torchs_operations(activations, tensors, weight_format, scheme):
+    """Rounded and scaled by torch; the integers are multiplied as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8, "_is_for_fused", lambda rows: False)
+        return int8.linear(activations, tensors, weight_format, scheme)
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 17, 70])
-def test_integers_are_summed_exactly_from_any_address(integers, rows, is_plain, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 15, 16, 17, 33, 64, 70, 128])
+def test_integers_are_summed_exactly_from_any_address(integers, rows, is_plain):
     generator = torch.Generator().manual_seed(rows)
-    for out_features, in_features in ((1, 1), (5, 37), (8, 64), (33, 352)):
+    for out_features, in_features in ((1, 1), (5, 37), (8, 64), (33, 352), (16, 63), (47, 65), (65, 1100)):
         memory = torch.randint(0, 256, (out_features * in_features + 3,), dtype=torch.uint8, generator=generator)
         weight = memory[3:].view(torch.int8).view(out_features, in_features)
         codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16, generator=generator)
@@ -66,12 +76,12 @@ def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(
     in_features = (1 << 17) - 1
     weight = torch.full((18, in_features), -128, dtype=torch.int8)
     weight[1::2] = 127
-    for code in (-128, 127):
-        codes = torch.full((2, in_features), code, dtype=torch.int16)
-        expected = torch.tensor([[code * -128 * in_features, code * 127 * in_features] * 9] * 2)
-        assert torch.equal(integer_product(codes, weight), expected)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-        assert torch.equal(integer_product(codes, weight), expected)
+    for code, rows in ((-128, 2), (127, 2), (-128, 33), (127, 33)):
+        codes = torch.full((rows, in_features), code, dtype=torch.int16)
+        expected = torch.tensor([[code * -128 * in_features, code * 127 * in_features] * 9] * rows)
+        for threads in (1, 4):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            assert torch.equal(integer_product(codes, weight), expected)
 
 
 @pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])
@@ -114,19 +124,34 @@ def test_strided_rows_are_read_as_they_are(integers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, scale_shape, is_plain, monkeypatch):
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
+    monkeypatch.setattr(int8, "_has_exact_dots", lambda: False)  # or more rows would go to torch's `_int_mm`
     scheme = dataclasses.replace(TOKEN, upper_bound=bound)
-    for in_features, count in ((1, 1), (7, 2), (99, 5), (352, 64)):
+    for in_features, count in ((1, 1), (7, 2), (99, 5), (63, 15), (65, 17), (1100, 33), (352, 64)):
         weight_format, tensors = layer(37, in_features, IntQuantized(scale_shape=scale_shape))
         activations = random_rows(count, in_features, dtype=dtype)
         activations[0] = 0
         activations[-1, 0] = 3e38
-        monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
-        expected = int8.linear(activations, tensors, weight_format, scheme)
-        monkeypatch.setattr(int8, "_FUSED_ROWS", 64)
+        expected = by_torchs_operations(activations, tensors, weight_format, scheme)
         with Allocations() as allocations:
             found = int8.linear(activations, tensors, weight_format, scheme)
         assert torch.equal(found, expected)
         assert allocations.total <= 4 * count * (in_features + 2 * 37 + 2) + 4 * in_features + 4 * 37
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power", [-132, -126, -106, -20, 0, 20, 100, 120])
+def test_codes_beside_a_half_are_those_of_a_division(integers, power, dtype):
+    """An amplitude of 127.5 makes a scale of 1; the others have a scale of more digits."""
+    halves = torch.arange(-127.5, 128, 1.0)
+    beside = torch.cat([halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))])
+    scales = torch.tensor([1.0, 1.1, 1.3, 1.7, 1.9999]).reshape(-1, 1) * 2.0**power
+    activations = (beside.clamp(-127.5, 127.5) * scales).to(dtype)
+    tensors = {"weight": torch.eye(beside.numel()).to(torch.int8), "weight_scale": torch.ones(beside.numel(), 1)}
+    for bound in (None, float(scales[2]) * 50):
+        scheme = dataclasses.replace(TOKEN, upper_bound=bound)
+        weight_format = IntQuantized(scale_shape=(beside.numel(), 1))
+        expected = by_torchs_operations(activations, tensors, weight_format, scheme)
+        assert torch.equal(int8.linear(activations, tensors, weight_format, scheme), expected)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -155,7 +180,57 @@ def test_sums_of_few_rows_are_no_larger_than_a_batch(integers):
         assert torch.equal(found[part], int8.linear(activations[part], tensors, weight_format, TOKEN))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(128, 33, 352), (600, 65, 1100), (100, 129, 9000)])
+def test_many_rows_have_the_bits_of_torchs_operations(integers, rows, out_features, in_features, dtype, monkeypatch):
+    weight_format, tensors = layer(out_features, in_features)
+    activations = random_rows(rows, in_features, dtype=dtype)
+    expected = by_torchs_operations(activations, tensors, weight_format, TOKEN)
+    elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(out_features, in_features)
+    tensors["weight"] = elsewhere.copy_(tensors["weight"])
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+
+
+def test_tiles_take_any_number_of_rows(integers, monkeypatch):
+    if not compiled_int8.has_tiles():
+        pytest.skip("no AMX")
+    monkeypatch.setattr(torch, "_int_mm", None)
+    weight_format, tensors = layer(37, 99)
+    for scheme in (TOKEN, TENSOR, LLM):
+        assert int8.linear(random_rows(200, 99), tensors, weight_format, scheme).shape == (200, 37)
+
+
+@pytest.mark.slow
+def test_tiles_on_processors_without_them_compute_the_same(integers, tmp_path, monkeypatch):
+    """Plain arrays stand in for AMX; what is expected is computed without tiles."""
+    made = tmp_path / "emulated.so"
+    flags = [flag for flag in building.FLAGS if flag != "-O2"]
+    subprocess.run(
+        [*building.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(compiled_int8.SOURCE), "-o", str(made)], check=True
+    )
+    emulated = compiled_int8._declared(ctypes.CDLL(str(made)))
+    monkeypatch.setattr(compiled_int8, "_library", lambda: emulated)
+    monkeypatch.setattr(int8, "has_tiles", lambda: True)
+    assert emulated.hfq_int8_tiles()
+    for rows in (1, 2, 15, 16, 17, 33, 64, 128, 600):
+        for out_features, in_features in ((37, 1), (5, 63), (16, 64), (33, 65), (65, 352), (32, 1100)):
+            weight_format, tensors = layer(out_features, in_features)
+            elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(out_features, in_features)
+            tensors["weight"] = elsewhere.copy_(tensors["weight"])
+            codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16)
+            expected = integer_product(codes, elsewhere, is_plain=True)
+            for threads in (1, 3):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                assert torch.equal(integer_product(codes, elsewhere), expected)
+            for dtype in (torch.float32, torch.bfloat16):
+                activations = random_rows(rows, in_features, dtype=dtype)
+                expected = by_torchs_operations(activations, tensors, weight_format, TOKEN)
+                assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 200])
 def test_torchs_threads_and_its_own_give_the_same_bits(integers, rows, monkeypatch):
     weight_format, tensors = layer(2048, 1024)
     activations = random_rows(rows, 1024)
@@ -189,7 +264,8 @@ def test_without_a_compiler_torch_multiplies_codes_in_bfloat16(rows, monkeypatch
     assert (found.double() - expected).norm() <= 2**-7 * expected.norm()  # the sum and the result are rounded
 
 
-def test_without_a_compiler_everything_else_goes_through_panels():
+def test_without_a_compiler_everything_else_goes_through_panels(monkeypatch):
+    monkeypatch.setattr(int8, "_has_exact_dots", lambda: False)  # or many rows would go to torch's `_int_mm`
     weight_format, tensors = layer(37, 99)
     for activations in (random_rows(3, 99), random_rows(3, 99, dtype=torch.bfloat16), random_rows(40, 99)):
         rounded = quantize_activations(activations, TOKEN, tensors)
@@ -201,6 +277,7 @@ def test_with_dot_products_torch_sums_many_rows(integers, monkeypatch):
     weight_format, tensors = layer(37, 96)
     activations = random_rows(40, 96)
     expected = int8.linear(activations, tensors, weight_format, TOKEN)
+    monkeypatch.setattr(int8, "has_tiles", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     int8._has_exact_dots.cache_clear()
     calls = []
@@ -301,25 +378,22 @@ def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, 
 
 @pytest.mark.parametrize("scale_shape", [(37, 1), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scales_of_any_dtype_are_read_as_they_lie(integers, dtype, scale_shape, monkeypatch):
+def test_scales_of_any_dtype_are_read_as_they_lie(integers, dtype, scale_shape):
     weight_format, tensors = layer(37, 99, IntQuantized(scale_shape=scale_shape))
     tensors["weight_scale"] = (tensors["weight_scale"] * 2.0**-9).to(dtype)  # subnormal ones among those of float16
     tensors["weight_scale"].view(-1)[0] = torch.finfo(dtype).smallest_normal / 4
     rows = random_rows(3, 99) * 2.0**20
-    monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
-    expected = int8.linear(rows, tensors, weight_format, TOKEN)
-    monkeypatch.setattr(int8, "_FUSED_ROWS", 64)
+    expected = by_torchs_operations(rows, tensors, weight_format, TOKEN)
     assert torch.equal(int8.linear(rows, tensors, weight_format, TOKEN), expected)
     assert expected[:, 0].abs().min() > 0
 
 
-def test_every_half_is_widened_exactly(integers, monkeypatch):
+def test_every_half_is_widened_exactly(integers):
     codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     weight_format = IntQuantized(scale_shape=(1 << 16, 1))
     tensors = {"weight": torch.ones(1 << 16, 1, dtype=torch.int8), "weight_scale": codes.view(-1, 1)}
     found = int8.linear(torch.ones(1, 1), tensors, weight_format, TOKEN)[0]
-    monkeypatch.setattr(int8, "_FUSED_ROWS", 0)
-    expected = int8.linear(torch.ones(1, 1), tensors, weight_format, TOKEN)[0]
+    expected = by_torchs_operations(torch.ones(1, 1), tensors, weight_format, TOKEN)[0]
     assert torch.equal(found.isnan(), expected.isnan())
     kept = ~expected.isnan()
     assert torch.equal(found[kept], expected[kept])

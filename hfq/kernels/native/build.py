@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source, compiler and flags.
+"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source, headers, compiler and flags.
 
 Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the cache is renamed into
 place whole, with its checksum beside it, so that a file that was cut short is built again and never loaded.
@@ -100,6 +100,7 @@ def _key(compiler: Sequence[str], source: Path) -> str:
         raise BuildError(f"{' '.join(compiler)} --version failed: {error}") from error
     parts = (
         source.read_bytes(),
+        *[header.read_bytes() for header in sorted(source.parent.glob("*.h"))],
         "\0".join(compiler).encode(),
         version,
         " ".join(FLAGS).encode(),

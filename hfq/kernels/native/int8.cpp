@@ -1,8 +1,10 @@
 // Integer products of int8 activations by an int8 weight that lies as nn.Linear has it; a plain C interface, loaded by ctypes.
 //
 // AVX2 without VNNI has one exact way: codes are widened to 16 bits and multiplied in pairs into 32 (vpmaddwd). The shorter way by 8 bits
-// (vpmaddubsw) saturates at 16. Sums are exact for fewer than 2**17 inputs, so that neither order nor threads matter.
+// (vpmaddubsw) saturates at 16. Intel's tiles (AMX) multiply bytes and sum in 32 bits; where they are, they take every product. Sums are
+// exact for fewer than 2**17 inputs, so that neither order nor threads matter.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +16,8 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
+
 namespace {
 
 struct Call {
@@ -21,6 +25,8 @@ struct Call {
     const int16_t *activations;
     int32_t *result;
     int64_t rows, in_features, out_features;
+    int8_t *packed = nullptr;  // where there are tiles: the activations' codes for them,
+    int32_t *sums = nullptr;   // and room for each thread's sums
 };
 
 void multiply_plainly(const Call &call, int64_t first, int64_t last) {
@@ -134,6 +140,10 @@ inline uint16_t narrowed(float value) {  // to the nearest, ties to even
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+void widen_plainly(const uint16_t *narrow, int64_t count, float *values) {
+    for (int64_t k = 0; k < count; k++) values[k] = widened(narrow[k]);
+}
+
 // The amplitude of a row, not a number where one of its values is not.
 float amplitude_plainly(const float *values, int64_t count, float amax) {
     for (int64_t k = 0; k < count; k++) {
@@ -168,6 +178,15 @@ AVX2 float amplitude_avx2(const float *values, int64_t count, float amax) {
     return amplitude_plainly(values + k, count - k, amax);
 }
 
+AVX2 void widen_avx2(const uint16_t *narrow, int64_t count, float *values) {
+    int64_t k = 0;
+    for (; k + 8 <= count; k += 8) {
+        __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(narrow + k))), 16);
+        _mm256_storeu_ps(values + k, _mm256_castsi256_ps(wide));
+    }
+    widen_plainly(narrow + k, count - k, values + k);
+}
+
 AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *codes) {
     const __m256 by = _mm256_set1_ps(scale), low = _mm256_set1_ps(-128), high = _mm256_set1_ps(127);
     int64_t k = 0;
@@ -182,29 +201,14 @@ AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *c
 }
 #endif
 
-// What a caller keeps from call to call: codes and scales of its activations, and sums.
+// What a caller keeps from call to call: codes and scales of its activations, and sums where there are no tiles.
 thread_local std::vector<int32_t> kept;
 
 struct Level {
     void (*multiply)(const Call &call, int64_t first, int64_t last);
     float (*amplitude)(const float *values, int64_t count, float amax);
     void (*round)(const float *values, int64_t count, float scale, int16_t *codes);
-};
-
-Level level_of(int is_plain) {
-#if defined(__x86_64__)
-    if (!is_plain && __builtin_cpu_supports("avx2")) return {multiply_avx2, amplitude_avx2, round_avx2};
-#endif
-    return {multiply_plainly, amplitude_plainly, round_plainly};
-}
-
-// Subnormal floats count while this is alive, on every thread: a caller may have had them taken for zeros on its own.
-struct KeptSubnormals {
-#if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
-    KeptSubnormals() { _mm_setcsr(before & ~0x8040u); }
-    ~KeptSubnormals() { _mm_setcsr(before); }
-#endif
+    void (*widen)(const uint16_t *narrow, int64_t count, float *values);
 };
 
 // What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing where y is null.
@@ -226,104 +230,495 @@ struct Scaling {
         return value * multiplier;
     }
 
+    void put(const Call &call, int64_t place, int32_t sum, int64_t m, float step) const {
+        if (!y) {
+            call.result[place] = sum;
+            return;
+        }
+        const float value = (float)sum * scales[m] * step;
+        if (is_bfloat16) ((uint16_t *)y)[place] = narrowed(value);
+        else ((float *)y)[place] = value;
+    }
+
     void apply(const Call &call, int64_t first, int64_t last) const {
         if (!y) return;
         for (int64_t m = 0; m < call.rows; m++)
             for (int64_t n = first; n < last; n++) {
                 const int64_t place = m * call.out_features + n;
-                const float value = (float)call.result[place] * scales[m] * step(n);
-                if (is_bfloat16) ((uint16_t *)y)[place] = narrowed(value);
-                else ((float *)y)[place] = value;
+                put(call, place, call.result[place], m, step(n));
             }
     }
 };
+
+// Rows of activations: float32 or bfloat16, `stride` apart.
+struct Rows {
+    const char *x;
+    int64_t stride;
+    int is_bfloat16;
+    int64_t in_features;
+    float top, bound;
+
+    // `count` values of a row as float32, in `wide` where they are not.
+    const float *values(const Level &level, int64_t m, int64_t k, int64_t count, float *wide) const {
+        if (!is_bfloat16) return (const float *)x + m * stride + k;
+        level.widen((const uint16_t *)x + m * stride + k, count, wide);
+        return wide;
+    }
+
+    float scale(float amax) const {
+        if (amax > bound) amax = bound;
+        return amax == 0 ? 1 : amax / top;
+    }
+};
+
+// Rows as codes, under a scale for each.
+void round_rows(const Level &level, const Rows &given, int64_t rows, float *wide, float *scales, int16_t *codes) {
+    KeptSubnormals here;
+    for (int64_t m = 0; m < rows; m++) {
+        const float *values = given.values(level, m, 0, given.in_features, wide);
+        scales[m] = given.scale(level.amplitude(values, given.in_features, 0.0f));
+        level.round(values, given.in_features, scales[m], codes + m * given.in_features);
+    }
+}
+
+// Tiles. Activations are packed once, as the right operand: [block of 16 rows][step of 64 channels][16 fours of channels][16 rows][4], with
+// zeros beyond the last row and channel. The weight is the left one, 16 output features by 64 channels, and needs no other order. Pieces of it
+// (32 output features by 256 or 512 channels) are copied into the first cache, since a tile is loaded from there in half the time, and in a sixth
+// where its rows do not begin with a line; then they pass by pairs of blocks, four tiles of sums at a time.
+
+const int64_t SIDE = 16, WIDTH = 2 * SIDE, STEP = 64;
+const int64_t PIECE = 8, SHORT_PIECE = 4, FEW_PAIRS = 4;  // steps of a piece, and of one that few pairs of blocks are multiplied by
+const int64_t MOST_PAIRS = 16, MOST_STRIPS = 8;           // of blocks of rows, and of 32 output features, whose sums are kept at once: 512 KB
+const int64_t RESIDENT = 768 << 10;                       // bytes of activations that stay in the second cache while the weight passes by
+const int64_t CHUNK = 256;                                // channels of 16 rows that are rounded before they are packed
+
+inline int64_t blocks_of(int64_t rows) { return (rows + SIDE - 1) / SIDE; }
+inline int64_t steps_of(int64_t in_features) { return (in_features + STEP - 1) / STEP; }
+
+#if defined(HFQ_AMX)
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define UNROLLED_16 _Pragma("GCC unroll 16")
+
+inline bool has_tiles() {
+    static const bool found =
+        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && amx::detect();
+    return found;
+}
+
+AVX512 inline __mmask16 lanes(int64_t count) { return count < 16 ? (__mmask16)((1u << count) - 1) : (__mmask16)0xffff; }
+
+AVX512 void widen_avx512(const uint16_t *narrow, int64_t count, float *values) {
+    int64_t k = 0;
+    for (; k + 16 <= count; k += 16) {
+        __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(narrow + k))), 16);
+        _mm512_storeu_si512(values + k, wide);
+    }
+    widen_plainly(narrow + k, count - k, values + k);
+}
+
+// Sizes of floats are in the order of their bits, and what is not a number is above all.
+AVX512 float amplitude_avx512(const float *values, int64_t count, float amax) {
+    const __m512i unsign = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();
+    int64_t k = 0;
+    for (; k + 16 <= count; k += 16) most = _mm512_max_epi32(most, _mm512_and_si512(unsign, _mm512_loadu_si512(values + k)));
+    const int32_t bits = _mm512_reduce_max_epi32(most);
+    float size;
+    memcpy(&size, &bits, 4);
+    if (size != size) return size;
+    return amplitude_plainly(values + k, count - k, size > amax ? size : amax);
+}
+
+// By the scale's reciprocal, which takes a fraction of the time: within 128 that is less than 2e-5 off. What comes near a half is divided,
+// and so is everything where the reciprocal might lose digits, and what no integer holds.
+AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_t *codes) {
+    const __m512 by = _mm512_set1_ps(scale), low = _mm512_set1_ps(-128), high = _mm512_set1_ps(127), sure = _mm512_set1_ps(0.4999f);
+    const __m512 inverse = _mm512_set1_ps(scale > 0x1p-100f && scale < 0x1p100f ? 1 / scale : NAN);
+    const __m512i lowest = _mm512_set1_epi32(-128), highest = _mm512_set1_epi32(127);
+    int64_t k = 0;
+    for (; k + 16 <= count; k += 16) {
+        const __m512 given = _mm512_loadu_ps(values + k);
+        __m512 code = _mm512_mul_ps(given, inverse);
+        __m512i whole = _mm512_cvtps_epi32(code);
+        if (_mm512_cmp_ps_mask(_mm512_abs_ps(_mm512_sub_ps(code, _mm512_cvtepi32_ps(whole))), sure, _CMP_LT_OQ) != 0xffff) {
+            code = _mm512_div_ps(given, by);
+            code = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(code, code, _CMP_ORD_Q), code);
+            whole = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(code, low), high));
+        }
+        whole = _mm512_min_epi32(_mm512_max_epi32(whole, lowest), highest);
+        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtepi32_epi16(whole));
+    }
+    round_plainly(values + k, count - k, scale, codes + k);
+}
+
+// Rows for columns.
+AVX512 inline __attribute__((always_inline)) void transpose(__m512i *v) {
+    __m512i t[16];
+    UNROLLED_16 for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLLED_16 for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    UNROLLED_16 for (int i = 0; i < 4; i++) {
+        __m512i even = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), odd = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xDD);
+        __m512i more_even = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88), more_odd = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xDD);
+        t[i] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+        t[i + 8] = _mm512_shuffle_i32x4(even, more_even, 0xDD);
+        t[i + 12] = _mm512_shuffle_i32x4(odd, more_odd, 0xDD);
+    }
+    UNROLLED_16 for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+// One step of at most 16 rows, as a tile.
+AVX512 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t channels, int8_t *tile) {
+    const uint64_t mask = channels < 64 ? (1ull << channels) - 1 : ~0ull;
+    __m512i v[16];
+    for (int m = 0; m < 16; m++) {
+        const uint64_t here = m < rows ? mask : 0;
+        const int16_t *row = codes + (m < rows ? m : 0) * pitch;
+        __m256i first = _mm512_cvtepi16_epi8(_mm512_maskz_loadu_epi16((__mmask32)here, row));
+        __m256i second = _mm512_cvtepi16_epi8(_mm512_maskz_loadu_epi16((__mmask32)(here >> 32), row + 32));
+        v[m] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    }
+    transpose(v);
+    for (int four = 0; four < 16; four++) _mm512_store_si512(tile + 64 * four, v[four]);
+}
+
+AVX512 inline __m256i narrowed(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff)), 16);
+    bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    return _mm512_cvtepi32_epi16(bits);
+}
+
+// Sums of twice 16 output features by 16 rows become the result's, as `Scaling::put` makes it; `steps` are those of the features.
+AVX512 void finish(const Call &call, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
+    __m512i v[2][16];
+    for (int i = 0; i < 2; i++) {
+        for (int row = 0; row < 16; row++) v[i][row] = _mm512_load_si512(sums[i] + 16 * row);
+        transpose(v[i]);
+    }
+    const int64_t count = call.out_features - n;
+    const __mmask16 first = lanes(count), second = count > 16 ? lanes(count - 16) : (__mmask16)0;
+    const __m512 one = _mm512_loadu_ps(steps), other = _mm512_loadu_ps(steps + 16);
+    for (int64_t i = 0; i < SIDE && m + i < call.rows; i++) {
+        const int64_t place = (m + i) * call.out_features + n;
+        if (!scaling.y) {
+            _mm512_mask_storeu_epi32(call.result + place, first, v[0][i]);
+            _mm512_mask_storeu_epi32(call.result + place + 16, second, v[1][i]);
+            continue;
+        }
+        const __m512 scale = _mm512_set1_ps(scaling.scales[m + i]);
+        const __m512 values = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(v[0][i]), scale), one);
+        const __m512 others = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(v[1][i]), scale), other);
+        if (scaling.is_bfloat16) {
+            __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrowed(values)), narrowed(others), 1);
+            _mm512_mask_storeu_epi16((uint16_t *)scaling.y + place, (__mmask32)second << 16 | first, both);
+        } else {
+            _mm512_mask_storeu_ps((float *)scaling.y + place, first, values);
+            _mm512_mask_storeu_ps((float *)scaling.y + place + 16, second, others);
+        }
+    }
+}
+
+inline void fetch(const int8_t *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
+#else
+#define AVX512
+inline bool has_tiles() { return amx::detect(); }
+
+void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t channels, int8_t *tile) {
+    memset(tile, 0, amx::TILE);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t k = 0; k < channels; k++) tile[k / 4 * 64 + 4 * m + k % 4] = (int8_t)codes[m * pitch + k];
+}
+
+void finish(const Call &call, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
+    for (int64_t j = 0; j < SIDE && m + j < call.rows; j++)
+        for (int64_t i = 0; i < WIDTH && n + i < call.out_features; i++)
+            scaling.put(call, (m + j) * call.out_features + n + i, sums[i / SIDE][i % SIDE * SIDE + j], m + j, steps[i]);
+}
+
+inline void fetch(const int8_t *) {}
+#endif
+
+Level level_of(int is_plain) {
+#if defined(HFQ_AMX)
+    if (!is_plain && has_tiles()) return {multiply_avx2, amplitude_avx512, round_avx512, widen_avx512};
+#endif
+#if defined(__x86_64__)
+    if (!is_plain && __builtin_cpu_supports("avx2")) return {multiply_avx2, amplitude_avx2, round_avx2, widen_avx2};
+#endif
+    return {multiply_plainly, amplitude_plainly, round_plainly, widen_plainly};
+}
+
+// What is multiplied at once: pairs of blocks of rows, by strips of 32 output features, by steps of channels whose activations stay in the
+// second cache. Where that is not all channels, the sums of several strips are kept, so that activations are read less often.
+struct Plan {
+    int64_t pairs, strips, steps, piece;
+
+    Plan(int64_t rows, int64_t in_features) {
+        const int64_t all_pairs = (blocks_of(rows) + 1) / 2, passes = (all_pairs + MOST_PAIRS - 1) / MOST_PAIRS;
+        pairs = (all_pairs + passes - 1) / passes;
+        steps = RESIDENT / (2 * amx::TILE * pairs) / PIECE * PIECE;
+        if (steps > steps_of(in_features)) steps = steps_of(in_features);
+        strips = steps < steps_of(in_features) ? MOST_STRIPS : 1;
+        piece = pairs > FEW_PAIRS ? PIECE : SHORT_PIECE;
+    }
+
+    int64_t words() const { return strips * pairs * amx::TILE; }  // of a thread's sums: four tiles for each strip and pair
+};
+
+// Some steps of a strip: what the first cache holds of the weight.
+struct Piece {
+    alignas(64) int8_t tiles[PIECE][2][amx::TILE];
+};
+
+// `out` rows from `w` on as a piece; zeros beyond the channels, and what was there beyond the rows.
+AVX512 void copy_piece(const int8_t *w, int64_t pitch, int64_t out, int64_t channels, Piece &piece) {
+    for (int64_t i = 0; i < out; i++, w += pitch) {
+        int8_t *to = piece.tiles[0][i / SIDE] + i % SIDE * STEP;
+        int64_t k = 0;
+        for (; k + STEP <= channels; k += STEP, to += 2 * amx::TILE) memcpy(to, w + k, STEP);
+        if (k < channels) memset(to, 0, STEP), memcpy(to, w + k, channels - k);
+    }
+}
+
+// A piece by 16 * ROWS rows; sums are added to `sums` unless these are the first. Meanwhile rows `ahead`, `pitch` bytes apart, are fetched.
+template <int ROWS>
+HFQ_AMX_TARGET void multiply_tiles(
+    const Piece &piece, const int8_t *x, int64_t x_pitch, int64_t steps, bool is_first, int32_t (*sums)[SIDE * SIDE], const int8_t *ahead,
+    int64_t pitch, int64_t lines) {
+    if (is_first) {
+        amx::zero<0>(), amx::zero<1>();
+        if (ROWS == 2) amx::zero<2>(), amx::zero<3>();
+    } else {
+        amx::load<0>(sums[0]), amx::load<1>(sums[1]);
+        if (ROWS == 2) amx::load<2>(sums[2]), amx::load<3>(sums[3]);
+    }
+    for (int64_t step = 0; step < steps; step++, x += amx::TILE, ahead += STEP) {
+        for (int64_t line = 0; line < lines; line++) fetch(ahead + line * pitch);
+        amx::load<4>(piece.tiles[step][0]);
+        amx::load<6>(x);
+        amx::dot_bytes<0, 4, 6>();
+        amx::load<5>(piece.tiles[step][1]);
+        amx::dot_bytes<1, 5, 6>();
+        if (ROWS == 2) amx::load<7>(x + x_pitch), amx::dot_bytes<2, 4, 7>(), amx::dot_bytes<3, 5, 7>();
+    }
+    amx::store<0>(sums[0]), amx::store<1>(sums[1]);
+    if (ROWS == 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
+}
+
+// Blocks of rows by a strip's rows from `w` on and some steps of channels, in pieces of `length`; `later` is what is multiplied afterwards.
+void multiply_strip(
+    const Call &call, int64_t length, int64_t from, int64_t to, const int8_t *w, int64_t out, int64_t first_step, int64_t last_step,
+    const int8_t *later, int32_t (*sums)[SIDE * SIDE]) {
+    const int64_t in = call.in_features, all_steps = steps_of(in), pairs = (to - from + 1) / 2;
+    Piece piece;
+    for (int64_t step = first_step; step < last_step; step += length) {
+        const int64_t steps = std::min(last_step - step, length);
+        const int8_t *next = step + length < last_step ? w + (step + length) * STEP : later;
+        copy_piece(w + step * STEP, in, out, std::min(in - step * STEP, steps * STEP), piece);
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const int8_t *x = call.packed + ((from + 2 * pair) * all_steps + step) * amx::TILE;
+            const int64_t fetched = WIDTH * pair / pairs, lines = WIDTH * (pair + 1) / pairs - fetched;
+            (from + 2 * pair + 1 < to ? multiply_tiles<2> : multiply_tiles<1>)(
+                piece, x, all_steps * amx::TILE, steps, step == 0, sums + 4 * pair, next + fetched * in, in, lines);
+        }
+    }
+}
+
+// Output features from `first`, a multiple of 32, to `last`, by all rows. `sums` has room for a plan's.
+HFQ_AMX_TARGET void multiply_by_tiles(
+    const Call &call, const Scaling &scaling, const Plan &plan, int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
+    amx::Tiles tiles;
+    const int64_t in = call.in_features, all_steps = steps_of(in), blocks = blocks_of(call.rows), stride = plan.pairs * 4;
+    for (int64_t from = 0; from < blocks; from += 2 * plan.pairs)
+        for (int64_t n = first; n < last; n += plan.strips * WIDTH) {
+            const int64_t to = std::min(from + 2 * plan.pairs, blocks), end = std::min(n + plan.strips * WIDTH, last);
+            for (int64_t step = 0; step < all_steps; step += plan.steps) {
+                const int64_t next = std::min(step + plan.steps, all_steps);
+                for (int64_t i = n; i < end; i += WIDTH) {
+                    const int8_t *w = call.weight + i * in;
+                    const bool is_last = i + WIDTH >= end && next < all_steps;
+                    const int8_t *later = is_last ? call.weight + n * in + next * STEP : w + WIDTH * in + step * STEP;
+                    const int64_t out = std::min(end - i, WIDTH);
+                    multiply_strip(call, plan.piece, from, to, w, out, step, next, later, sums + (i - n) / WIDTH * stride);
+                }
+            }
+            for (int64_t i = n; i < end; i += WIDTH) {
+                float scales[WIDTH] = {};
+                for (int64_t j = 0; j < std::min(end - i, WIDTH) && scaling.y; j++) scales[j] = scaling.step(i + j);
+                for (int64_t block = from; block < to; block++)
+                    finish(call, scaling, sums + (i - n) / WIDTH * stride + (block - from) * 2, scales, block * SIDE, i);
+            }
+        }
+}
 
 // Output features are cut into parts, and whoever is free takes the next.
 struct Parts {
     const Call &call;
     const Level &level;
     const Scaling &scaling;
-    int64_t count, next;
+    int64_t count, next, threads;  // those that have begun
 };
 
 void take_parts(void *argument) {
     Parts *parts = (Parts *)argument;
-    const int64_t out = parts->call.out_features;
+    const int64_t out = parts->call.out_features, strips = (out + WIDTH - 1) / WIDTH;
+    const Plan plan(parts->call.rows, parts->call.in_features);
+    int32_t *sums = nullptr;
+    if (parts->call.packed) sums = parts->call.sums + plan.words() * __atomic_fetch_add(&parts->threads, 1, __ATOMIC_RELAXED);
     KeptSubnormals here;
     for (int64_t part; (part = __atomic_fetch_add(&parts->next, 1, __ATOMIC_RELAXED)) < parts->count;) {
+        if (parts->call.packed) {
+            const int64_t first = strips * part / parts->count * WIDTH, last = strips * (part + 1) / parts->count * WIDTH;
+            multiply_by_tiles(parts->call, parts->scaling, plan, first, std::min(last, out), (int32_t (*)[SIDE * SIDE])sums);
+            continue;
+        }
         const int64_t first = out * part / parts->count, last = out * (part + 1) / parts->count;
         parts->level.multiply(parts->call, first, last);
         parts->scaling.apply(parts->call, first, last);
     }
 }
 
+// Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows.
+struct Packing {
+    const Call &call;
+    const Level &level;
+    const Rows *rows;
+    float *scales;
+    int64_t next;
+};
+
+void pack_block(const Packing &packing, int64_t first) {
+    const Call &call = packing.call;
+    const int64_t in = call.in_features, count = std::min(call.rows - first, SIDE);
+    int8_t *tile = call.packed + first / SIDE * steps_of(in) * amx::TILE;
+    float wide[CHUNK];
+    int16_t codes[SIDE][CHUNK];
+    for (int64_t m = first; packing.rows && m < first + count; m++) {
+        float amax = 0;
+        for (int64_t k = 0; k < in && amax == amax; k += CHUNK) {
+            const int64_t width = std::min(in - k, CHUNK);
+            amax = packing.level.amplitude(packing.rows->values(packing.level, m, k, width, wide), width, amax);
+        }
+        packing.scales[m] = packing.rows->scale(amax);
+    }
+    for (int64_t k = 0; k < in; k += CHUNK) {
+        const int64_t width = std::min(in - k, CHUNK);
+        for (int64_t m = 0; packing.rows && m < count; m++)
+            packing.level.round(packing.rows->values(packing.level, first + m, k, width, wide), width, packing.scales[first + m], codes[m]);
+        for (int64_t at = 0; at < width; at += STEP, tile += amx::TILE) {
+            const int64_t channels = std::min(width - at, STEP);
+            if (packing.rows) pack(codes[0] + at, CHUNK, count, channels, tile);
+            else pack(call.activations + first * in + k + at, in, count, channels, tile);
+        }
+    }
+}
+
+void take_blocks(void *argument) {
+    Packing *packing = (Packing *)argument;
+    KeptSubnormals here;
+    for (int64_t block; (block = __atomic_fetch_add(&packing->next, 1, __ATOMIC_RELAXED)) < blocks_of(packing->call.rows);)
+        pack_block(*packing, block * SIDE);
+}
+
 // GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see kernels.cpp), or null.
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+void spread(void (*work)(void *), void *data, int64_t worth, int threads, Team team) {
+    if (worth > 1 && team) return team(work, data, (unsigned)threads, 0);
+    std::vector<std::thread> others;
+    try {
+        for (int64_t other = 1; other < worth; other++) others.emplace_back(work, data);
+    } catch (const std::exception &) {  // no more threads, or no memory: those that there are do all the work
+    }
+    work(data);
+    for (auto &other : others) other.join();
+}
 
 void run(const Call &call, const Level &level, const Scaling &scaling, int threads, Team team) {
     int64_t worth = 1 + (call.rows * call.in_features * call.out_features >> (team ? 19 : 21));  // products that pay for a thread
     if (worth > threads) worth = threads;
-    Parts parts = {call, level, scaling, worth > 1 ? 2 * worth : 1, 0};
-    if (worth > 1 && team) return team(take_parts, &parts, (unsigned)threads, 0);
-    std::vector<std::thread> others;
-    try {
-        for (int64_t other = 1; other < worth; other++) others.emplace_back(take_parts, &parts);
-    } catch (const std::exception &) {  // no more threads, or no memory: those that there are take all parts
-    }
-    take_parts(&parts);
-    for (auto &other : others) other.join();
+    Parts parts = {call, level, scaling, worth > 1 ? 2 * worth : 1, 0, 0};
+    spread(take_parts, &parts, worth, threads, team);
 }
 
-// Rows as codes, under a scale for each.
-void round_rows(const Level &level, const char *x, int64_t x_stride, int is_bfloat16, int64_t rows, int64_t in_features, float top,
-                float bound, float *wide, float *scales, int16_t *codes) {
-    KeptSubnormals here;
-    for (int64_t m = 0; m < rows; m++) {
-        const float *values = (const float *)x + m * x_stride;
-        if (is_bfloat16) {
-            const uint16_t *narrow = (const uint16_t *)x + m * x_stride;
-            for (int64_t k = 0; k < in_features; k++) wide[k] = widened(narrow[k]);
-            values = wide;
-        }
-        float amax = level.amplitude(values, in_features, 0.0f);
-        if (amax > bound) amax = bound;
-        scales[m] = amax == 0 ? 1 : amax / top;
-        level.round(values, in_features, scales[m], codes + m * in_features);
-    }
+void run_packing(const Call &call, const Level &level, const Rows *rows, float *scales, int threads, Team team) {
+    int64_t worth = std::min(1 + (call.rows * call.in_features >> (team ? 16 : 18)), blocks_of(call.rows));  // values that pay for a thread
+    if (worth > threads) worth = threads;
+    Packing packing = {call, level, rows, scales, 0};
+    spread(take_blocks, &packing, worth, threads, team);
 }
+
+// So many words, of what the caller keeps, from a line's beginning; null where there is no memory.
+int32_t *own_words(int64_t words) {
+    words += 16;
+    try {
+        if ((int64_t)kept.size() < words) kept.resize(words);
+    } catch (const std::exception &) {
+        return nullptr;
+    }
+    return (int32_t *)(((uintptr_t)kept.data() + 63) / 64 * 64);
+}
+
+inline int64_t sums_words(int64_t rows, int64_t in_features, int threads) { return Plan(rows, in_features).words() * std::max(threads, 1); }
+inline int64_t packed_words(int64_t rows, int64_t in_features) { return blocks_of(rows) * steps_of(in_features) * (amx::TILE / 4); }
 
 }  // namespace
 
 extern "C" {
 
-// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range
-void hfq_int8_product(
+// Whether products are taken by tiles, for any number of rows.
+int hfq_int8_tiles() { return has_tiles(); }
+
+// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range.
+// Not 0 where there was no memory, and nothing was computed.
+int hfq_int8_product(
     const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
     int threads, int is_plain, Team team) {
-    const Call call = {weight, activations, result, rows, in_features, out_features};
-    run(call, level_of(is_plain), {}, threads, team);
+    const Level level = level_of(is_plain);
+    Call call = {weight, activations, result, rows, in_features, out_features};
+    if (!is_plain && has_tiles()) {
+        call.sums = own_words(sums_words(rows, in_features, threads) + packed_words(rows, in_features));
+        if (!call.sums) return -3;
+        call.packed = (int8_t *)(call.sums + sums_words(rows, in_features, threads));
+        run_packing(call, level, nullptr, nullptr, threads, team);
+    }
+    run(call, level, {}, threads, team);
+    return 0;
 }
 
 // y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps`, of
 // `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. Bit for bit
-// what torch computes in float32 by the same steps. Not 0 where there was no memory, and nothing was computed.
+// what torch computes in float32 by the same steps. Not 0 where there was no memory, and nothing was computed. With tiles, what is kept is a
+// byte for each activation, of rows and channels filled up to 16 and 64, a scale for each row, and at most 512 KB of sums for each thread.
 int hfq_int8_linear(
     const int8_t *weight, const char *steps, int64_t steps_count, int steps_dtype, float multiplier, const char *x, int64_t x_stride,
     char *y, int is_bfloat16, int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int threads, int is_plain,
     Team team) {
     const Level level = level_of(is_plain);
-    const int64_t words = rows * (1 + out_features + (in_features + 1) / 2) + in_features;
-    try {
-        if ((int64_t)kept.size() < words) kept.resize(words);
-    } catch (const std::exception &) {
-        return -3;
-    }
-    int32_t *scratch = kept.data();
-    float *scales = (float *)scratch, *wide = scales + rows;
+    const Rows given = {x, x_stride, is_bfloat16, in_features, top, bound};
+    const bool by_tiles = !is_plain && has_tiles();
+    const int64_t own = by_tiles ? sums_words(rows, in_features, threads) : 0, packed = by_tiles ? packed_words(rows, in_features) : 0;
+    int32_t *scratch = own_words(by_tiles ? own + packed + rows : rows * (1 + out_features + (in_features + 1) / 2) + in_features);
+    if (!scratch) return -3;
+    float *scales = (float *)(scratch + own + packed), *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);
-    round_rows(level, x, x_stride, is_bfloat16, rows, in_features, top, bound, wide, scales, codes);
-    const Call call = {weight, codes, sums, rows, in_features, out_features};
+    Call call = {weight, codes, sums, rows, in_features, out_features};
+    if (by_tiles) {
+        call.sums = scratch, call.packed = (int8_t *)(scratch + own);
+        run_packing(call, level, &given, scales, threads, team);
+    } else {
+        round_rows(level, given, rows, wide, scales, codes);
+    }
     run(call, level, {scales, steps, steps_count, steps_dtype, multiplier, y, is_bfloat16}, threads, team);
     return 0;
 }

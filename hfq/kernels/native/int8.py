@@ -14,7 +14,7 @@ from hfq.kernels.native.library import is_wanted
 from hfq.kernels.native.structure import DTYPES
 from hfq.kernels.native.team import team
 
-__all__ = ["SOURCE", "RoundedWeight", "integer_product", "is_built", "rounded_linear"]
+__all__ = ["SOURCE", "RoundedWeight", "has_tiles", "integer_product", "is_built", "rounded_linear"]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
 
@@ -27,6 +27,12 @@ def is_built() -> bool:
     return is_wanted() and _library() is not None
 
 
+@functools.cache
+def has_tiles() -> bool:
+    """Whether the compiled part multiplies by Intel's tiles (AMX), any number of rows; `is_built` must hold."""
+    return bool(_library().hfq_int8_tiles())  # type: ignore[union-attr]
+
+
 def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = False) -> torch.Tensor:
     """`codes @ weight.T`, exactly; `is_built` must hold.
 
@@ -37,20 +43,17 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = 
 
     Returns:
         int32 [rows, out_features].
+
+    Raises:
+        MemoryError: There is none for the codes of the activations.
     """
     (rows, in_features), out_features = codes.shape, weight.shape[0]
     result = torch.empty(rows, out_features, dtype=torch.int32)
-    _library().hfq_int8_product(  # type: ignore[union-attr]
-        weight.data_ptr(),
-        codes.data_ptr(),
-        result.data_ptr(),
-        rows,
-        in_features,
-        out_features,
-        torch.get_num_threads(),
-        is_plain,
+    status = _library().hfq_int8_product(  # type: ignore[union-attr]
+        weight.data_ptr(), codes.data_ptr(), result.data_ptr(), rows, in_features, out_features, torch.get_num_threads(), is_plain,
         team(),
-    )
+    )  # fmt: skip
+    _check(status)
     return result
 
 
@@ -90,6 +93,10 @@ def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tens
         *weight.arguments, rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
         weight.in_features, weight.out_features, *weight.roundings, torch.get_num_threads(), is_plain, team(),
     )  # fmt: skip
+    _check(status)
+
+
+def _check(status: int) -> None:
     if status != 0:
         raise MemoryError("no memory for the activations of a product")
 
@@ -97,12 +104,14 @@ def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tens
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        loaded = ctypes.CDLL(str(build(SOURCE)))
+        return _declared(ctypes.CDLL(str(build(SOURCE))))
     except (BuildError, OSError) as error:
         logger.warning("hfq multiplies int8 activations in plain torch, which is slower: %s.", error)
         return None
+
+
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    loaded.hfq_int8_product.restype = None
     loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int, pointer]
     loaded.hfq_int8_linear.argtypes = [
         pointer, pointer, size, ctypes.c_int, ctypes.c_float, pointer, size, pointer, ctypes.c_int, size, size, size,
