@@ -38,6 +38,22 @@ def compiled():
     return once
 
 
+@pytest.fixture(scope="session")
+def emulated(compiled, tmp_path_factory):
+    """As `compiled`, with plain C++ in place of AVX-512 and of tiles: what it computes can be tested anywhere."""
+    import ctypes
+    import subprocess
+
+    from hfq.kernels.native import build, library
+
+    made = tmp_path_factory.mktemp("emulated") / "kernels.so"
+    flags = [flag for flag in build.FLAGS if flag != "-O2"]
+    subprocess.run([*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)], check=True)
+    once = library._Once()
+    once.is_settled, once.library = True, library._declared(ctypes.CDLL(str(made)))
+    return once
+
+
 @pytest.fixture
 def native(compiled, monkeypatch):
     """The compiled part, in use for one test, at the best level of the processor."""
@@ -45,4 +61,4 @@ def native(compiled, monkeypatch):
 
     monkeypatch.setattr(library, "_once", compiled)
     yield compiled.library
-    compiled.library.hfq_use(-1), compiled.library.hfq_use_subnormals(-1)
+    compiled.library.hfq_use(-1), compiled.library.hfq_use_subnormals(-1), compiled.library.hfq_use_short(-1)

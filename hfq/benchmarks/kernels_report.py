@@ -16,7 +16,7 @@ from hfq.kernels.panels import product_dtype
 
 __all__ = ["report"]
 
-LEVELS = ("plain C++", "AVX2", "AVX-512")
+LEVELS, SHORT = ("plain C++", "AVX2", "AVX-512"), ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)")
 _FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
 _FP8_PANELS = {1: 0.45, 128: 0.8, 512: 0.9}
 _INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
@@ -44,7 +44,7 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
     import torch
 
     native = library()
-    level = f"missing: {reason_missing()}" if native is None else LEVELS[native.hfq_use(-1)]
+    level = f"missing: {reason_missing()}" if native is None else LEVELS[native.hfq_use(-1)] + SHORT[native.hfq_use_short(-1)]
     rates = [
         f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], method=READ, threads=threads))} ({threads} threads)"
         for threads in _in_order(records, "threads")

@@ -34,7 +34,7 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     if native is None or layer is None:
         return panels.linear(activations, tensors, weight_format)
     count, dtype, stride = activations.numel() // layer.in_features, DTYPES[activations.dtype], layer.in_features
-    if count > _most_fused(activations.dtype):
+    if count > _most_fused(activations.dtype) and not native.hfq_is_tiled(layer.here, count, dtype):
         return panels.multiply(activations, tensors, weight_format, _filler(native, layer, tensors, weight_format))
     rows = activations
     if not rows.is_contiguous():

@@ -20,6 +20,8 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
+
 namespace {
 
 enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, INT8 = 3, QUADS = 4, GPTQ = 5, AWQ = 6 };
@@ -88,6 +90,7 @@ const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows 
 const int64_t MOST_COLUMNS = 2048;   // output columns of a part, of a multiple of 128
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
+const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (tiles.h)
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -261,26 +264,19 @@ HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, b
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
 
-// Subnormal floats count while this is alive: a caller may have had them taken for zeros (torch.set_flush_denormal).
-struct KeptSubnormals {
-#if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
-    KeptSubnormals() { _mm_setcsr(before & ~0x8040u); }
-    ~KeptSubnormals() { _mm_setcsr(before); }
-#endif
-};
-
 // The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's OpenMP where that is known
 // (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor with one of torch's that waits awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
 
+bool has_tiles();
+
 struct Scratch {
     float *memory = nullptr;
     ~Scratch() { free(memory); }
     float *get() {  // null where there is no memory: a thread then leaves all parts to others, and a caller computes nothing
-        if (!memory) memory = (float *)aligned_alloc(64, SCRATCH * 4);
+        if (!memory) memory = (float *)aligned_alloc(64, (size_t)(has_tiles() ? TILED_SCRATCH : SCRATCH * 4));
         return memory;
     }
 };
@@ -315,6 +311,7 @@ pthread_once_t pool_once = PTHREAD_ONCE_INIT;
 
 void take_parts(Pool *p, Work work, const void *context, int64_t parts) {
     float *scratch = own_scratch.get();
+    KeptSubnormals here;
     if (!scratch) return;
     for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts;) work(context, part, scratch);
 }
@@ -359,6 +356,7 @@ void take_shared(void *argument) {
     Shared *shared = (Shared *)argument;
     if (__atomic_load_n(&shared->wanted, __ATOMIC_RELAXED) <= 0) return;
     float *scratch = own_scratch.get();
+    KeptSubnormals here;
     if (!scratch || __atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
     for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts;)
         shared->work(shared->context, part, scratch);
@@ -441,9 +439,21 @@ struct Panel {
 #include __FILE__
 #undef HFQ_PASS
 #undef HFQ_NAME
+
+#include "tiles.h"
+#include "dots.h"
 #endif
 
 namespace {
+
+bool has_tiles() {
+#if defined(__x86_64__)
+    static const bool found = tiled::detect();
+    return found;
+#else
+    return false;
+#endif
+}
 
 int detect() {
 #if defined(HFQ_EMULATE)
@@ -555,11 +565,89 @@ void group_part(const void *context, int64_t part, float *scratch) {
     linear_works[level()][has_columns(*group.calls[i].layer)](&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
+int short_forms = 2;  // of products in bfloat16: none, dot products, tiles as well
+
+#if defined(__x86_64__)
+bool uses_tiles() { return short_forms > 1 && has_tiles(); }
+
+// Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
+bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) && rows <= (uses_tiles() ? 1 : dotted::MOST); }
+#endif
+
+// Whether activations in bfloat16 are multiplied in it, by tiles or dot products. One row of anything but FP8 takes less long otherwise.
+bool is_short(const Layer &layer, int64_t rows, int32_t x_dtype, int32_t y_dtype) {
+#if defined(__x86_64__)
+    if (!short_forms || level() < 2 || x_dtype != BF16 || y_dtype != BF16) return false;
+    return is_dotted(layer, rows) || (uses_tiles() && rows > 1 && tiled::reads(layer));
+#else
+    return false;
+#endif
+}
+
+#if defined(__x86_64__)
+struct Jobs {
+    const tiled::Job *jobs;
+    const int64_t *ends;  // of each job's parts
+};
+
+void job_part(const void *context, int64_t part, float *scratch) {
+    const Jobs &all = *(const Jobs *)context;
+    int64_t i = 0;
+    while (all.ends[i] <= part) i++;
+    const tiled::Job &job = all.jobs[i];
+    const int64_t first = (part - (i ? all.ends[i - 1] : 0)) * job.width, width = least(job.width, job.layer->out_features - first);
+    if (job.apart) dotted::part(job, first, width);
+    else tiled::part(job, first, width, scratch);
+}
+
+// Floats that run_short keeps for layers that it takes together.
+int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count) {
+    int64_t floats = up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
+    for (int64_t i = 0; i < count; i++) floats += up(tiled::packed_floats(layers[i], rows[i]), 16);
+    return floats;
+}
+
+// One layer after the other, whose rows follow each other, at once; -3 without memory.
+int run_short(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
+    float *scratch = kept_scratch.get(short_floats(layers, rows, count));
+    if (!scratch || !own_scratch.get()) return -3;
+    int64_t products = 0, parts = 0;
+    for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
+    const int wanted = worthwhile(threads, products);
+    tiled::Job *jobs = (tiled::Job *)scratch;
+    int64_t *ends = (int64_t *)(jobs + count);
+    scratch += up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
+    for (int64_t i = 0; i < count; i++) {
+        float *factors = scratch + up(tiled::packed_floats(layers[i], rows[i]), 16) - 2 * rows[i];
+        jobs[i] = tiled::plan(layers[i], rows[i], y, y_stride, (const char *)scratch, factors, wanted);
+        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].width = dotted::WIDTH;
+        tiled::Packing packing = {layers + i, x, rows[i], x_stride, jobs[i].depth, jobs[i].apart, (char *)scratch, factors, {}};
+        tiled::find_order(layers[i], packing.order);
+        run_parts(tiled::pack_block, &packing, jobs[i].apart ? rows[i] : tiled::blocks(rows[i]), threads, rows[i] > MOST_ROWS ? wanted : 1);
+        ends[i] = parts += (layers[i].out_features + jobs[i].width - 1) / jobs[i].width;
+        scratch += up(tiled::packed_floats(layers[i], rows[i]), 16);
+        x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
+    }
+    const Jobs all = {jobs, ends};
+    run_parts(job_part, &all, parts, threads, wanted);
+    return 0;
+}
+
+int run_all_short(const Layer &layer, int64_t rows, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
+    for (int64_t first = 0, count; first < rows; first += count) {
+        count = rows - first == tiled::MOST + 1 ? tiled::MOST / 2 : least(tiled::MOST, rows - first);  // a last row alone might be dotted
+        const int status = run_short(&layer, &count, 1, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
+        if (status != 0) return status;
+    }
+    return 0;
+}
+#endif
+
 }  // namespace
 
 extern "C" {
 
-int hfq_abi() { return 5; }
+int hfq_abi() { return 6; }
 
 // The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or null for our own.
 void hfq_use_team(Team wanted) {
@@ -576,7 +664,20 @@ int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wan
 // Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for tests; what then holds.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
+// How activations in bfloat16 are multiplied: in float32 or as integers (0), for FP8 by dot products of bfloat16 (1), by tiles as well (2),
+// where the processor has them; what then holds.
+int hfq_use_short(int wanted) {
+    short_forms = wanted < 0 ? 2 : wanted;
+#if defined(__x86_64__)
+    if (level() == 2) return uses_tiles() ? 2 : short_forms && tiled::has_bfloats() ? 1 : 0;
+#endif
+    return 0;
+}
+
 int64_t hfq_most_rows() { return MOST_ROWS; }
+
+// Whether so many rows of a layer's are multiplied by tiles, which take any number of them.
+int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) { return rows > MOST_ROWS / 8 && is_short(*layer, rows, dtype, dtype); }
 
 // Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
@@ -586,11 +687,16 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     return floats;
 }
 
-// y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows; strides in elements, the last dimension contiguous.
+// y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number; strides in elements, the last dimension contiguous.
 // Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3 without memory.
 int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
                int64_t y_stride, int threads) {
-    if (rows < 1 || rows > MOST_ROWS) return -1;
+    if (rows < 1) return -1;
+    KeptSubnormals here;
+#if defined(__x86_64__)
+    if (is_short(*layer, rows, x_dtype, y_dtype)) return run_all_short(*layer, rows, x, x_stride, y, y_stride, threads);
+#endif
+    if (rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
     float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
     if (!scratch || !own_scratch.get()) return -3;
@@ -615,11 +721,25 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
         if (!has_groups(layers[i])) return -2;
     }
+    KeptSubnormals here;
     for (int64_t first = 0, next; first < count; first = next) {
+#if defined(__x86_64__)
+        if (is_short(layers[first], rows[first], x_dtype, y_dtype)) {
+            int64_t floats = 0, taken = 0;
+            for (next = first; next < count && is_short(layers[next], rows[next], x_dtype, y_dtype); next++) {
+                floats += short_floats(layers + next, rows + next, 1);
+                if (next > first && floats > GROUPED_FLOATS) break;
+                taken += rows[next];
+            }
+            if (run_short(layers + first, rows + first, next - first, x, x_stride, y, y_stride, threads)) return -3;
+            x += 2 * taken * x_stride, y += 2 * taken * y_stride;
+            continue;
+        }
+#endif
         int64_t floats = 0, products = 0, parts = 0;
         for (next = first; next < count; next++) {
             int64_t more = hfq_grouped_scratch(layers + next, rows + next, 1);
-            if (next > first && floats + more > GROUPED_FLOATS) break;
+            if (next > first && (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype, y_dtype))) break;
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
         float *scratch = kept_scratch.get(floats);
@@ -647,6 +767,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (!has_groups(*layer)) return -2;
     if (!own_scratch.get()) return -3;
+    KeptSubnormals here;
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
     int wanted = worthwhile(threads, count * layer->in_features);
@@ -1269,7 +1390,6 @@ template <int ROWS, int OUT> static void ordered_pass(const Call &call, int64_t 
 }
 
 static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    KeptSubnormals here;
     const bool alone = call.layer->in_features <= ORDERED_ALONE;
     for (int64_t row = 0; row < call.rows; row += 4) switch (call.rows - row) {
         case 1: (alone ? ordered_pass<1, 1> : ordered_pass<1, 2>)(call, row, n, n + count, scratch); break;
@@ -1452,15 +1572,17 @@ static DecodeRow row_decoder(const Layer &layer) {
     }
 }
 
+// W floats as bfloat16.
+static HFQ_INLINE vuh to_short(vf values) {
+    vu bits = (vu)values, rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+    vu is_nan = (vu)((bits & 0x7FFFFFFF) > 0x7F800000);
+    return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), vuh);
+}
+
 static void store_panel(char *out, int32_t dtype, int64_t place, const float *values, int64_t count) {
     if (dtype == F32) { __builtin_memcpy(out + 4 * place, values, 4 * count); return; }
     int64_t i = 0;
-    for (; i + W <= count; i += W) {
-        vu bits = load<vu>(values + i);
-        vu rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
-        vu is_nan = (vu)((bits & 0x7FFFFFFF) > 0x7F800000);
-        store(out + 2 * (place + i), __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), vuh));
-    }
+    for (; i + W <= count; i += W) store(out + 2 * (place + i), to_short(load<vf>(values + i)));
     for (; i < count; i++) {
         uint16_t value = float_to_bfloat(values[i]);
         __builtin_memcpy(out + 2 * (place + i), &value, 2);
@@ -1732,7 +1854,8 @@ static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch, const char
     int64_t i = 0;
     for (; i + 2 * W <= count; i += 2 * W) {
         HFQ_UNROLL
-        for (int r = 0; r < BITS; r++) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i);
+        for (int r = 0; r < BITS; r++)
+            for (int64_t line = 0; line < 8 * W; line += 64) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i + line);
         add_two<BITS, COUNT>(words + 4 * i, pitch, digits, high + i, low + i);
     }
     return i;
@@ -1957,6 +2080,14 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
                 vf scale = load<vf>(scales + places[0] + i), zero = load<vf>(zeros + places[0] + i);
                 float *to = (float *)panel.out + k * panel.count + first + i;
                 for (int64_t c = 0; c < codes; c++, to += panel.count) store(to, (load<vf>(decoded + c * W) - zero) * scale);
+                continue;
+            }
+            if (panel.dtype == BF16 && count - i >= W) {
+                char *to = panel.out + 2 * (k * panel.count + first + i);
+                for (int64_t c = 0; c < codes; c++, to += 2 * panel.count) {
+                    vf zero = load<vf>(zeros + places[c] + i), scale = load<vf>(scales + places[c] + i);
+                    store(to, to_short((load<vf>(decoded + c * W) - zero) * scale));
+                }
                 continue;
             }
             for (int64_t c = 0; c < codes; c++) {

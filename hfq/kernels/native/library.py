@@ -20,7 +20,7 @@ __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 SWITCH = "HFQ_NATIVE"
 """The environment variable that switches the compiled part off: "0"."""
 
-ABI = 5
+ABI = 6
 """What `hfq_abi` of kernels.cpp must return."""
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     for function in (loaded.hfq_most_rows, loaded.hfq_scratch):
         function.restype = int64
     loaded.hfq_scratch.argtypes = [pointer, int64]
+    loaded.hfq_is_tiled.argtypes = [pointer, int64, int32]
     loaded.hfq_linear.argtypes = [pointer, pointer, int32, int64, int64, pointer, int32, int64, ctypes.c_int]
     loaded.hfq_grouped.argtypes = [
         pointer, pointer, int64, pointer, int32, int64, pointer, int32, int64, ctypes.c_int,

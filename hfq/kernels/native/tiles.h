@@ -1,0 +1,797 @@
+// Products by tiles (amx.h) of activations in bfloat16. Included by kernels.cpp, after its instruction sets.
+//
+// Codes become bfloat16 without a loss: floats of 8 and 4 bits as they are, integers less their zero points. Products of two bfloat16
+// are exact in float32, in which a tile sums them; the sum of a group is multiplied with its scale, and groups are added up, in float32.
+// A row's result is the same among any other rows.
+//
+// Where outputs are rows of codes the weight is the left factor, 16 outputs of 32 channels to a tile as they lie, and results come out
+// transposed. Where they are columns the weight is the right one: a word of GPTQ's holds codes of one output, which are unpacked in pairs
+// just as a right factor needs them. Channels come in the order that codes are unpacked in, and activations are brought into it.
+
+#if defined(HFQ_AMX)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-tile,amx-bf16,amx-int8"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16")
+#endif
+#endif
+
+namespace {
+namespace tiled {
+
+const int64_t MOST = 512;         // activation rows that are multiplied at once
+const int64_t BLOCK = 16;         // of them in a tile
+const int64_t CHANNELS = 32;      // of a tile
+const int64_t PAIR = 32;          // outputs of two tiles
+const int64_t MOST_WIDTH = 256;   // outputs of a part
+const int64_t MOST_FEW = 512;     // columns of a part, for few rows: the more, the more of them lie together
+const int64_t MOST_DEPTH = 256;   // channels that are unpacked together
+const int64_t PIECE = 128;        // channels that are summed by themselves, in a tile
+const int64_t MOST_SCALES = 512;  // groups of a row
+
+// What each thread works in: sums of a part, the unpacked codes of two pairs, scales and zero points, what the tiles held, and AWQ's words.
+struct Kept {
+    alignas(64) float totals[MOST_WIDTH * MOST];
+    alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];
+    alignas(64) float scales[MOST_SCALES * PAIR], zeros[MOST_SCALES];
+    alignas(64) float sums[4][256];
+    alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];
+};
+static_assert(sizeof(Kept) <= TILED_SCRATCH, "what threads keep is too small");
+
+// Whether the processor multiplies bfloat16, and looks bytes up.
+bool has_bfloats() {
+#if defined(HFQ_AMX)
+    static const bool found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return found;
+#else
+    return false;
+#endif
+}
+
+bool detect() {
+#if defined(HFQ_EMULATE)
+    return true;
+#else
+    return has_bfloats() && amx::detect();
+#endif
+}
+
+// Whether all 32 outputs of a pair have one scale for each group.
+inline bool shares_rows(const Layer &layer) { return layer.block_out % PAIR == 0 || layer.block_out >= layer.out_features; }
+
+// Sixteen floats, at any place, of as many bits as bfloat16 has, or of half of them.
+inline bool has_bits(const char *values, uint32_t none) {
+    for (int i = 0; i < 16; i++)
+        if (load32(values + 4 * i) & none) return false;
+    return true;
+}
+
+// Whether codes become bfloat16 with their scales in them: groups are shorter than a tile is, and scales have few bits or none.
+bool folds(const Layer &layer) {
+    return layer.kind == NIBBLES && (layer.block_in == 16 || layer.block_in == 32) && layer.row_zeros == NONE && layer.block_out == 1 &&
+           layer.scale_step == 1 && (layer.scale_dtype == E8M0 || layer.scale_dtype == E4M3_SCALED) && has_bits(layer.values, 0xFFFFF);
+}
+
+// Whether a layer's codes can be made tiles of: groups are not scattered, and end with a tile.
+bool reads(const Layer &layer) {
+    const bool is_single = layer.block_in >= layer.in_features;
+    if (layer.index_nbytes || layer.kind == QUADS) return false;
+    if (folds(layer)) return true;
+    if (!is_single && layer.block_in % PIECE && layer.block_in > MOST_DEPTH) return false;  // no step would end with a group
+    if (has_columns(layer)) return is_single || layer.block_in % CHANNELS == 0;
+    if (!is_single && layer.block_in % (2 * CHANNELS)) return false;
+    if ((layer.in_features + layer.block_in - 1) / layer.block_in > MOST_SCALES) return false;
+    return layer.row_zeros == NONE && (layer.kind != NIBBLES || has_bits(layer.values, 0xFFFF));
+}
+
+// Channels whose sums share a scale.
+inline int64_t group_size(const Layer &layer) { return folds(layer) ? layer.in_features : least(layer.block_in, layer.in_features); }
+
+// ---- The order of channels ---------------------------------------------------------------------------------------------------
+
+// order[i]: which of 64 channels is the i-th of two tiles.
+void find_order(const Layer &layer, int16_t *order) {
+    for (int i = 0; i < 64; i++) {
+        const int tile = i / 32 * 32, place = i % 32, row = place / 2, second = place % 2, bits = layer.bits;
+        if (layer.kind == E4M3 || layer.kind == E5M2) order[i] = (int16_t)(place / 8 * 16 + place % 8 + tile / 4);
+        else if (layer.kind == NIBBLES) order[i] = (int16_t)(2 * place + ((tile != 0) != (layer.high_first != 0)));
+        else if (layer.kind == INT8) order[i] = (int16_t)i;
+        else if (layer.kind == AWQ) order[i] = (int16_t)i;
+        else if (bits == 3) order[i] = (int16_t)(tile + row + 16 * second);
+        else order[i] = (int16_t)(tile + row / (16 / bits) * (32 / bits) + row % (16 / bits) + second * (16 / bits));
+    }
+}
+
+// ---- Activations -------------------------------------------------------------------------------------------------------------
+// [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right one [pair of channels][row][2].
+// A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads.
+
+struct Packing {
+    const Layer *layer;
+    const char *x;
+    int64_t rows, x_stride, depth;
+    bool apart;  // each row by itself, for dots.h
+    char *out;
+    float *factors;  // two for each row, which take off again what it was multiplied with
+    alignas(64) int16_t order[64];
+};
+
+inline int64_t steps(const Layer &layer) { return up(layer.in_features, 2 * CHANNELS) / CHANNELS; }
+
+// Where the tiles of a block begin whose channels begin at k, of the channels' share of `depth`.
+inline int64_t place_of(const Layer &layer, int64_t rows, int64_t depth, int64_t block, int64_t k) {
+    const int64_t start = k / depth * depth, count = least(depth, steps(layer) * CHANNELS - start);
+    return 2 * (start * rows + block * BLOCK * count + (k - start) * least(BLOCK, rows - block * BLOCK));
+}
+
+inline int64_t packed_floats(const Layer &layer, int64_t rows) { return rows * steps(layer) * CHANNELS / 2 + 2 * rows + 512; }
+
+// Rows of very small or large numbers are multiplied by a power of two, as two factors: subnormal numbers would count as zeros.
+void normalize(const char *x, int64_t count, float *by, float *back) {
+    uint16_t largest = 0;
+    int64_t k = 0;
+#if defined(HFQ_AMX)
+    __m512i found = _mm512_setzero_si512();
+    for (; k + 32 <= count; k += 32) found = _mm512_max_epu16(found, _mm512_and_si512(_mm512_loadu_si512(x + 2 * k), _mm512_set1_epi16(0x7FFF)));
+    uint16_t lanes[32];
+    _mm512_storeu_si512(lanes, found);
+    for (uint16_t lane : lanes) largest = (uint16_t)most(largest, lane);
+#endif
+    for (; k < count; k++) largest = (uint16_t)most(largest, load16(x + 2 * k) & 0x7FFF);
+    const int exponent = largest >> 7, power = !largest || exponent == 255 || (exponent > 100 && exponent < 180) ? 0 : 127 - exponent;
+    const int halves[2] = {power / 2, power - power / 2};
+    for (int i = 0; i < 2; i++) {
+        by[i] = as_float((uint32_t)(127 + halves[i]) << 23);
+        back[i] = as_float((uint32_t)(127 - halves[i]) << 23);
+    }
+}
+
+#if defined(HFQ_AMX)
+// A matrix of 16 by 16 words, transposed.
+static inline void transpose(__m512i *r) {
+    __m512i t[16];
+    HFQ_UNROLL
+    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    HFQ_UNROLL
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    HFQ_UNROLL
+    for (int i = 0; i < 4; i++) {  // r[4 * j + i] holds columns i, i + 4, i + 8 and i + 12 of rows 4 * j to 4 * j + 3
+        __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44), high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xEE);
+        __m512i below = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44), above = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xEE);
+        t[i] = _mm512_shuffle_i32x4(low, below, 0x88), t[i + 4] = _mm512_shuffle_i32x4(low, below, 0xDD);
+        t[i + 8] = _mm512_shuffle_i32x4(high, above, 0x88), t[i + 12] = _mm512_shuffle_i32x4(high, above, 0xDD);
+    }
+    HFQ_UNROLL
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+// 32 bfloat16 times two powers of two.
+static inline __m512i scaled(__m512i x, const float *by) {
+    const __m512 first = _mm512_set1_ps(by[0]), second = _mm512_set1_ps(by[1]);
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xFFFF0000)));
+    even = _mm512_mul_ps(_mm512_mul_ps(even, first), second), odd = _mm512_mul_ps(_mm512_mul_ps(odd, first), second);
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xFFFF0000)));
+}
+#endif
+
+// 64 channels of a block of `count` rows, of which `left` are there, to two tiles.
+static void pack_two(const Packing &to, const char *x, int64_t count, int64_t left, const float (*by)[2], char *const *outs) {
+    const bool is_left = has_columns(*to.layer);
+#if defined(HFQ_AMX)
+    const __m512i first = _mm512_load_si512(to.order), second = _mm512_load_si512(to.order + 32);
+    const __mmask32 low = left >= 32 ? ~0u : (1u << left) - 1, high = left >= 64 ? ~0u : left > 32 ? (1u << (left - 32)) - 1 : 0;
+    __m512i tiles[2][16] = {};
+    for (int64_t m = 0; m < count; m++, x += 2 * to.x_stride) {
+        __m512i a = _mm512_maskz_loadu_epi16(low, x), b = _mm512_maskz_loadu_epi16(high, x + 64);
+        if (by[m][0] != 1 || by[m][1] != 1) a = scaled(a, by[m]), b = scaled(b, by[m]);
+        tiles[0][m] = _mm512_permutex2var_epi16(a, first, b), tiles[1][m] = _mm512_permutex2var_epi16(a, second, b);
+    }
+    for (int t = 0; t < 2; t++) {
+        char *out = outs[t];
+        if (is_left)
+            for (int64_t m = 0; m < count; m++) _mm512_storeu_si512(out + 64 * m, tiles[t][m]);
+        else {
+            if (count > 1) transpose(tiles[t]);
+            if (count == 1) _mm512_storeu_si512(out, tiles[t][0]);
+            else
+                for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(out + 4 * count * i, (__mmask16)((1u << count) - 1), tiles[t][i]);
+        }
+    }
+#else
+    for (int t = 0; t < 2; t++)
+        for (int64_t m = 0; m < count; m++)
+            for (int i = 0; i < 32; i++) {
+                const int64_t k = to.order[32 * t + i], place = is_left ? 32 * m + i : 2 * count * (i / 2) + 2 * m + i % 2;
+                const float value = k < left ? float_at(x + 2 * m * to.x_stride, BF16, k) * by[m][0] * by[m][1] : 0;
+                const uint16_t half = (uint16_t)(as_bits(value) >> 16);
+                memcpy(outs[t] + 2 * place, &half, 2);
+            }
+#endif
+}
+
+// One block of rows.
+void pack_block(const void *context, int64_t block, float *) {
+    const Packing &to = *(const Packing *)context;
+    const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first), size = to.layer->in_features;
+    const char *x = to.x + 2 * first * to.x_stride;
+    float by[BLOCK][2];
+    for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * to.x_stride, size, by[m], to.factors + 2 * (first + m));
+    for (int64_t k = 0; k < size; k += 64) {
+        char *outs[2];
+        for (int t = 0; t < 2; t++)
+            outs[t] = to.out + (to.apart ? 2 * (block * up(size, 64) + k + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
+        pack_two(to, x + 2 * k, count, size - k, by, outs);
+    }
+}
+
+// ---- Weights -----------------------------------------------------------------------------------------------------------------
+// [32 channels][two tiles]: the codes of a pair's outputs, a left factor where they are rows and a right one where they are columns.
+
+inline uint16_t short_of(float value) { return (uint16_t)(as_bits(value) >> 16); }
+
+// The bfloat16 of the 128 codes without a sign of a float of 8 bits: the higher bytes, and the lower ones.
+struct Bytes {
+    alignas(64) uint8_t high[128], low[128];
+    explicit Bytes(int kind) {
+        for (int code = 0; code < 128; code++) {
+            const uint16_t value = short_of(code_value((uint8_t)code, kind));
+            high[code] = (uint8_t)(value >> 8), low[code] = (uint8_t)value;
+        }
+    }
+};
+
+// What codes are looked up in: it stays in registers.
+#if defined(HFQ_AMX)
+template <int KIND> struct Table {
+    __m512i high[2], low[2];
+    explicit Table(const Layer &layer) {
+        if (KIND == NIBBLES) high[0] = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(layer.values), 16)));
+        if (KIND != E4M3 && KIND != E5M2) return;
+        static const Bytes bytes(KIND);
+        for (int i = 0; i < 2; i++) high[i] = _mm512_load_si512(bytes.high + 64 * i), low[i] = _mm512_load_si512(bytes.low + 64 * i);
+    }
+};
+#else
+template <int KIND> struct Table {
+    const Layer &layer;
+    int16_t order[64];
+    explicit Table(const Layer &of) : layer(of) { find_order(of, order); }
+};
+#endif
+
+// 64 codes of a row, from `p`, as rows of two tiles.
+template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, char *first, char *second) {
+#if defined(HFQ_AMX)
+    if constexpr (KIND == NIBBLES) {
+        const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+        const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(codes, 4);
+        _mm512_store_si512(first, _mm512_permutexvar_epi16(low, table.high[0])), _mm512_store_si512(second, _mm512_permutexvar_epi16(high, table.high[0]));
+    } else if constexpr (KIND == INT8) {
+        for (int i = 0; i < 64; i += 32) {
+            const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i))));
+            const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i + 16))));
+            _mm512_store_si512(i ? second : first, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    } else {
+        const __m512i codes = _mm512_loadu_si512(p), low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
+        __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
+        high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
+        _mm512_store_si512(first, _mm512_unpacklo_epi8(low, high)), _mm512_store_si512(second, _mm512_unpackhi_epi8(low, high));
+    }
+#else
+    const bool high_first = table.layer.high_first != 0;
+    for (int i = 0; i < 64; i++) {
+        const int k = table.order[i];
+        const uint8_t byte = (uint8_t)p[KIND == NIBBLES ? k / 2 : k];
+        float value = KIND == INT8 ? (float)(int8_t)byte : code_value(byte, KIND);
+        if (KIND == NIBBLES) value = float_at(table.layer.values, F32, byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15);
+        const uint16_t half = short_of(value);
+        memcpy((i < 32 ? first : second) + 2 * (i % 32), &half, 2);
+    }
+#endif
+}
+
+// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for.
+template <int KIND>
+static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
+    const int64_t line = KIND == NIBBLES ? 32 : 64, whole = length / 128 * 128;
+    const Table<KIND> table(layer);
+    const char *row = layer.codes + n * layer.row_nbytes + k / 64 * line;
+    for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {  // beyond the last, the last again
+        char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
+        const char *codes = row;
+        int64_t i = 0;
+        for (; i < whole; i += 128, codes += 2 * line, to += 8 * amx::TILE) {
+            HFQ_UNROLL
+            for (int j = 0; j < 2; j++) {
+                if (j == 0 || line == 64) __builtin_prefetch(codes + j * line + lead, 0, 2);
+                unpack_row<KIND>(table, codes + j * line, to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
+            }
+        }
+        for (; i < length; i += 64, codes += line, to += 4 * amx::TILE) {
+            char rest[64];
+            const char *at = codes;
+            if (length - i < 64) {
+                memset(rest, 0, sizeof(rest)), memcpy(rest, codes, ((length - i) * line + 63) / 64);
+                at = rest;
+            }
+            unpack_row<KIND>(table, at, to, to + 2 * amx::TILE);
+        }
+    }
+}
+
+// The scale of a group that is folded into its codes, but for what all of them share.
+inline float folded_scale(const Layer &layer, int64_t place) {
+    return layer.scale_dtype == E8M0 ? float_at(layer.scales, E8M0, place) : code_value((uint8_t)layer.scales[place], E4M3);
+}
+
+#if defined(HFQ_AMX)
+// Up to 16 of them.
+static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_t count) {
+    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << least(count, 16)) - 1), layer.scales + place);
+    if (layer.scale_dtype == E8M0) {
+        const __m512i wide = _mm512_cvtepu8_epi32(bytes);
+        __m512i bits = _mm512_slli_epi32(wide, 23);
+        bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(wide, wide), _mm512_set1_epi32(0x00400000));
+        return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(wide, _mm512_set1_epi32(255)), _mm512_set1_epi32(0x7FC00000)));
+    }
+    const __m256i wide = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF));
+    const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
+    return _mm512_mask_mov_ps(_mm512_mul_ps(_mm512_cvtph_ps(wide), _mm512_set1_ps(256)), nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
+}
+#endif
+
+// As unpack_rows, of nibbles with their scales.
+static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
+    const char *row = layer.codes + n * layer.row_nbytes + k / 2;
+#if defined(HFQ_AMX)
+    const __m512 values = _mm512_loadu_ps(layer.values);
+    const __m512i fifteen = _mm512_set1_epi32(15), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int shift = layer.block_in == 16 ? 3 : 4;  // of 16 bytes to their groups
+#else
+    int16_t order[64];
+    find_order(layer, order);
+#endif
+    for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {
+        char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
+        const int64_t place = (n + least(r, count - 1)) * layer.scale_stride + k / layer.block_in;
+        for (int64_t i = 0; i < length; i += 64, to += 4 * amx::TILE) {
+            char rest[32];
+            const char *codes = row + i / 2;
+            if (i % 128 == 0) __builtin_prefetch(codes + lead, 0, 2);
+            if (length - i < 64) memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
+#if defined(HFQ_AMX)
+            const __m512 scales = folded_scales(layer, place + i / layer.block_in, (length - i + layer.block_in - 1) / layer.block_in);
+            __m512 even[2], odd[2];
+            HFQ_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + 16 * half)));
+                const __m512 scale = _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16 * half)), shift), scales);
+                even[half] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_and_si512(bytes, fifteen), values), scale);
+                odd[half] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values), scale);
+            }
+            _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(even[1], even[0]));
+            _mm512_store_si512(to + 2 * amx::TILE, (__m512i)_mm512_cvtne2ps_pbh(odd[1], odd[0]));
+#else
+            for (int j = 0; j < 64; j++) {
+                const int at = order[j];
+                const uint8_t code = (uint8_t)codes[at / 2] >> ((at % 2 != 0) != (layer.high_first != 0) ? 4 : 0) & 15;
+                const float scale = i + at < length ? folded_scale(layer, place + (i + at) / layer.block_in) : 0;
+                const uint16_t half = short_of(float_at(layer.values, F32, code) * scale);
+                memcpy(to + j / 32 * 2 * amx::TILE + 2 * (j % 32), &half, 2);
+            }
+#endif
+        }
+    }
+}
+
+// A tile's 32 channels of 16 columns, of which `count` are there; `zeros` are taken off. `rows` of words are there.
+#if defined(HFQ_AMX)
+struct Columns {
+    const char *words;
+    int64_t pitch, rows;
+    __mmask16 mask;
+    HFQ_INLINE __m512i word(int64_t row) const {
+        return row < rows ? _mm512_maskz_loadu_epi32(mask, words + row * pitch) : _mm512_setzero_si512();
+    }
+};
+
+// Pairs of integers less than 256 as pairs of bfloat16, less their zero points.
+static HFQ_INLINE __m512i whole(__m512i pairs, __m512i zeros) {
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)), zeros));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(pairs, 16), zeros));
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+}
+
+template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, __m512i zeros, __m512i table, char *out) {
+    const __m512i shifts = _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zeros), _mm512_set1_epi32(0x10001));
+    if constexpr (BITS == 3) {
+        const __m512i words[3] = {from.word(0), from.word(1), from.word(2)}, seven = _mm512_set1_epi32(7);
+        HFQ_UNROLL
+        for (int i = 0; i < 16; i++) {
+            __m512i codes[2];
+            HFQ_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const int bit = 3 * (i + 16 * half), word = bit / 32, shift = bit % 32;
+                codes[half] = _mm512_srli_epi32(words[word], shift);
+                if (shift > 29) codes[half] = _mm512_or_si512(codes[half], _mm512_slli_epi32(words[(word + 1) % 3], 32 - shift));
+                codes[half] = _mm512_and_si512(codes[half], seven);
+            }
+            const __m512i pairs = _mm512_or_si512(codes[0], _mm512_slli_epi32(codes[1], 16));
+            _mm512_store_si512(out + 64 * i, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, shifts), table));
+        }
+    } else {
+        const int each = 16 / BITS;
+        const __m512i mask = _mm512_set1_epi32(((1 << BITS) - 1) * 0x10001);
+        HFQ_UNROLL
+        for (int row = 0; row < BITS; row++) {
+            const __m512i words = from.word(row);
+            HFQ_UNROLL
+            for (int i = 0; i < each; i++, out += 64) {
+                const __m512i pairs = _mm512_and_si512(_mm512_srli_epi32(words, BITS * i), mask);
+                if (BITS == 8) _mm512_store_si512(out, whole(pairs, zeros));
+                else _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, shifts), table));
+            }
+        }
+    }
+}
+
+// AWQ's: 32 channels of a pair's columns, whose words hold eight of them. Two channels' words, in turns by their halves, are those of the even
+// columns and of the odd ones; each shifted by its own nibbles gives pairs of channels.
+static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns, const float *zeros, __m512i table, char *out) {
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12), fifteen = _mm512_set1_epi32(0xF000F);
+    const __m512i places = _mm512_setr_epi32(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3), sixteen = _mm512_set1_epi32(16);
+    const __mmask8 there = (__mmask8)((1u << (columns + 7) / 8) - 1);
+    __m512i added[2];
+    for (int t = 0; t < 2; t++)
+        added[t] = _mm512_mullo_epi32(_mm512_sub_epi32(sixteen, _mm512_cvtps_epi32(_mm512_loadu_ps(zeros + BLOCK * t))), _mm512_set1_epi32(0x10001));
+    for (int64_t i = 0; i < CHANNELS; i += 2, words += 2 * pitch, out += 64) {
+        const __m128i first = i < rows ? _mm_maskz_loadu_epi32(there, words) : _mm_setzero_si128();
+        const __m128i second = i + 1 < rows ? _mm_maskz_loadu_epi32(there, words + pitch) : _mm_setzero_si128();
+        const __m128i turns[2] = {_mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second)};
+        HFQ_UNROLL
+        for (int t = 0; t < 2; t++) {
+            const __m512i spread = _mm512_permutexvar_epi32(places, _mm512_castsi128_si512(turns[t]));
+            const __m512i pairs = _mm512_and_si512(_mm512_srlv_epi32(spread, shifts), fifteen);
+            _mm512_store_si512(out + t * amx::TILE, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, added[t]), table));
+        }
+    }
+}
+#endif
+
+// The scales and zero points of a pair's columns of a group.
+inline void find_group(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales, float *zeros) {
+    avx512::group_scales(layer, group, n, count, scales, PAIR);
+    avx512::group_zeros(layer, group, n, count, zeros, PAIR);
+}
+
+#if defined(HFQ_AMX)
+typedef __m512i Integers;
+static HFQ_INLINE Integers all_integers() {  // -16 to 15 as bfloat16
+    alignas(64) int16_t integers[32];
+    for (int i = 0; i < 32; i++) integers[i] = (int16_t)short_of((float)(i - 16));
+    return _mm512_load_si512(integers);
+}
+#else
+typedef int Integers;
+static int all_integers() { return 0; }
+#endif
+
+// 32 channels, of which `codes` are there, of 16 columns, of which `count` are.
+template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t codes, int64_t lead,
+                                                       const float *zeros, const Integers &table, char *out) {
+    const int64_t pitch = 4 * (BITS == 0 ? layer.zero_words : layer.out_features), columns = least(BLOCK, count);
+    if (columns <= 0) { memset(out, 0, amx::TILE); return; }
+#if defined(HFQ_AMX)
+    const Columns from = {layer.codes + k * BITS / 32 * pitch + 4 * n, pitch, codes * BITS / 32, (__mmask16)((1u << columns) - 1)};
+    for (int64_t row = 0; row < from.rows; row++) __builtin_prefetch(from.words + row * pitch + lead, 0, 2);
+    unpack_words<BITS == 0 ? 4 : BITS>(from, _mm512_cvtps_epi32(_mm512_loadu_ps(zeros)), table, out);
+#else
+    int16_t order[64];
+    find_order(layer, order);
+    for (int64_t place = 0; place < CHANNELS; place++)
+        for (int64_t j = 0; j < BLOCK; j++) {
+            const int64_t channel = k + order[place], column = n + j, bit = channel * layer.bits % 32;
+            float value = 0;
+            if (order[place] < codes && j < columns) {
+                uint64_t found = 0;
+                if (BITS == 0) found = load32(layer.codes + channel * pitch + column / 8 * 4) >> 4 * awq_place((int)(column % 8));
+                else found = load32(layer.codes + channel * layer.bits / 32 * pitch + 4 * column);
+                if (BITS == 3 && bit > 29) found |= (uint64_t)load32(layer.codes + (channel * layer.bits / 32 + 1) * pitch + 4 * column) << 32;
+                value = (float)(found >> (BITS == 0 ? 0 : bit) & ((1u << layer.bits) - 1)) - zeros[j];
+            }
+            const uint16_t half = short_of(value);
+            memcpy(out + 64 * (place / 2) + 4 * j + 2 * (place % 2), &half, 2);
+        }
+#endif
+}
+
+// AWQ's words of a part's columns, for `length` channels, one row after the other: where they lie they share few places of the first cache.
+static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, int64_t length, int64_t lead, char *out) {
+    const int64_t pitch = 4 * layer.zero_words, nbytes = up(width, 8) / 2;
+    const char *words = layer.codes + k * pitch + n / 2;
+    for (int64_t row = 0; row < length; row++, words += pitch, out += MOST_FEW / 2) {
+        memcpy(out, words, nbytes);
+        for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(words + lead + i, 0, 2);
+    }
+}
+
+// As unpack_rows: of columns, the channels of one group. AWQ's are at `words`, of a row of MOST_FEW.
+template <int BITS>
+static void unpack_columns(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, const float *zeros,
+                           const char *words, char *out) {
+    const Integers table = all_integers();
+    for (int64_t i = 0; i < length; i += CHANNELS, out += 2 * amx::TILE) {
+        const int64_t codes = least(CHANNELS, length - i);
+#if defined(HFQ_AMX)
+        if constexpr (BITS == 0) {
+            unpack_awq(words + i * (MOST_FEW / 2), MOST_FEW / 2, codes, count, zeros, table, out);
+            continue;
+        }
+#endif
+        for (int64_t t = 0; t < 2; t++) unpack_tile<BITS>(layer, n + BLOCK * t, count - BLOCK * t, k + i, codes, lead, zeros + BLOCK * t, table, out + t * amx::TILE);
+    }
+}
+
+// ---- Products ----------------------------------------------------------------------------------------------------------------
+
+struct Job {
+    const Layer *layer;
+    const char *x;
+    const float *factors;
+    int64_t rows, width, depth, lead;
+    char *y;
+    int64_t y_stride;
+    bool apart;  // multiplied row by row (dots.h), not by tiles
+};
+
+inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
+
+// total += sums * scales, of 16 rows of a tile; a scale for each of them, or for each column.
+template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divides, float *total) {
+#if defined(HFQ_AMX)
+    const __m512 columns = _mm512_loadu_ps(scales);
+    if (LEFT && divides) {
+        for (int i = 0; i < 16; i++) {
+            const __m512 value = _mm512_div_ps(_mm512_load_ps(sums + 16 * i), _mm512_set1_ps(scales[i]));
+            _mm512_store_ps(total + 16 * i, _mm512_add_ps(_mm512_load_ps(total + 16 * i), value));
+        }
+        return;
+    }
+    HFQ_UNROLL
+    for (int i = 0; i < 16; i++) {
+        const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : columns;
+        _mm512_store_ps(total + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(sums + 16 * i), scale, _mm512_load_ps(total + 16 * i)));
+    }
+#else
+    for (int i = 0; i < 256; i++) {
+        const float scale = scales[LEFT ? i / 16 : i % 16];
+        total[i] += divides ? sums[i] / scale : sums[i] * scale;
+    }
+#endif
+}
+
+// What a pair of tiles of weights is multiplied with: a block of activations, [32 channels] tiles, or null.
+struct Factor {
+    const char *at;
+    int64_t pitch, step;
+};
+
+// Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next leave. So tiles multiply
+// while codes are unpacked and sums added up.
+template <bool LEFT> struct Flow {
+    const bool divides;
+    float (*sums)[256];
+    struct Sums {
+        int count = 0;  // of tiles
+        const float *scales = nullptr;
+        float *totals = nullptr;
+    } inside, outside;
+
+    HFQ_INLINE void move() {
+        for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
+        outside = inside, inside.count = 0;
+        if (outside.count > 0) amx::store<0>(sums[0]), amx::store<1>(sums[1]);
+        if (outside.count > 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
+    }
+
+    // totals, [block][two tiles] += the products of a pair of weights, [32 channels][two tiles] of `count`, and one or two blocks.
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+        move();
+        amx::zero<0>(), amx::zero<1>();
+        if (other.at) amx::zero<2>(), amx::zero<3>();
+        for (int64_t s = 0; s < count; s++, codes += 2 * amx::TILE) {
+            amx::load<4>(codes), amx::load<6>(x.at + s * x.step, x.pitch);
+            if (LEFT) amx::dot_bfloats<0, 4, 6>(); else amx::dot_bfloats<0, 6, 4>();
+            amx::load<5>(codes + amx::TILE);
+            if (LEFT) amx::dot_bfloats<1, 5, 6>(); else amx::dot_bfloats<1, 6, 5>();
+            if (!other.at) continue;
+            amx::load<7>(other.at + s * other.step, other.pitch);
+            if (LEFT) amx::dot_bfloats<2, 4, 7>(), amx::dot_bfloats<3, 5, 7>();
+            else amx::dot_bfloats<2, 7, 4>(), amx::dot_bfloats<3, 7, 5>();
+        }
+        inside.count = other.at ? 4 : 2, inside.scales = scales, inside.totals = totals;
+    }
+
+    void finish() { move(), move(); }
+};
+
+// Unpacked codes of a pair, of channels from k on, in pieces with a scale each for its outputs; where their sums belong.
+struct Step {
+    const char *codes;
+    int64_t k, count;
+    struct { int64_t first, stop; const float *scales; } pieces[MOST_DEPTH / CHANNELS];
+    float *totals;
+};
+
+// A step's codes times all activations: block by block, whose totals stay near.
+template <bool LEFT> static void add_step(const Job &job, Flow<LEFT> &flow, const Step &step) {
+    float *totals = step.totals;
+    for (int64_t b = 0; b < blocks(job.rows); b += 2, totals += 4 * 256) {
+        const int64_t rows = least(BLOCK, job.rows - b * BLOCK), others = least(BLOCK, job.rows - (b + 1) * BLOCK);
+        const char *x = job.x + place_of(*job.layer, job.rows, job.depth, b, step.k);
+        const char *other = others > 0 ? job.x + place_of(*job.layer, job.rows, job.depth, b + 1, step.k) : nullptr;
+        for (int64_t i = 0; i < step.count; i++) {
+            const int64_t start = step.pieces[i].first - step.k, length = step.pieces[i].stop - step.pieces[i].first;
+            const Factor first = {x + 2 * start * rows, LEFT ? 4 * rows : 64, 64 * rows};
+            const Factor second = {other ? other + 2 * start * others : nullptr, LEFT ? 4 * others : 64, 64 * others};
+            const int64_t tiles = up(length, LEFT ? 2 * CHANNELS : CHANNELS) / CHANNELS;
+            flow.multiply(step.codes + start / CHANNELS * 2 * amx::TILE, first, second, tiles, step.pieces[i].scales, totals);
+        }
+    }
+}
+
+// One block of rows by the outputs of a pair, from `totals`, as bfloat16.
+template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t columns, int64_t row, int64_t rows, const float *totals) {
+    const float shared = job.layer->kind == INT8 ? job.layer->shared : 1.0f;
+#if defined(HFQ_AMX)
+    __m512i tiles[2][16];
+    for (int t = 0; t < 2; t++) {
+        HFQ_UNROLL
+        for (int i = 0; i < 16; i++) tiles[t][i] = _mm512_load_si512(totals + 256 * t + 16 * i);
+        if (LEFT) transpose(tiles[t]);
+    }
+    for (int64_t m = 0; m < rows; m++) {
+        const float *factors = job.factors + 2 * (row + m);
+        __m256i halves[2];
+        HFQ_UNROLL
+        for (int t = 0; t < 2; t++) {
+            __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(tiles[t][m]), _mm512_set1_ps(shared));
+            value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(factors[0])), _mm512_set1_ps(factors[1]));
+            const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+            __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+            rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
+            halves[t] = _mm512_cvtepi32_epi16(rounded);
+        }
+        const __m512i line = _mm512_inserti64x4(_mm512_castsi256_si512(halves[0]), halves[1], 1);
+        _mm512_mask_storeu_epi16(job.y + 2 * ((row + m) * job.y_stride + n), columns < PAIR ? (1u << columns) - 1 : ~0u, line);
+    }
+#else
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t j = 0; j < columns; j++) {
+            const float *factors = job.factors + 2 * (row + m), *tile = totals + j / BLOCK * 256;
+            const float value = tile[LEFT ? 16 * (j % BLOCK) + m : 16 * m + j % BLOCK];
+            const uint16_t half = float_to_bfloat(value * shared * factors[0] * factors[1]);
+            memcpy(job.y + 2 * ((row + m) * job.y_stride + n + j), &half, 2);
+        }
+#endif
+}
+
+inline int64_t row_groups(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
+
+// The scales of a part's rows that do not share them, [pair][group][32].
+static void find_scales(const Layer &layer, int64_t first, int64_t width, float *scales, float *loose) {
+    const int64_t groups = row_groups(layer);
+    for (int64_t r = 0; r < up(width, PAIR); r++) {
+        const int64_t n = first + least(r, width - 1);
+        float *to = scales + r / PAIR * groups * PAIR + r % PAIR;
+        if (layer.scale_step == 1 && groups > 1) avx512::row_scales(layer, n, groups, loose);
+        else for (int64_t g = 0; g < groups; g++) loose[g] = scale_at(layer, scale_place(layer, n, g));
+        for (int64_t g = 0; g < groups; g++) to[g * PAIR] = loose[g];
+    }
+}
+
+typedef void (*UnpackRows)(const Layer &, int64_t, int64_t, int64_t, int64_t, int64_t, char *);
+inline UnpackRows row_unpacker(const Layer &layer) {
+    if (folds(layer)) return unpack_folded;
+    switch (layer.kind) {
+        case E4M3: return unpack_rows<E4M3>;
+        case E5M2: return unpack_rows<E5M2>;
+        case INT8: return unpack_rows<INT8>;
+        default: return unpack_rows<NIBBLES>;
+    }
+}
+typedef void (*UnpackColumns)(const Layer &, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const char *, char *);
+inline UnpackColumns column_unpacker(const Layer &layer) {
+    const int bits = layer.kind == AWQ ? 0 : layer.bits;
+    return bits == 0 ? unpack_columns<0> : bits == 2 ? unpack_columns<2> : bits == 3 ? unpack_columns<3> : bits == 4 ? unpack_columns<4> : unpack_columns<8>;
+}
+
+// Unpacks a step: the pair of outputs from `first` + n on of a part of `width`, by channels from step.k on. `slots` takes scales in turns.
+template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t n, int64_t &slots, char *codes, Step &step) {
+    const Layer &layer = *job.layer;
+    const int64_t size = group_size(layer), stop = least(layer.in_features, step.k + job.depth), count = least(PAIR, width - n);
+    if (layer.kind == AWQ && n == 0) copy_words(layer, first, width, step.k, stop - step.k, job.lead, kept.words);
+    if (LEFT) row_unpacker(layer)(layer, first + n, count, step.k, stop - step.k, job.lead, codes);
+    step.count = 0;
+    for (int64_t at = step.k, end; at < stop; at = end) {
+        const int64_t group = at / size;
+        end = least(least(stop, (group + 1) * size), at + PIECE);
+        float *scales = kept.scales + slots++ % MOST_SCALES * PAIR;
+        if (!LEFT) {
+            find_group(layer, group, first + n, count, scales, kept.zeros);
+            column_unpacker(layer)(layer, first + n, count, at, end - at, job.lead, kept.zeros,
+                                   kept.words + (at - step.k) * (MOST_FEW / 2) + n / 2, codes + (at - step.k) / CHANNELS * 2 * amx::TILE);
+        } else if (folds(layer)) {
+            const float scale = layer.scale_dtype == E8M0 ? 1 : layer.divides ? 1 / layer.shared : layer.shared;
+            for (int64_t r = 0; r < PAIR; r++) scales[r] = scale;
+        } else if (shares_rows(layer)) {
+            const float scale = scale_at(layer, scale_place(layer, first + n, group));
+            for (int64_t r = 0; r < PAIR; r++) scales[r] = scale;
+        } else {
+            scales = kept.scales + (n / PAIR * row_groups(layer) + group) * PAIR;
+        }
+        step.pieces[step.count++] = {at, end, scales};
+    }
+    step.codes = codes;
+}
+
+// Codes are multiplied a step after they were unpacked, when they have left the processor's queue of stores, for which tiles would wait.
+template <bool LEFT> static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
+    const Layer &layer = *job.layer;
+    amx::Tiles tiles;
+    Kept &kept = *(Kept *)scratch;
+    Flow<LEFT> flow = {LEFT && layer.kind <= E5M2 && layer.divides, kept.sums, {}, {}};
+    const int64_t each = blocks(job.rows) * 2 * 256;
+    int64_t slots = 0, turn = 0;
+    Step steps[2];
+    memset(kept.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
+    if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, kept.scales, kept.zeros);
+    for (int64_t k = 0; k < layer.in_features; k += job.depth)
+        for (int64_t n = 0; n < width; n += PAIR, turn++) {
+            Step &step = steps[turn % 2];
+            step.k = k, step.totals = kept.totals + n / PAIR * each;
+            unpack_step<LEFT>(job, kept, first, width, n, slots, kept.codes[turn % 2], step);
+            if (turn > 0) add_step<LEFT>(job, flow, steps[(turn - 1) % 2]);
+        }
+    add_step<LEFT>(job, flow, steps[(turn - 1) % 2]);
+    flow.finish();
+    for (int64_t b = 0; b < blocks(job.rows); b++)
+        for (int64_t n = 0; n < width; n += PAIR)
+            write_pair<LEFT>(job, first + n, least(PAIR, width - n), b * BLOCK, least(BLOCK, job.rows - b * BLOCK),
+                             kept.totals + n / PAIR * each + 2 * b * 256);
+}
+
+void part(const Job &job, int64_t first, int64_t width, float *scratch) {
+    (has_columns(*job.layer) ? part_of<false> : part_of<true>)(job, first, width, scratch);
+}
+
+// The job of up to MOST rows, whose activations are packed at `packed`. With few rows of codes a part is as narrow as can be, and the next
+// part is asked for; else the next channels.
+Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char *packed, const float *factors, int threads) {
+    const bool columns = has_columns(layer), is_few = rows <= 2 * BLOCK;
+    const int64_t size = group_size(layer), share = up(layer.out_features / (4 * most(threads, 1)), PAIR);
+    int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
+    if (!columns && !shares_rows(layer) && !folds(layer)) width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
+    const int64_t deep = is_few ? PIECE : MOST_DEPTH, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
+    const int64_t below = layer.kind == AWQ ? depth * 4 * layer.zero_words : depth * layer.bits / 32 * 4 * layer.out_features;
+    const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
+    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, false};
+}
+
+}  // namespace tiled
+}  // namespace
+
+#if defined(HFQ_AMX)
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

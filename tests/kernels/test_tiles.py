@@ -1,0 +1,300 @@
+"""Products in bfloat16: by Intel's tiles where there are any, and anywhere by arrays that stand in for them."""
+
+import ctypes
+import mmap
+import threading
+
+import pytest
+import torch
+from kernels.layers import CASES, GPTQ_IN, Case, fp8, gptq, packed
+from kernels.test_native import misplaced, random
+
+from hfq.formats.awq import Awq
+from hfq.formats.compressed_tensors import IntQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.kernels import cpu
+from hfq.kernels.native import library
+from hfq.kernels.native.layers import DTYPES, describe_layer
+
+SHORT = torch.bfloat16
+
+
+def int8(in_features: int, out_features: int, groups: int) -> Case:
+    return Case(IntQuantized(codes_dtype="I8", scale_shape=(out_features, groups)), in_features, out_features)
+
+
+def words(bits: int, group_size: int, in_features: int, out_features: int) -> Case:
+    return Case(Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features)
+
+
+def blocks(in_features: int, out_features: int, *block: int, **options) -> Case:
+    return fp8(in_features, out_features, strategy="block", block_structure=block, **options)
+
+
+TILED = {
+    **{f"fp8 channel {size}": fp8(*size, strategy="channel") for size in ((31, 1), (33, 15), (64, 31), (65, 33), (129, 257))},
+    "fp8 of 600 outputs": fp8(200, 600, strategy="channel"),
+    "fp8 e5m2 blocks of 64x128": blocks(300, 257, 64, 128, codes_dtype="F8_E5M2"),
+    "fp8 blocks of 48x192": blocks(500, 101, 48, 192),
+    "fp8 blocks of 7x64, reciprocal": blocks(200, 33, 7, 64, reciprocal=True, scale_name="weight_scale_inv"),
+    "fp8 blocks of 32x384": blocks(900, 70, 32, 384),
+    "fp8 groups of 64": fp8(320, 31, strategy="group", group_size=64),
+    "fp8 groups of 192": fp8(576, 33, strategy="group", group_size=192),
+    "int8 g64": int8(320, 33, 5),
+    "int8 channel, 15 outputs": int8(63, 15, 1),
+    "pack-quantized g64": packed(320, 37, 5),
+    "pack-quantized g128": packed(384, 257, 3),
+    "pack-quantized channel, 33 inputs": packed(33, 31, 1),
+    **{f"w{bits} channel, 160 inputs": words(bits, -1, 160, 32) for bits in (2, 3, 4, 8)},
+    "w4 g128, 264 outputs": words(4, 128, 384, 264),
+    "w3 g96": words(3, 96, 288, 64),
+    "w8 g160, 36 outputs": words(8, 160, 480, 36),
+    "w2 g64, 16 outputs": words(2, 64, 192, 16),
+    "awq g128, 8 outputs": Case(Awq(group_size=128), 384, 8),
+    "awq g64, 1096 outputs": Case(Awq(group_size=64), 192, 1096),
+    "awq channel, 33 inputs": Case(Awq(group_size=-1), 33, 264),
+}
+ROWS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 64, 129, 520)
+
+
+@pytest.fixture(scope="module", params=["real", pytest.param("emulated", marks=pytest.mark.slow)])
+def tiles(request):
+    """The compiled part in use, with tiles."""
+    once = request.getfixturevalue("compiled" if request.param == "real" else "emulated")
+    if once.library.hfq_use_short(-1) < 2:
+        pytest.skip("the processor has no tiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_once", once)
+        yield once.library
+
+
+def is_tiled(native, weight_format, tensors) -> bool:
+    described = describe_layer(weight_format, tensors)
+    return described is not None and bool(native.hfq_is_tiled(described.here, 64, DTYPES[SHORT]))
+
+
+@pytest.fixture(scope="module", params=[*CASES, *TILED])
+def layer(tiles, request):
+    weight_format, tensors = (CASES | TILED)[request.param].make()
+    if not is_tiled(tiles, weight_format, tensors):
+        assert request.param in CASES
+        pytest.skip("not by tiles")
+    return weight_format, tensors, weight_format.dequantize(tensors)
+
+
+def rows_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    return random(count, width, dtype=SHORT, seed=seed)
+
+
+def is_rounded(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a result is that of rounding what is exact up to float32's sums; rounding keeps the order of numbers."""
+    given, weight = activations.double(), weight.double()
+    assert (found.dtype, found.shape) == (SHORT, (activations.shape[0], weight.shape[0]))
+    exact, margin = given @ weight.t(), 1e-5 * (given.abs() @ weight.abs().t())
+    return bool(((found >= (exact - margin).to(SHORT)) & (found <= (exact + margin).to(SHORT))).all())
+
+
+def test_products_are_the_exact_ones_rounded(layer):
+    weight_format, tensors, weight = layer
+    for rows in ROWS:
+        activations = rows_of(rows, weight.shape[1], rows)
+        assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight), rows
+
+
+def test_a_row_is_multiplied_alike_among_any_others(layer):
+    """But for one alone, which may take another kernel. Sums cancel, so that another order of them would be seen."""
+    weight_format, tensors, weight = layer
+    activations = rows_of(700, weight.shape[1])
+    activations -= (activations.float() @ weight.pinverse() @ weight).to(SHORT)
+    expected = cpu.linear(activations, tensors, weight_format)
+    for rows in (2, 3, 8, 9, 16, 17, 31, 33, 65, 512, 513, 514, 529):
+        assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected[:rows]), rows
+        assert torch.equal(cpu.linear(activations[-rows:], tensors, weight_format), expected[-rows:]), rows
+
+
+def test_neither_threads_nor_places_nor_strides_matter(layer, monkeypatch):
+    weight_format, tensors, weight = layer
+    size = weight.shape[1]
+    wide = rows_of(40, 2 * size)
+    activations = wide[:, 1 : 1 + size]
+    expected = cpu.linear(activations.contiguous(), tensors, weight_format)
+    assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
+    turned = cpu.linear(activations.view(4, 10, size).transpose(0, 1), tensors, weight_format)
+    assert torch.equal(turned.transpose(0, 1).flatten(0, 1), expected)
+    assert torch.equal(cpu.linear(wide[:1, 1 : 1 + size].expand(3, size), tensors, weight_format), expected[:1].expand(3, -1))
+    moved = misplaced({"x": activations.contiguous()}, 1)["x"]
+    for shift in (1, 2, 3, 31, 36):
+        assert torch.equal(cpu.linear(moved, misplaced(tensors, shift), weight_format), expected), shift
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for rows in (2, 7, 40):
+            assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected[:rows]), (threads, rows)
+
+
+def test_what_is_not_finite_stays_in_its_own_row(layer):
+    weight_format, tensors, weight = layer
+    activations = rows_of(35, weight.shape[1])
+    expected = cpu.linear(activations, tensors, weight_format)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        faulty = activations.clone()
+        faulty[17, weight.shape[1] - 1] = value
+        found = cpu.linear(faulty, tensors, weight_format)
+        exact = faulty[17].float() * weight  # zero codes make NaNs of infinities
+        assert not found[17].isfinite().any()
+        assert torch.equal(found[17].isnan(), exact.isnan().any(1))
+        assert torch.equal(found[:17], expected[:17])
+        assert torch.equal(found[18:], expected[18:])
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+@pytest.mark.parametrize("rows", [1, 2, 17, 70])
+def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
+    weight_format, tensors = fp8(300, 37, strategy="channel", codes_dtype=dtype).make()
+    activations = rows_of(rows, 300)
+    expected = cpu.linear(activations, tensors, weight_format)
+    for output, channel, code in ((0, 0, 0x7F), (31, 150, 0xFF), (36, 299, 0xFF)):
+        tensors["weight"].view(torch.uint8)[output, channel] = code
+    found = cpu.linear(activations, tensors, weight_format)
+    faulty = torch.tensor([0, 31, 36])
+    assert found[:, faulty].isnan().all()
+    found[:, faulty] = expected[:, faulty]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("form", [0, 1, 2])
+def test_activations_of_every_size_come_back_from_an_identity(tiles, form, flushed, monkeypatch):
+    """Subnormal ones among them, in rows of like size; whatever the caller does with subnormal floats, on any threads."""
+    tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    weight_format = Fp8(strategy="tensor", scale_shape=())
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(SHORT)
+    activations = bits[torch.isfinite(bits)].view(-1, 64)
+    tiles.hfq_use_short(form)
+    try:
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            for rows in (1, 2, 17, 510)[: 4 if form == 2 else 2]:
+                torch.set_flush_denormal(flushed)
+                found = [cpu.linear(part, tensors, weight_format) for part in activations.split(rows)]
+                torch.set_flush_denormal(False)
+                assert torch.equal(torch.cat(found), activations), rows
+    finally:
+        torch.set_flush_denormal(False)
+        tiles.hfq_use_short(-1)
+
+
+def test_forms_are_chosen_and_chosen_back(tiles):
+    weight_format, tensors = CASES["fp8 channel"].make()
+    described, activations = describe_layer(weight_format, tensors), rows_of(40, 257)
+    expected = cpu.linear(activations, tensors, weight_format)
+    try:
+        for form in (0, 1, 2, -1):
+            assert tiles.hfq_use_short(form) in ((form,) if form in (0, 2) else (0, 1) if form == 1 else (2,))
+            assert tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT]) == (form in (2, -1))
+            assert is_rounded(
+                cpu.linear(activations[:8], tensors, weight_format), activations[:8], weight_format.dequantize(tensors)
+            )
+        assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
+        tiles.hfq_use(1)
+        assert not tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT])
+    finally:
+        tiles.hfq_use_short(-1), tiles.hfq_use(-1)
+    assert not any(tiles.hfq_is_tiled(described.here, 40, DTYPES[other]) for other in (torch.float32, torch.float16))
+
+
+def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
+    """Those that are not tiled among them."""
+    cases = [gptq(4, 32), gptq(4, 32, scatter=True), gptq(8, 32), gptq(3, 32, scatter=True), gptq(4, 176), gptq(2, 16)]
+    cases += [fp8(GPTQ_IN, 96, strategy="channel"), blocks(GPTQ_IN, 96, 7, 9), packed(GPTQ_IN, 96, 11), packed(GPTQ_IN, 96, 1)]
+    made = [case.make() for case in cases]
+    assert {is_tiled(tiles, *one) for one in made} == {False, True}
+    layers = [(tensors, weight_format) for weight_format, tensors in made]
+    for counts in ([1] * 10, [8, 1, 2, 3, 4, 5, 6, 7, 8, 1], [2] * 10):
+        activations = rows_of(sum(counts), GPTQ_IN)
+        found = cpu.grouped_linear(activations, counts, layers)
+        for result, part, one in zip(found.split(counts), activations.split(counts), layers, strict=True):
+            assert torch.equal(result, cpu.linear(part, *one))
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+    def in_use(self) -> int:
+        return self.field7 + self.field4  # uordblks and hblkhd: in arenas, and in maps of their own
+
+
+LARGE = {
+    "fp8": fp8(2048, 4096, strategy="channel"),
+    "gptq": words(4, 32, 512, 1 << 14),
+    "awq": Case(Awq(group_size=64), 512, 1 << 14),
+    "int8": int8(2048, 4096, 1),
+    "pack-quantized": packed(2048, 4096, 32),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_thread_keeps_does_not_grow_with_the_weight(tiles, name, monkeypatch):
+    mallinfo, case = getattr(ctypes.CDLL(None), "mallinfo2", None), LARGE[name]
+    if mallinfo is None:
+        pytest.skip("another C library")
+    mallinfo.restype = Mallinfo
+    weight_format, tensors = case.make()
+    activations, grown = rows_of(64, case.in_features), []
+    cpu.linear(activations[:2], tensors, weight_format)
+
+    def work() -> None:  # a thread of its own, which has kept nothing yet
+        before = mallinfo().in_use()
+        result = cpu.linear(activations, tensors, weight_format)
+        grown.append(mallinfo().in_use() - before - result.nbytes)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = threading.Thread(target=work)
+    one.start(), one.join()
+    assert grown[0] <= (1 << 20) + 16 * 64 * (case.in_features + 256)
+
+
+class Guarded:
+    """Bytes between two pages that nobody may read or write."""
+
+    def __init__(self, tensor: torch.Tensor, at_end: bool) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        inside = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = mmap.mmap(-1, inside + 2 * mmap.PAGESIZE)
+        start, libc = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), ctypes.CDLL(None, use_errno=True)
+        offset = mmap.PAGESIZE + (inside - nbytes if at_end else 0)
+        ctypes.memmove(start + offset, tensor.contiguous().data_ptr(), nbytes)
+        for page in (start, start + mmap.PAGESIZE + inside):
+            assert (
+                libc.mprotect(
+                    ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0
+                )
+                == 0
+            )
+        self.tensor = torch.frombuffer(self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_nothing_is_read_beyond_either_end(layer, at_end):
+    weight_format, tensors, weight = layer
+    guarded = {name: Guarded(tensor, at_end).tensor for name, tensor in tensors.items()}
+    for rows in (1, 3, 17, 65):
+        activations = rows_of(rows, weight.shape[1])
+        found = cpu.linear(Guarded(activations, at_end).tensor, guarded, weight_format)
+        assert torch.equal(found, cpu.linear(activations, tensors, weight_format)), rows
+
+
+@pytest.mark.parametrize("name", [name for name in CASES | TILED if name.startswith("fp8")])
+def test_few_rows_are_multiplied_by_dot_products_where_there_are_no_tiles(native, name):
+    weight_format, tensors = (CASES | TILED)[name].make()
+    if native.hfq_use_short(1) != 1:
+        pytest.skip("the processor has no dot products of bfloat16")
+    weight, guarded = (
+        weight_format.dequantize(tensors),
+        {name: Guarded(tensor, True).tensor for name, tensor in tensors.items()},
+    )
+    activations = rows_of(8, weight.shape[1])
+    expected = cpu.linear(activations, tensors, weight_format)
+    assert is_rounded(expected, activations, weight)
+    for rows in range(1, 8):
+        assert torch.equal(cpu.linear(Guarded(activations[:rows], True).tensor, guarded, weight_format), expected[:rows]), rows
