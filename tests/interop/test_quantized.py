@@ -108,6 +108,8 @@ def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     assert len(packed) == 28
     for name, module in packed.items():
         assert torch.equal(module.weight, stock.get_submodule(name).weight.float()), name
-    expected = logits(load(tmp_path / "it", activations="checkpoint" if recipe["method"] == "w8a8" else "none"))
+    # another order of sums moves an activation over the edge of its int8 code, here and there: the reference's is the reader's
+    options = {"activations": "checkpoint", "kernel": "reference"} if recipe["method"] == "w8a8" else {}
+    expected = logits(load(tmp_path / "it", **options))
     # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16 bits
     assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * expected.norm()
