@@ -34,7 +34,7 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
         if is_e4m3 and has_nan(bits):
             target.copy_(part)
         elif is_e4m3:
-            halves.copy_(bits).bitwise_left_shift_(7).bitwise_and_(_WITHOUT_BIT_14)
+            halves.copy_(bits).mul_(1 << 7).bitwise_and_(_WITHOUT_BIT_14)
             target.copy_(halves.view(torch.float16)).mul_(256)
         else:
             target.copy_(halves.copy_(bits).bitwise_left_shift_(8).view(torch.float16))

@@ -14,8 +14,9 @@ import torch
 
 from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
+from hfq.formats.fp8 import Fp8
 from hfq.formats.fp8_codes import scale_as_float
-from hfq.kernels import fp8_panels, reference
+from hfq.kernels import fp8_bfloat16, fp8_panels, reference
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
@@ -36,7 +37,10 @@ def linear(
     """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
-    if panel_nbytes is None:
+    in_bfloat16 = product_dtype(activations.dtype) == torch.bfloat16
+    if in_bfloat16 and fp8_bfloat16.is_summed(weight_format):
+        return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
+    if panel_nbytes is None and not (in_bfloat16 and fp8_bfloat16.is_in_blocks(weight_format)):
         result = _multiply_few(activations, tensors, weight_format)
         if result is not None:
             return result
@@ -99,6 +103,22 @@ def _multiply_few(
     return _add_bias(result, tensors)
 
 
+def _multiply_codes(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Fp8, panel_nbytes: int | None
+) -> torch.Tensor:
+    """bfloat16 times e4m3 codes by themselves; then the sums are scaled."""
+    codes = tensors["weight"]
+    shifts = fp8_bfloat16.is_shifted(codes)
+
+    def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        return fp8_bfloat16.fill_codes(codes[start : start + rows], shifts)
+
+    unbiased = {name: tensor for name, tensor in tensors.items() if name != "bias"}
+    result = multiply(activations, unbiased, weight_format, fill, panel_nbytes)
+    fp8_bfloat16.scale_sums(result.view(-1, result.shape[-1]), tensors, weight_format)
+    return _add_bias(result, tensors)
+
+
 def _add_bias(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     bias = tensors.get("bias")
     if bias is not None:
@@ -149,6 +169,8 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
 
+    shifts = functools.cache(lambda: fp8_bfloat16.is_shifted(tensors["weight"]))
+
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
         if is_fillable(weight_format):
@@ -156,11 +178,19 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
             if dtype == torch.float32:
                 return unpacked
             return thread_buffer("panel", dtype, device, numel).view(in_features, rows).copy_(unpacked.t()).t()
-        panel = thread_buffer("panel", torch.float32, device, numel).view(rows, in_features)
+        if dtype == torch.bfloat16 and fp8_bfloat16.is_in_blocks(weight_format) and shifts():
+            filled = fp8_bfloat16.fill_blocks(tensors, weight_format, start, rows)
+            if filled is not None:
+                return filled
+        panel = thread_buffer("panel", dtype, device, numel).view(rows, in_features)
         for first in range(0, rows, step):  # in steps, so that what a format makes on the way stays small
-            weight_format.dequantize_into(panel[first : first + step], tensors, start + first)
-        if dtype == torch.float32:
-            return panel
-        return thread_buffer("panel", dtype, device, numel).view(rows, in_features).copy_(panel)
+            part = panel[first : first + step]
+            wide = (
+                part if dtype == torch.float32 else thread_buffer("wide", torch.float32, device, part.numel()).view(part.shape)
+            )
+            weight_format.dequantize_into(wide, tensors, start + first)
+            if wide is not part:
+                part.copy_(wide)
+        return panel
 
     return fill

@@ -24,6 +24,12 @@ def part_numel(request, monkeypatch):
     monkeypatch.setattr(fp8_panels, "PART_NUMEL", request.param)
 
 
+@pytest.fixture(autouse=True)
+def without_bfloat16(monkeypatch):
+    """As on a processor that has no instructions for bfloat16; test_fp8_bfloat16.py is about the others."""
+    monkeypatch.setattr(panels, "_has_bfloat16", lambda: False)
+
+
 @pytest.fixture
 def only_halves(monkeypatch):
     monkeypatch.setattr(panels, "multiply", None)
