@@ -37,13 +37,12 @@ def linear(
     """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
-    in_bfloat16 = product_dtype(activations.dtype) == torch.bfloat16
-    if in_bfloat16 and fp8_bfloat16.is_summed(weight_format):
-        return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
-    if panel_nbytes is None and not (in_bfloat16 and fp8_bfloat16.is_in_blocks(weight_format)):
+    if panel_nbytes is None:
         result = _multiply_few(activations, tensors, weight_format)
         if result is not None:
             return result
+    if fp8_bfloat16.is_summed(weight_format) and product_dtype(activations.dtype) == torch.bfloat16:
+        return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
     return multiply(activations, tensors, weight_format, _filler(tensors, weight_format), panel_nbytes)
 
 
@@ -93,9 +92,9 @@ def _multiply_few(
     """A few rows times e4m3 codes; None for other formats, and where a code is NaN."""
     rows = activations.reshape(-1, activations.shape[-1])
     weight = tensors.get("weight")
-    if weight is None or not fp8_panels.is_for_halves(weight_format, weight, rows):
+    if weight is None or not fp8_panels.is_for_few(weight_format, weight, rows):
         return None
-    product = fp8_panels.multiply_halves(rows, weight, scale_as_float(tensors[weight_format.scale_name]), weight_format)
+    product = fp8_panels.multiply_few(rows, weight, scale_as_float(tensors[weight_format.scale_name]), weight_format)
     if product is None:
         return None
     result = rows.new_empty(*activations.shape[:-1], product.shape[1])
