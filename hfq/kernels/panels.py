@@ -182,13 +182,13 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
             if filled is not None:
                 return filled
         panel = thread_buffer("panel", dtype, device, numel).view(rows, in_features)
-        for first in range(0, rows, step):  # in steps, so that what a format makes on the way stays small
+        for first in range(0, rows, step):  # in steps, so that what is made on the way stays small
             part = panel[first : first + step]
-            wide = (
-                part if dtype == torch.float32 else thread_buffer("wide", torch.float32, device, part.numel()).view(part.shape)
-            )
-            weight_format.dequantize_into(wide, tensors, start + first)
-            if wide is not part:
+            if dtype == torch.float32:
+                weight_format.dequantize_into(part, tensors, start + first)
+            else:
+                wide = thread_buffer("wide", torch.float32, device, part.numel()).view(part.shape)
+                weight_format.dequantize_into(wide, tensors, start + first)
                 part.copy_(wide)
         return panel
 
