@@ -102,6 +102,17 @@ def test_products_are_the_exact_ones_rounded(layer):
         assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight), rows
 
 
+@pytest.mark.parametrize("lowest", [0, 1, 2, 120, 240])
+def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
+    weight_format, tensors = CASES["mxfp4"].make()
+    scale = tensors["weight_scale"].view(torch.uint8)
+    scale.copy_(scale % 8 + lowest)
+    weight = weight_format.dequantize(tensors)
+    activations = (rows_of(20, weight.shape[1]).float() * 2.0 ** (120 - lowest)).to(SHORT)
+    assert is_tiled(tiles, weight_format, tensors)
+    assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight)
+
+
 def test_a_row_is_multiplied_alike_among_any_others(layer):
     """But for one alone, which may take another kernel. Sums cancel, so that another order of them would be seen."""
     weight_format, tensors, weight = layer

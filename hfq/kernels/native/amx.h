@@ -84,6 +84,25 @@ template <int C, int A, int B> HFQ_AMX_INLINE void dot_bytes() {
     __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
+// A matrix of 16 by 16 words, transposed.
+inline __attribute__((always_inline, target("avx512f"))) void transpose(__m512i *r) {
+    __m512i t[16];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {  // r[4 * j + i] holds columns i, i + 4, i + 8 and i + 12 of rows 4 * j to 4 * j + 3
+        const __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44), high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xEE);
+        const __m512i below = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44), above = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xEE);
+        t[i] = _mm512_shuffle_i32x4(low, below, 0x88), t[i + 4] = _mm512_shuffle_i32x4(low, below, 0xDD);
+        t[i + 8] = _mm512_shuffle_i32x4(high, above, 0x88), t[i + 12] = _mm512_shuffle_i32x4(high, above, 0xDD);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
 #else
 
 #define HFQ_AMX_TARGET

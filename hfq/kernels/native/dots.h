@@ -1,14 +1,5 @@
 // Products of few rows of activations in bfloat16 with rows of floats of 8 bits, by AVX-512's dot products of bfloat16. Included by
-// kernels.cpp, after tiles.h, whose tables and order of activations it takes: codes are unpacked to registers and multiplied there.
-
-#if defined(HFQ_AMX)
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16")
-#endif
-#endif
+// tiles.h, whose instructions, tables and order of activations it takes: codes are unpacked to registers and multiplied there.
 
 namespace {
 namespace dotted {
@@ -102,11 +93,3 @@ void part(const tiled::Job &job, int64_t first, int64_t width) {
 
 }  // namespace dotted
 }  // namespace
-
-#if defined(HFQ_AMX)
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif

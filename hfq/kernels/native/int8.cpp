@@ -297,7 +297,6 @@ inline int64_t steps_of(int64_t in_features) { return (in_features + STEP - 1) /
 
 #if defined(HFQ_AMX)
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
-#define UNROLLED_16 _Pragma("GCC unroll 16")
 
 inline bool has_tiles() {
     static const bool found =
@@ -351,30 +350,6 @@ AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_
     round_plainly(values + k, count - k, scale, codes + k);
 }
 
-// Rows for columns.
-AVX512 inline __attribute__((always_inline)) void transpose(__m512i *v) {
-    __m512i t[16];
-    UNROLLED_16 for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    UNROLLED_16 for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    UNROLLED_16 for (int i = 0; i < 4; i++) {
-        __m512i even = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), odd = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xDD);
-        __m512i more_even = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88), more_odd = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xDD);
-        t[i] = _mm512_shuffle_i32x4(even, more_even, 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
-        t[i + 8] = _mm512_shuffle_i32x4(even, more_even, 0xDD);
-        t[i + 12] = _mm512_shuffle_i32x4(odd, more_odd, 0xDD);
-    }
-    UNROLLED_16 for (int i = 0; i < 16; i++) v[i] = t[i];
-}
-
 // One step of at most 16 rows, as a tile.
 AVX512 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t channels, int8_t *tile) {
     const uint64_t mask = channels < 64 ? (1ull << channels) - 1 : ~0ull;
@@ -386,7 +361,7 @@ AVX512 void pack(const int16_t *codes, int64_t pitch, int64_t rows, int64_t chan
         __m256i second = _mm512_cvtepi16_epi8(_mm512_maskz_loadu_epi16((__mmask32)(here >> 32), row + 32));
         v[m] = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
     }
-    transpose(v);
+    amx::transpose(v);
     for (int four = 0; four < 16; four++) _mm512_store_si512(tile + 64 * four, v[four]);
 }
 
@@ -402,7 +377,7 @@ AVX512 void finish(const Call &call, const Scaling &scaling, const int32_t (*sum
     __m512i v[2][16];
     for (int i = 0; i < 2; i++) {
         for (int row = 0; row < 16; row++) v[i][row] = _mm512_load_si512(sums[i] + 16 * row);
-        transpose(v[i]);
+        amx::transpose(v[i]);
     }
     const int64_t count = call.out_features - n;
     const __mmask16 first = lanes(count), second = count > 16 ? lanes(count - 16) : (__mmask16)0;

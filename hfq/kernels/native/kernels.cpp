@@ -441,7 +441,6 @@ struct Panel {
 #undef HFQ_NAME
 
 #include "tiles.h"
-#include "dots.h"
 #endif
 
 namespace {
@@ -677,7 +676,13 @@ int hfq_use_short(int wanted) {
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
 // Whether so many rows of a layer's are multiplied by tiles, which take any number of them.
-int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) { return rows > MOST_ROWS / 8 && is_short(*layer, rows, dtype, dtype); }
+int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
+#if defined(__x86_64__)
+    return is_short(*layer, rows, dtype, dtype) && !is_dotted(*layer, rows);
+#else
+    return 0;
+#endif
+}
 
 // Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {

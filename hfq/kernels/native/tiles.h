@@ -150,27 +150,6 @@ void normalize(const char *x, int64_t count, float *by, float *back) {
 }
 
 #if defined(HFQ_AMX)
-// A matrix of 16 by 16 words, transposed.
-static inline void transpose(__m512i *r) {
-    __m512i t[16];
-    HFQ_UNROLL
-    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    HFQ_UNROLL
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    HFQ_UNROLL
-    for (int i = 0; i < 4; i++) {  // r[4 * j + i] holds columns i, i + 4, i + 8 and i + 12 of rows 4 * j to 4 * j + 3
-        __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44), high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xEE);
-        __m512i below = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44), above = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xEE);
-        t[i] = _mm512_shuffle_i32x4(low, below, 0x88), t[i + 4] = _mm512_shuffle_i32x4(low, below, 0xDD);
-        t[i + 8] = _mm512_shuffle_i32x4(high, above, 0x88), t[i + 12] = _mm512_shuffle_i32x4(high, above, 0xDD);
-    }
-    HFQ_UNROLL
-    for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
 // 32 bfloat16 times two powers of two.
 static inline __m512i scaled(__m512i x, const float *by) {
     const __m512 first = _mm512_set1_ps(by[0]), second = _mm512_set1_ps(by[1]);
@@ -197,7 +176,7 @@ static void pack_two(const Packing &to, const char *x, int64_t count, int64_t le
         if (is_left)
             for (int64_t m = 0; m < count; m++) _mm512_storeu_si512(out + 64 * m, tiles[t][m]);
         else {
-            if (count > 1) transpose(tiles[t]);
+            if (count > 1) amx::transpose(tiles[t]);
             if (count == 1) _mm512_storeu_si512(out, tiles[t][0]);
             else
                 for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(out + 4 * count * i, (__mmask16)((1u << count) - 1), tiles[t][i]);
@@ -326,20 +305,44 @@ static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
     }
 }
 
+// The largest exponent among up to 16 groups of a row, a step's, of scales that are powers of two. They are folded as parts of it, and it is
+// the scale of the sums: a weight of any size is a normal number in its tile.
+inline int largest_exponent(const char *scales, int64_t count) {
+#if defined(HFQ_AMX)
+    __m128i largest = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), scales);
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 8)), largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 4));
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 2)), largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 1));
+    return _mm_cvtsi128_si32(largest) & 255;
+#else
+    int largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = (int)most(largest, (uint8_t)scales[i]);
+    return largest;
+#endif
+}
+
 // The scale of a group that is folded into its codes, but for what all of them share.
-inline float folded_scale(const Layer &layer, int64_t place) {
-    return layer.scale_dtype == E8M0 ? float_at(layer.scales, E8M0, place) : code_value((uint8_t)layer.scales[place], E4M3);
+inline float folded_scale(const Layer &layer, int64_t place, int largest) {
+    if (layer.scale_dtype != E8M0) return code_value((uint8_t)layer.scales[place], E4M3);
+    return as_float((uint32_t)most(127 + (uint8_t)layer.scales[place] - largest, 0) << 23);
+}
+
+// What the sums of a pair's rows are multiplied with.
+inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, float *scales) {
+    const int64_t first = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
+    const float shared = layer.divides ? 1 / layer.shared : layer.shared;
+    for (int64_t r = 0; r < PAIR; r++) {
+        const char exponent = (char)(layer.scale_dtype == E8M0 ? largest_exponent(layer.scales + (n + least(r, count - 1)) * layer.scale_stride + first, groups) : 0);
+        scales[r] = layer.scale_dtype == E8M0 ? float_at(&exponent, E8M0, 0) : shared;
+    }
 }
 
 #if defined(HFQ_AMX)
 // Up to 16 of them.
-static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_t count) {
+static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_t count, int largest) {
     const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << least(count, 16)) - 1), layer.scales + place);
     if (layer.scale_dtype == E8M0) {
-        const __m512i wide = _mm512_cvtepu8_epi32(bytes);
-        __m512i bits = _mm512_slli_epi32(wide, 23);
-        bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(wide, wide), _mm512_set1_epi32(0x00400000));
-        return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(wide, _mm512_set1_epi32(255)), _mm512_set1_epi32(0x7FC00000)));
+        const __m512i exponents = _mm512_add_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127 - largest));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_max_epi32(exponents, _mm512_setzero_si512()), 23));
     }
     const __m256i wide = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF));
     const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
@@ -350,6 +353,7 @@ static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_
 // As unpack_rows, of nibbles with their scales.
 static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
     const char *row = layer.codes + n * layer.row_nbytes + k / 2;
+    const int64_t start = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
 #if defined(HFQ_AMX)
     const __m512 values = _mm512_loadu_ps(layer.values);
     const __m512i fifteen = _mm512_set1_epi32(15), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -360,14 +364,16 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
 #endif
     for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {
         char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
-        const int64_t place = (n + least(r, count - 1)) * layer.scale_stride + k / layer.block_in;
+        const int64_t place = (n + least(r, count - 1)) * layer.scale_stride + start;
+        const int largest = layer.scale_dtype == E8M0 ? largest_exponent(layer.scales + place, groups) : 0;
         for (int64_t i = 0; i < length; i += 64, to += 4 * amx::TILE) {
             char rest[32];
             const char *codes = row + i / 2;
             if (i % 128 == 0) __builtin_prefetch(codes + lead, 0, 2);
             if (length - i < 64) memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
 #if defined(HFQ_AMX)
-            const __m512 scales = folded_scales(layer, place + i / layer.block_in, (length - i + layer.block_in - 1) / layer.block_in);
+            const int64_t group = i >> (shift + 1);
+            const __m512 scales = folded_scales(layer, place + group, groups - group, largest);
             __m512 even[2], odd[2];
             HFQ_UNROLL
             for (int half = 0; half < 2; half++) {
@@ -382,7 +388,7 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
             for (int j = 0; j < 64; j++) {
                 const int at = order[j];
                 const uint8_t code = (uint8_t)codes[at / 2] >> ((at % 2 != 0) != (layer.high_first != 0) ? 4 : 0) & 15;
-                const float scale = i + at < length ? folded_scale(layer, place + (i + at) / layer.block_in) : 0;
+                const float scale = i + at < length ? folded_scale(layer, place + (i + at) / layer.block_in, largest) : 0;
                 const uint16_t half = short_of(float_at(layer.values, F32, code) * scale);
                 memcpy(to + j / 32 * 2 * amx::TILE + 2 * (j % 32), &half, 2);
             }
@@ -655,7 +661,7 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
     for (int t = 0; t < 2; t++) {
         HFQ_UNROLL
         for (int i = 0; i < 16; i++) tiles[t][i] = _mm512_load_si512(totals + 256 * t + 16 * i);
-        if (LEFT) transpose(tiles[t]);
+        if (LEFT) amx::transpose(tiles[t]);
     }
     for (int64_t m = 0; m < rows; m++) {
         const float *factors = job.factors + 2 * (row + m);
@@ -729,8 +735,7 @@ template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t
             column_unpacker(layer)(layer, first + n, count, at, end - at, job.lead, kept.zeros,
                                    kept.words + (at - step.k) * (MOST_FEW / 2) + n / 2, codes + (at - step.k) / CHANNELS * 2 * amx::TILE);
         } else if (folds(layer)) {
-            const float scale = layer.scale_dtype == E8M0 ? 1 : layer.divides ? 1 / layer.shared : layer.shared;
-            for (int64_t r = 0; r < PAIR; r++) scales[r] = scale;
+            find_unfolded(layer, first + n, count, step.k, stop - step.k, scales);
         } else if (shares_rows(layer)) {
             const float scale = scale_at(layer, scale_place(layer, first + n, group));
             for (int64_t r = 0; r < PAIR; r++) scales[r] = scale;
@@ -787,6 +792,8 @@ Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char
 
 }  // namespace tiled
 }  // namespace
+
+#include "dots.h"
 
 #if defined(HFQ_AMX)
 #ifdef __clang__
