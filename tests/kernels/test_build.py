@@ -3,9 +3,11 @@
 import logging
 import os
 import pwd
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -166,6 +168,45 @@ def test_a_model_waits_for_the_build_that_was_begun(runs, settle, monkeypatch):
     library.start()
     assert "cannot be loaded" in library.reason_missing()
     assert runs() == 1
+
+
+def test_the_child_of_a_fork_holds_no_lock_of_a_parent_that_was_killed(tmp_path, monkeypatch):
+    code = f"""
+import os, time
+from pathlib import Path
+from hfq.kernels.native.build import _locked
+with _locked(Path({str(tmp_path / "lock")!r})):
+    if os.fork():
+        os._exit(1)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child = int(parent.stdout.readline())
+    parent.wait(30)
+    monkeypatch.setattr(building, "SECONDS", 5)
+    try:
+        with building._locked(tmp_path / "lock"):
+            os.kill(child, 0)  # which raises where it has ended
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_a_lock_is_given_back_though_a_child_of_a_fork_has_it_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "SECONDS", 5)
+    monkeypatch.setattr(building, "_open_locks", set())
+    with building._locked(tmp_path / "lock"):
+        building._open_locks.clear()  # as if the fork came before the file was noted
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(1)
+    try:
+        with building._locked(tmp_path / "lock"):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_the_child_of_a_fork_settles_for_itself(runs, monkeypatch):

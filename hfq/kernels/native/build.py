@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import platform
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
@@ -143,19 +144,45 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Holds an exclusive lock of the system's on a file; it is gone when its process is."""
+    """Holds an exclusive lock of the system's on a file; it is gone when its process is.
+
+    A child that is forked meanwhile has the file open, too, and with it the lock: it closes the file, and the lock is given back by
+    name, should a child be forked before that is seen to.
+    """
     try:
         import fcntl
     except ImportError as error:
         raise BuildError("this system has no file locks that hfq knows") from error
-    with file.open("w") as held:
-        until = time.monotonic() + SECONDS
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise BuildError(f"another process has been compiling for {SECONDS:g} s") from None
-                time.sleep(0.05)
-        yield
+    with file.open("wb", buffering=0) as held:
+        _open_locks.add(held)
+        try:
+            _wait_for(lambda: fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            yield
+        finally:
+            _open_locks.discard(held)
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+
+def _wait_for(lock: Callable[[], None]) -> None:
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            return lock()
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise BuildError(f"another process has been compiling for {SECONDS:g} s") from None
+            time.sleep(0.05)
+
+
+_open_locks: set[io.FileIO] = set()
+
+
+def _close_locks() -> None:
+    """In the child of a fork, where the thread that holds them is not."""
+    for file in _open_locks:
+        file.close()
+    _open_locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)
