@@ -1,4 +1,4 @@
-"""Products in bfloat16: by Intel's tiles where there are any, and anywhere by arrays that stand in for them."""
+"""Products in bfloat16: by Intel's tiles or by vectors where there are any, and anywhere by what stands in for them."""
 
 import ctypes
 import mmap
@@ -58,15 +58,35 @@ TILED = {
 ROWS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 64, 129, 520)
 
 
-@pytest.fixture(scope="module", params=["real", pytest.param("emulated", marks=pytest.mark.slow)])
-def tiles(request):
-    """The compiled part in use, with tiles."""
-    once = request.getfixturevalue("compiled" if request.param == "real" else "emulated")
-    if once.library.hfq_use_short(-1) < 2:
-        pytest.skip("the processor has no tiles")
+VECTORS, TILES = 1, 2
+"""What `hfq_use_short` is told."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("compiled", TILES), id="tiles"),
+        pytest.param(("compiled", VECTORS), id="vectors"),
+        pytest.param(("emulated", TILES), id="emulated tiles", marks=pytest.mark.slow),
+        pytest.param(("emulated", VECTORS), id="emulated vectors", marks=pytest.mark.slow),
+    ],
+)
+def form(request):
+    """(the compiled part in use, how it multiplies bfloat16)."""
+    name, wanted = request.param
+    once = request.getfixturevalue(name)
+    if once.library.hfq_use_short(wanted) != wanted:
+        once.library.hfq_use_short(-1)
+        pytest.skip(f"the processor has no {'tiles' if wanted == TILES else 'products of bfloat16'}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_once", once)
-        yield once.library
+        yield once.library, wanted
+    once.library.hfq_use_short(-1)
+
+
+@pytest.fixture(scope="module")
+def tiles(form):
+    return form[0]
 
 
 def is_tiled(native, weight_format, tensors) -> bool:
@@ -113,13 +133,17 @@ def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
     assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight)
 
 
-def test_a_row_is_multiplied_alike_among_any_others(layer):
-    """But for one alone, which may take another kernel. Sums cancel, so that another order of them would be seen."""
+def test_a_row_is_multiplied_alike_among_any_others(form, layer):
+    """But for one alone, and without tiles for up to eight. Sums cancel, so that another order of them would be seen."""
     weight_format, tensors, weight = layer
     activations = rows_of(700, weight.shape[1])
     activations -= (activations.float() @ weight.pinverse() @ weight).to(SHORT)
-    expected = cpu.linear(activations, tensors, weight_format)
-    for rows in (2, 3, 8, 9, 16, 17, 31, 33, 65, 512, 513, 514, 529):
+    many = cpu.linear(activations, tensors, weight_format)
+    few = torch.cat([cpu.linear(part, tensors, weight_format) for part in activations.split(8)])
+    if form[1] == TILES:
+        assert torch.equal(few, many)
+    for rows in (2, 3, 5, 8, 9, 12, 13, 16, 17, 31, 33, 65, 512, 513, 514, 529):
+        expected = few if rows <= 8 else many
         assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected[:rows]), rows
         assert torch.equal(cpu.linear(activations[-rows:], tensors, weight_format), expected[-rows:]), rows
 
@@ -133,14 +157,16 @@ def test_neither_threads_nor_places_nor_strides_matter(layer, monkeypatch):
     assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
     turned = cpu.linear(activations.view(4, 10, size).transpose(0, 1), tensors, weight_format)
     assert torch.equal(turned.transpose(0, 1).flatten(0, 1), expected)
-    assert torch.equal(cpu.linear(wide[:1, 1 : 1 + size].expand(3, size), tensors, weight_format), expected[:1].expand(3, -1))
+    one = activations[:1].expand(20, size)
+    assert torch.equal(cpu.linear(one, tensors, weight_format), expected[:1].expand(20, -1))
     moved = misplaced({"x": activations.contiguous()}, 1)["x"]
     for shift in (1, 2, 3, 31, 36):
         assert torch.equal(cpu.linear(moved, misplaced(tensors, shift), weight_format), expected), shift
+    rows_expected = {rows: cpu.linear(activations[:rows], tensors, weight_format) for rows in (1, 2, 7, 12, 40)}
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for rows in (2, 7, 40):
-            assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected[:rows]), (threads, rows)
+        for rows, expected in rows_expected.items():
+            assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected), (threads, rows)
 
 
 def test_what_is_not_finite_stays_in_its_own_row(layer):
@@ -174,35 +200,33 @@ def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("form", [0, 1, 2])
-def test_activations_of_every_size_come_back_from_an_identity(tiles, form, flushed, monkeypatch):
+def test_activations_of_every_size_come_back_from_an_identity(tiles, flushed, monkeypatch):
     """Subnormal ones among them, in rows of like size; whatever the caller does with subnormal floats, on any threads."""
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     weight_format = Fp8(strategy="tensor", scale_shape=())
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(SHORT)
     activations = bits[torch.isfinite(bits)].view(-1, 64)
-    tiles.hfq_use_short(form)
     try:
         for threads in (1, 2):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-            for rows in (1, 2, 17, 510)[: 4 if form == 2 else 2]:
+            for rows in (1, 2, 17, 510):
                 torch.set_flush_denormal(flushed)
                 found = [cpu.linear(part, tensors, weight_format) for part in activations.split(rows)]
                 torch.set_flush_denormal(False)
                 assert torch.equal(torch.cat(found), activations), rows
     finally:
         torch.set_flush_denormal(False)
-        tiles.hfq_use_short(-1)
 
 
-def test_forms_are_chosen_and_chosen_back(tiles):
+def test_forms_are_chosen_and_chosen_back(form):
+    tiles, wanted = form
     weight_format, tensors = CASES["fp8 channel"].make()
     described, activations = describe_layer(weight_format, tensors), rows_of(40, 257)
     expected = cpu.linear(activations, tensors, weight_format)
     try:
-        for form in (0, 1, 2, -1):
-            assert tiles.hfq_use_short(form) in ((form,) if form in (0, 2) else (0, 1) if form == 1 else (2,))
-            assert tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT]) == (form in (2, -1))
+        for chosen in (0, VECTORS, wanted):
+            assert tiles.hfq_use_short(chosen) == chosen
+            assert tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT]) == (chosen > 0)
             assert is_rounded(
                 cpu.linear(activations[:8], tensors, weight_format), activations[:8], weight_format.dequantize(tensors)
             )
@@ -210,7 +234,7 @@ def test_forms_are_chosen_and_chosen_back(tiles):
         tiles.hfq_use(1)
         assert not tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT])
     finally:
-        tiles.hfq_use_short(-1), tiles.hfq_use(-1)
+        tiles.hfq_use_short(wanted), tiles.hfq_use(-1)
     assert not any(tiles.hfq_is_tiled(described.here, 40, DTYPES[other]) for other in (torch.float32, torch.float16))
 
 

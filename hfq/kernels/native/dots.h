@@ -6,88 +6,122 @@ namespace dotted {
 
 const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
-const int64_t TOGETHER = 2;  // output rows that are read side by side, with one activation row
+const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
 const int64_t FAR = 8192;   // and to the second
+const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
+
+inline int64_t groups_of(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
 
 bool reads(const Layer &layer) {
-    return tiled::has_bfloats() && (layer.kind == E4M3 || layer.kind == E5M2) && (layer.block_in >= layer.in_features || layer.block_in % 64 == 0);
+#if defined(HFQ_AMX)
+    if (!tiled::has_bfloats() || (layer.kind != E4M3 && layer.kind != E5M2)) return false;
+    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && groups_of(layer) * 4 <= tiled::MOST_SCALES * tiled::PAIR);
+#else
+    return false;
+#endif
 }
 
 #if defined(HFQ_AMX)
-// 64 codes times as many activations of each of ROWS rows, which lie `wide` apart.
+// Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum each, and they are multiplied alike.
+template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;
+
+// 64 codes times as many activations of each of ROWS rows.
 template <int KIND, int ROWS>
-static HFQ_INLINE void dot(const tiled::Table<KIND> &table, const char *p, const char *x, int64_t wide, __m512 (*sums)[2]) {
-    const __m512i codes = _mm512_loadu_si512(p), low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
+static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const char *x, __m512 *sums) {
+    const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
     __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
     high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
     const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
     HFQ_UNROLL
     for (int m = 0; m < ROWS; m++) {
-        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], first, (__m512bh)_mm512_loadu_si512(x + m * wide));
-        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], second, (__m512bh)_mm512_loadu_si512(x + m * wide + 64));
+        sums[m] = _mm512_dpbf16_ps(sums[m], first, (__m512bh)_mm512_loadu_si512(x + 128 * m));
+        sums[m] = _mm512_dpbf16_ps(sums[m], second, (__m512bh)_mm512_loadu_si512(x + 128 * m + 64));
     }
 }
 
-// OUT output rows times ROWS activation rows.
-template <int KIND, int ROWS, int OUT> static void rows_of(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t row) {
+// The scales of an output row.
+static void find_scales(const Layer &layer, int64_t n, float *scales) {
+    const int64_t groups = groups_of(layer);
+    if (layer.scale_step == 1 && groups > 1) return avx512::row_scales(layer, n, groups, scales);
+    for (int64_t g = 0; g < groups; g++) scales[g] = scale_at(layer, scale_place(layer, n, g));
+}
+
+// Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's.
+template <int KIND, int ROWS, int OUT>
+static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t k, int64_t last, const float *scales, int64_t apart,
+                     const char *ahead, __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
-    const int64_t size = layer.in_features, wide = 2 * up(size, 64), pitch = layer.row_nbytes, far = FAR * OUT;
-    const char *codes = layer.codes + n * pitch, *x = job.x + row * wide;
-    __m512 totals[OUT][ROWS] = {};
-    for (int64_t k = 0, stop, group = 0; k < size; k = stop, group++) {
-        stop = least(size, k + layer.block_in);
-        __m512 sums[OUT][ROWS][2] = {};
-        int64_t i = k;
-        for (; i + 64 <= stop; i += 64) {
+    const int64_t pitch = layer.row_nbytes, far = FAR * OUT;
+    const char *codes = layer.codes + n * pitch, *x = job.x;
+    const bool divides = layer.divides;
+    __m512 totals[OUT][ROWS];
+    HFQ_UNROLL
+    for (int i = 0; i < OUT * ROWS; i++) totals[i / ROWS][i % ROWS] = kept[i / ROWS][i % ROWS];
+    for (int64_t stop; k < last; k = stop, scales++) {
+        stop = least(last, k + layer.block_in);
+        __m512 sums[OUT][ROWS] = {};
+        for (int64_t i = k; i < stop; i += 64) {
+            const __mmask64 there = stop - i < 64 ? (1ull << (stop - i)) - 1 : ~0ull;
             HFQ_UNROLL
             for (int r = 0; r < OUT; r++) {
                 const char *at = codes + r * pitch + i;
-                __builtin_prefetch(at + NEAR), __builtin_prefetch(at + far, 0, 2);
-                dot<KIND, ROWS>(table, at, x + 2 * i, wide, sums[r]);
+                if (ROWS > 2) __builtin_prefetch(ahead + r * pitch + i);
+                else __builtin_prefetch(at + NEAR), __builtin_prefetch(at + far, 0, 2);
+                dot<KIND, ROWS>(table, _mm512_maskz_loadu_epi8(there, at), x + 2 * ROWS * i, sums[r]);
             }
-        }
-        for (int r = 0; r < OUT && i < stop; r++) {
-            char rest[64];
-            memset(rest, 0, sizeof(rest)), memcpy(rest, codes + r * pitch + i, stop - i);
-            dot<KIND, ROWS>(table, rest, x + 2 * i, wide, sums[r]);
         }
         HFQ_UNROLL
-        for (int r = 0; r < OUT; r++) {
-            const int64_t place = scale_place(layer, n + r, group);
-            const float scale = layer.scale_dtype == F32 ? as_float(load32(layer.scales + 4 * place)) : scale_at(layer, place);
-            for (int m = 0; m < ROWS; m++) {
-                const __m512 sum = _mm512_add_ps(sums[r][m][0], sums[r][m][1]), by = _mm512_set1_ps(scale);
-                totals[r][m] = layer.divides ? _mm512_add_ps(totals[r][m], _mm512_div_ps(sum, by)) : _mm512_fmadd_ps(sum, by, totals[r][m]);
-            }
+        for (int i = 0; i < OUT * ROWS; i++) {
+            const __m512 scale = _mm512_set1_ps(scales[i / ROWS * apart]), sum = sums[i / ROWS][i % ROWS];
+            __m512 &total = totals[i / ROWS][i % ROWS];
+            total = divides ? _mm512_add_ps(total, _mm512_div_ps(sum, scale)) : _mm512_fmadd_ps(sum, scale, total);
         }
     }
-    for (int r = 0; r < OUT; r++)
+    HFQ_UNROLL
+    for (int i = 0; i < OUT * ROWS; i++) kept[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS];
+}
+
+// Channels that are multiplied by all rows of a part before the next are: whole blocks.
+template <int ROWS> static int64_t passed(const Layer &layer) {
+    const int64_t whole = PASSED / (2 * ROWS) / 64 * 64;
+    if (2 * ROWS * layer.in_features <= PASSED) return layer.in_features;
+    return layer.block_in >= layer.in_features ? whole : most(whole / layer.block_in, 1) * layer.block_in;
+}
+
+template <int KIND, int ROWS> static void part_of(const tiled::Job &job, int64_t first, int64_t width, tiled::Kept &kept) {
+    const Layer &layer = *job.layer;
+    const tiled::Table<KIND> table(layer);
+    const int64_t stop = first + width, groups = groups_of(layer), step = passed<ROWS>(layer);
+    const bool shared = first / layer.block_out == (stop - 1) / layer.block_out;
+    __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])kept.totals;
+    memset(kept.totals, 0, sizeof(__m512) * ROWS * width);
+    if (shared) find_scales(layer, first, kept.scales);
+    for (int64_t k = 0; k < layer.in_features; k += step)
+        for (int64_t n = first, count; n < stop; n += count) {
+            const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0;
+            count = stop - n >= TOGETHER<ROWS> ? TOGETHER<ROWS> : 1;
+            for (int64_t r = 0; r < count && !shared; r++) find_scales(layer, n + r, kept.scales + r * groups);
+            const float *scales = kept.scales + group;
+            const char *ahead = layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes : (n + LATER - width) * layer.row_nbytes + step);
+            if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));
+            else add_rows<KIND, ROWS, 1>(job, table, n, k, last, scales, 0, ahead, totals + (n - first));
+        }
+    for (int64_t n = first; n < stop; n++)
         for (int m = 0; m < ROWS; m++) {
-            const float *factors = job.factors + 2 * (row + m);
-            const uint16_t half = float_to_bfloat(_mm512_reduce_add_ps(totals[r][m]) * factors[0] * factors[1]);
-            memcpy(job.y + 2 * ((row + m) * job.y_stride + n + r), &half, 2);
+            const uint16_t half = float_to_bfloat(_mm512_reduce_add_ps(totals[n - first][m]) * job.factors[2 * m] * job.factors[2 * m + 1]);
+            memcpy(job.y + 2 * (m * job.y_stride + n), &half, 2);
         }
 }
 
-template <int KIND> static void part_of(const tiled::Job &job, int64_t first, int64_t width) {
-    const tiled::Table<KIND> table(*job.layer);
-    const int64_t stop = first + width;
-    int64_t n = first;
-    for (; job.rows == 1 && n + TOGETHER <= stop; n += TOGETHER) rows_of<KIND, 1, TOGETHER>(job, table, n, 0);
-    for (; n < stop; n++)
-        for (int64_t row = 0; row < job.rows; row += 4) switch (job.rows - row) {
-            case 1: rows_of<KIND, 1, 1>(job, table, n, row); break;
-            case 2: rows_of<KIND, 2, 1>(job, table, n, row); break;
-            case 3: rows_of<KIND, 3, 1>(job, table, n, row); break;
-            default: rows_of<KIND, 4, 1>(job, table, n, row);
-        }
-}
+typedef void (*Part)(const tiled::Job &, int64_t, int64_t, tiled::Kept &);
+template <int KIND> const Part parts[MOST] = {part_of<KIND, 1>, part_of<KIND, 2>, part_of<KIND, 3>, part_of<KIND, 4>,
+                                              part_of<KIND, 5>, part_of<KIND, 6>, part_of<KIND, 7>, part_of<KIND, 8>};
 #endif
 
-void part(const tiled::Job &job, int64_t first, int64_t width) {
+void part(const tiled::Job &job, int64_t first, int64_t width, float *scratch) {
 #if defined(HFQ_AMX)
-    (job.layer->kind == E4M3 ? part_of<E4M3> : part_of<E5M2>)(job, first, width);
+    (job.layer->kind == E4M3 ? parts<E4M3> : parts<E5M2>)[job.rows - 1](job, first, width, *(tiled::Kept *)scratch);
 #endif
 }
 

@@ -270,13 +270,13 @@ typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
 
-bool has_tiles();
+bool has_short();
 
 struct Scratch {
     float *memory = nullptr;
     ~Scratch() { free(memory); }
     float *get() {  // null where there is no memory: a thread then leaves all parts to others, and a caller computes nothing
-        if (!memory) memory = (float *)aligned_alloc(64, (size_t)(has_tiles() ? TILED_SCRATCH : SCRATCH * 4));
+        if (!memory) memory = (float *)aligned_alloc(64, (size_t)(has_short() ? TILED_SCRATCH : SCRATCH * 4));
         return memory;
     }
 };
@@ -445,10 +445,10 @@ struct Panel {
 
 namespace {
 
-bool has_tiles() {
+// Whether the processor multiplies bfloat16.
+bool has_short() {
 #if defined(__x86_64__)
-    static const bool found = tiled::detect();
-    return found;
+    return tiled::has_bfloats();
 #else
     return false;
 #endif
@@ -564,20 +564,24 @@ void group_part(const void *context, int64_t part, float *scratch) {
     linear_works[level()][has_columns(*group.calls[i].layer)](&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
-int short_forms = 2;  // of products in bfloat16: none, dot products, tiles as well
+int short_forms = 2;  // of products in bfloat16: none, by vectors, by tiles
 
 #if defined(__x86_64__)
-bool uses_tiles() { return short_forms > 1 && has_tiles(); }
+bool uses_tiles() {
+    static const bool found = tiled::detect();
+    return short_forms > 1 && found;
+}
 
 // Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
 bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) && rows <= (uses_tiles() ? 1 : dotted::MOST); }
 #endif
 
-// Whether activations in bfloat16 are multiplied in it, by tiles or dot products. One row of anything but FP8 takes less long otherwise.
+// Whether activations in bfloat16 are multiplied in it, by tiles or vectors. One row takes less long otherwise, but for FP8 and GPTQ's words of four bits.
 bool is_short(const Layer &layer, int64_t rows, int32_t x_dtype, int32_t y_dtype) {
 #if defined(__x86_64__)
-    if (!short_forms || level() < 2 || x_dtype != BF16 || y_dtype != BF16) return false;
-    return is_dotted(layer, rows) || (uses_tiles() && rows > 1 && tiled::reads(layer));
+    if (!short_forms || level() < 2 || !has_short() || x_dtype != BF16 || y_dtype != BF16) return false;
+    if (is_dotted(layer, rows)) return true;
+    return rows > 1 ? tiled::reads(layer) : tiled::is_unstored(layer, rows, uses_tiles());
 #else
     return false;
 #endif
@@ -595,7 +599,7 @@ void job_part(const void *context, int64_t part, float *scratch) {
     while (all.ends[i] <= part) i++;
     const tiled::Job &job = all.jobs[i];
     const int64_t first = (part - (i ? all.ends[i - 1] : 0)) * job.width, width = least(job.width, job.layer->out_features - first);
-    if (job.apart) dotted::part(job, first, width);
+    if (job.apart) dotted::part(job, first, width, scratch);
     else tiled::part(job, first, width, scratch);
 }
 
@@ -618,9 +622,9 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, const cha
     scratch += up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
     for (int64_t i = 0; i < count; i++) {
         float *factors = scratch + up(tiled::packed_floats(layers[i], rows[i]), 16) - 2 * rows[i];
-        jobs[i] = tiled::plan(layers[i], rows[i], y, y_stride, (const char *)scratch, factors, wanted);
+        jobs[i] = tiled::plan(layers[i], rows[i], y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
         if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].width = dotted::WIDTH;
-        tiled::Packing packing = {layers + i, x, rows[i], x_stride, jobs[i].depth, jobs[i].apart, (char *)scratch, factors, {}};
+        tiled::Packing packing = {layers + i, x, rows[i], x_stride, jobs[i].depth, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
         run_parts(tiled::pack_block, &packing, jobs[i].apart ? rows[i] : tiled::blocks(rows[i]), threads, rows[i] > MOST_ROWS ? wanted : 1);
         ends[i] = parts += (layers[i].out_features + jobs[i].width - 1) / jobs[i].width;
@@ -634,7 +638,8 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, const cha
 
 int run_all_short(const Layer &layer, int64_t rows, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
     for (int64_t first = 0, count; first < rows; first += count) {
-        count = rows - first == tiled::MOST + 1 ? tiled::MOST / 2 : least(tiled::MOST, rows - first);  // a last row alone might be dotted
+        const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
+        count = left > tiled::MOST && left <= tiled::MOST + tiled::HALF ? tiled::MOST / 2 : least(tiled::MOST, left);
         const int status = run_short(&layer, &count, 1, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
         if (status != 0) return status;
     }
@@ -663,19 +668,19 @@ int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wan
 // Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for tests; what then holds.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
-// How activations in bfloat16 are multiplied: in float32 or as integers (0), for FP8 by dot products of bfloat16 (1), by tiles as well (2),
-// where the processor has them; what then holds.
+// How activations in bfloat16 are multiplied: in float32 or as integers (0), in bfloat16 by vectors (1), or by tiles (2), where the
+// processor has them; what then holds.
 int hfq_use_short(int wanted) {
     short_forms = wanted < 0 ? 2 : wanted;
 #if defined(__x86_64__)
-    if (level() == 2) return uses_tiles() ? 2 : short_forms && tiled::has_bfloats() ? 1 : 0;
+    if (level() == 2) return uses_tiles() ? 2 : short_forms && has_short() ? 1 : 0;
 #endif
     return 0;
 }
 
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
-// Whether so many rows of a layer's are multiplied by tiles, which take any number of them.
+// Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which take any number of them.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     return is_short(*layer, rows, dtype, dtype) && !is_dotted(*layer, rows);

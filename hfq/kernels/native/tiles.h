@@ -22,6 +22,7 @@ namespace tiled {
 
 const int64_t MOST = 512;         // activation rows that are multiplied at once
 const int64_t BLOCK = 16;         // of them in a tile
+const int64_t HALF = 8;           // of them whose sums take two lanes each
 const int64_t CHANNELS = 32;      // of a tile
 const int64_t PAIR = 32;          // outputs of two tiles
 const int64_t MOST_WIDTH = 256;   // outputs of a part
@@ -42,7 +43,9 @@ static_assert(sizeof(Kept) <= TILED_SCRATCH, "what threads keep is too small");
 
 // Whether the processor multiplies bfloat16, and looks bytes up.
 bool has_bfloats() {
-#if defined(HFQ_AMX)
+#if defined(HFQ_EMULATE)
+    return true;
+#elif defined(HFQ_AMX)
     static const bool found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return found;
@@ -107,13 +110,15 @@ void find_order(const Layer &layer, int16_t *order) {
 
 // ---- Activations -------------------------------------------------------------------------------------------------------------
 // [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right one [pair of channels][row][2].
-// A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads.
+// A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads. Up to HALF rows of a right
+// factor that vectors are multiplied with are halved: [four channels][row][4], so that a row's sums take two lanes.
 
 struct Packing {
     const Layer *layer;
     const char *x;
     int64_t rows, x_stride, depth;
-    bool apart;  // each row by itself, for dots.h
+    bool apart;  // each row by itself, for dots.h: [64 channels][row][64]
+    bool halved;
     char *out;
     float *factors;  // two for each row, which take off again what it was multiplied with
     alignas(64) int16_t order[64];
@@ -175,7 +180,13 @@ static void pack_two(const Packing &to, const char *x, int64_t count, int64_t le
         char *out = outs[t];
         if (is_left)
             for (int64_t m = 0; m < count; m++) _mm512_storeu_si512(out + 64 * m, tiles[t][m]);
-        else {
+        else if (to.halved) {
+            alignas(64) char row[64];
+            for (int64_t m = 0; m < count; m++) {
+                _mm512_store_si512(row, tiles[t][m]);
+                for (int i = 0; i < 8; i++) memcpy(out + 8 * (count * i + m), row + 8 * i, 8);
+            }
+        } else {
             if (count > 1) amx::transpose(tiles[t]);
             if (count == 1) _mm512_storeu_si512(out, tiles[t][0]);
             else
@@ -186,7 +197,8 @@ static void pack_two(const Packing &to, const char *x, int64_t count, int64_t le
     for (int t = 0; t < 2; t++)
         for (int64_t m = 0; m < count; m++)
             for (int i = 0; i < 32; i++) {
-                const int64_t k = to.order[32 * t + i], place = is_left ? 32 * m + i : 2 * count * (i / 2) + 2 * m + i % 2;
+                const int64_t k = to.order[32 * t + i], lanes = to.halved ? 4 : 2;
+                const int64_t place = is_left ? 32 * m + i : lanes * count * (i / lanes) + lanes * m + i % lanes;
                 const float value = k < left ? float_at(x + 2 * m * to.x_stride, BF16, k) * by[m][0] * by[m][1] : 0;
                 const uint16_t half = (uint16_t)(as_bits(value) >> 16);
                 memcpy(outs[t] + 2 * place, &half, 2);
@@ -204,7 +216,7 @@ void pack_block(const void *context, int64_t block, float *) {
     for (int64_t k = 0; k < size; k += 64) {
         char *outs[2];
         for (int t = 0; t < 2; t++)
-            outs[t] = to.out + (to.apart ? 2 * (block * up(size, 64) + k + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
+            outs[t] = to.out + (to.apart ? 2 * (k * to.rows + block * 2 * CHANNELS + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
         pack_two(to, x + 2 * k, count, size - k, by, outs);
     }
 }
@@ -554,7 +566,9 @@ struct Job {
     int64_t rows, width, depth, lead;
     char *y;
     int64_t y_stride;
-    bool apart;  // multiplied row by row (dots.h), not by tiles
+    bool by_tiles;  // or else by vectors
+    bool halved;    // the rows are few, and their sums take two lanes each
+    bool apart;     // multiplied row by row (dots.h)
 };
 
 inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
@@ -586,19 +600,21 @@ template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const floa
 // What a pair of tiles of weights is multiplied with: a block of activations, [32 channels] tiles, or null.
 struct Factor {
     const char *at;
-    int64_t pitch, step;
+    int64_t pitch, step, rows;
 };
 
 // Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next leave. So tiles multiply
 // while codes are unpacked and sums added up.
-template <bool LEFT> struct Flow {
+template <bool LEFT> struct TileFlow {
     const bool divides;
     float (*sums)[256];
+    const bool halved;
+    amx::Tiles tiles = {};
     struct Sums {
         int count = 0;  // of tiles
         const float *scales = nullptr;
         float *totals = nullptr;
-    } inside, outside;
+    } inside = {}, outside = {};
 
     HFQ_INLINE void move() {
         for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
@@ -628,6 +644,135 @@ template <bool LEFT> struct Flow {
     void finish() { move(), move(); }
 };
 
+#if defined(HFQ_AMX)
+// sums += columns' pairs times one pair, in one instruction, for which compilers take two.
+static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pair) {
+    struct __attribute__((packed, may_alias)) Pair { uint32_t bits; };
+    __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(columns), "m"(*(const Pair *)pair));
+}
+#endif
+
+// The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are multiplied with those of the
+// 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
+template <bool LEFT> struct VectorFlow {
+    const bool divides;
+    float (*sums)[256];
+    const bool halved;
+
+    // As below, of one tile and up to HALF rows.
+    static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales, bool divides, float *totals) {
+#if defined(HFQ_AMX)
+        const char *right = x.at;
+        __m512 sums[16][1] = {};
+        for (int64_t s = 0; s < count; s++, left += 2 * amx::TILE, right += x.step) {
+            HFQ_UNROLL
+            for (int four = 0; four < 8; four++) {
+                const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + four * x.pitch);
+                HFQ_UNROLL
+                for (int i = 0; i < 16; i++) {
+                    int64_t row;
+                    memcpy(&row, left + 64 * i + 8 * four, 8);
+                    sums[i][0] = _mm512_dpbf16_ps(sums[i][0], columns, (__m512bh)_mm512_set1_epi64(row));
+                }
+            }
+        }
+        add_up<16, 1>(sums, scales, divides, totals);
+#else
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < 16; j++) {
+                float sum = 0;
+                for (int64_t k = 0; k < 32 * count; k++) {
+                    if (k / 2 % 2 != j % 2) continue;
+                    const char *a = left + k / 32 * 2 * amx::TILE + 64 * i + 2 * (k % 32), *b = x.at + k / 32 * x.step + k % 32 / 4 * x.pitch + 8 * (j / 2) + 2 * (k % 4);
+                    sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
+                }
+                totals[16 * i + j] += divides ? sum / scales[i] : sum * scales[i];
+            }
+#endif
+    }
+
+#if defined(HFQ_AMX)
+    template <int COUNT, int TILES> static HFQ_INLINE void add_up(const __m512 (*sums)[TILES], const float *scales, bool divides, float *totals) {
+        HFQ_UNROLL
+        for (int t = 0; t < TILES; t++) {
+            const __m512 all = LEFT ? _mm512_setzero_ps() : _mm512_loadu_ps(scales + BLOCK * t);
+            HFQ_UNROLL
+            for (int i = 0; i < COUNT; i++) {
+                float *total = totals + 256 * t + 16 * i;
+                const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : all, before = _mm512_load_ps(total);
+                const __m512 after = LEFT && divides ? _mm512_add_ps(before, _mm512_div_ps(sums[i][t], scale)) : _mm512_fmadd_ps(sums[i][t], scale, before);
+                _mm512_store_ps(total, after);
+            }
+        }
+    }
+#endif
+
+    // totals += COUNT rows of the left factor times 16 columns of TILES right ones.
+    template <int COUNT, int TILES>
+    static HFQ_INLINE void dot(const char *left, int64_t left_pitch, int64_t left_step, const char *right, int64_t right_pitch, int64_t right_step,
+                               int64_t count, const float *scales, bool divides, float *totals) {
+#if defined(HFQ_AMX)
+        __m512 sums[COUNT][TILES] = {};
+        for (int64_t s = 0; s < count; s++, left += left_step, right += right_step) {
+            HFQ_UNROLL
+            for (int pair = 0; pair < 16; pair++) {
+                __m512bh columns[TILES];
+                HFQ_UNROLL
+                for (int t = 0; t < TILES; t++) columns[t] = (__m512bh)_mm512_loadu_si512(right + pair * right_pitch + t * amx::TILE);
+                if (TILES == 1) {
+                    HFQ_UNROLL
+                    for (int i = 0; i < COUNT; i++) dot_pairs(sums[i][0], columns[0], left + i * left_pitch + 4 * pair);
+                    continue;
+                }
+                HFQ_UNROLL
+                for (int i = 0; i < COUNT; i++) {
+                    const __m512bh row = (__m512bh)_mm512_set1_epi32((int)load32(left + i * left_pitch + 4 * pair));
+                    HFQ_UNROLL
+                    for (int t = 0; t < TILES; t++) sums[i][t] = _mm512_dpbf16_ps(sums[i][t], columns[t], row);
+                }
+            }
+        }
+        add_up<COUNT, TILES>(sums, scales, divides, totals);
+#else
+        for (int t = 0; t < TILES; t++)
+            for (int i = 0; i < COUNT; i++)
+                for (int j = 0; j < 16; j++) {
+                    float sum = 0, scale = scales[LEFT ? i : BLOCK * t + j], &total = totals[256 * t + 16 * i + j];
+                    for (int64_t k = 0; k < 32 * count; k++) {
+                        const char *a = left + k / 32 * left_step + i * left_pitch + 2 * (k % 32);
+                        const char *b = right + k / 32 * right_step + k % 32 / 2 * right_pitch + t * amx::TILE + 4 * j + 2 * (k % 2);
+                        sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
+                    }
+                    total += divides ? sum / scale : sum * scale;
+                }
+#endif
+    }
+
+    void multiply(const char *codes, Factor x, int64_t count, const float *scales, float *totals) {
+        if (LEFT) {
+            for (int64_t t = 0; t < 2; t++)
+                if (halved) dot_halves(codes + t * amx::TILE, x, count, scales + BLOCK * t, divides, totals + 256 * t);
+                else dot<16, 1>(codes + t * amx::TILE, 64, 2 * amx::TILE, x.at, x.pitch, x.step, count, scales + BLOCK * t, divides, totals + 256 * t);
+        } else if (x.rows <= 4) {
+            dot<4, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else if (x.rows <= 8) {
+            dot<8, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else if (x.rows <= 12) {
+            dot<12, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else {
+            for (int64_t t = 0; t < 2; t++)
+                dot<16, 1>(x.at, x.pitch, x.step, codes + t * amx::TILE, 64, 2 * amx::TILE, count, scales + BLOCK * t, divides, totals + 256 * t);
+        }
+    }
+
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+        multiply(codes, x, count, scales, totals);
+        if (other.at) multiply(codes, other, count, scales, totals + 2 * 256);
+    }
+
+    void finish() {}
+};
+
 // Unpacked codes of a pair, of channels from k on, in pieces with a scale each for its outputs; where their sums belong.
 struct Step {
     const char *codes;
@@ -637,7 +782,7 @@ struct Step {
 };
 
 // A step's codes times all activations: block by block, whose totals stay near.
-template <bool LEFT> static void add_step(const Job &job, Flow<LEFT> &flow, const Step &step) {
+template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow, const Step &step) {
     float *totals = step.totals;
     for (int64_t b = 0; b < blocks(job.rows); b += 2, totals += 4 * 256) {
         const int64_t rows = least(BLOCK, job.rows - b * BLOCK), others = least(BLOCK, job.rows - (b + 1) * BLOCK);
@@ -645,8 +790,8 @@ template <bool LEFT> static void add_step(const Job &job, Flow<LEFT> &flow, cons
         const char *other = others > 0 ? job.x + place_of(*job.layer, job.rows, job.depth, b + 1, step.k) : nullptr;
         for (int64_t i = 0; i < step.count; i++) {
             const int64_t start = step.pieces[i].first - step.k, length = step.pieces[i].stop - step.pieces[i].first;
-            const Factor first = {x + 2 * start * rows, LEFT ? 4 * rows : 64, 64 * rows};
-            const Factor second = {other ? other + 2 * start * others : nullptr, LEFT ? 4 * others : 64, 64 * others};
+            const Factor first = {x + 2 * start * rows, LEFT ? (job.halved ? 8 : 4) * rows : 64, 64 * rows, rows};
+            const Factor second = {other ? other + 2 * start * others : nullptr, LEFT ? 4 * others : 64, 64 * others, others};
             const int64_t tiles = up(length, LEFT ? 2 * CHANNELS : CHANNELS) / CHANNELS;
             flow.multiply(step.codes + start / CHANNELS * 2 * amx::TILE, first, second, tiles, step.pieces[i].scales, totals);
         }
@@ -668,7 +813,9 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
         __m256i halves[2];
         HFQ_UNROLL
         for (int t = 0; t < 2; t++) {
-            __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(tiles[t][m]), _mm512_set1_ps(shared));
+            __m512 value = _mm512_castsi512_ps(tiles[t][job.halved ? 2 * m : m]);
+            if (job.halved) value = _mm512_add_ps(value, _mm512_castsi512_ps(tiles[t][2 * m + 1]));
+            value = _mm512_mul_ps(value, _mm512_set1_ps(shared));
             value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(factors[0])), _mm512_set1_ps(factors[1]));
             const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
             __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
@@ -682,7 +829,8 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
     for (int64_t m = 0; m < rows; m++)
         for (int64_t j = 0; j < columns; j++) {
             const float *factors = job.factors + 2 * (row + m), *tile = totals + j / BLOCK * 256;
-            const float value = tile[LEFT ? 16 * (j % BLOCK) + m : 16 * m + j % BLOCK];
+            float value = tile[LEFT ? 16 * (j % BLOCK) + (job.halved ? 2 * m : m) : 16 * m + j % BLOCK];
+            if (job.halved) value += tile[16 * (j % BLOCK) + 2 * m + 1];
             const uint16_t half = float_to_bfloat(value * shared * factors[0] * factors[1]);
             memcpy(job.y + 2 * ((row + m) * job.y_stride + n + j), &half, 2);
         }
@@ -747,25 +895,105 @@ template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t
     step.codes = codes;
 }
 
-// Codes are multiplied a step after they were unpacked, when they have left the processor's queue of stores, for which tiles would wait.
-template <bool LEFT> static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
+// Of GPTQ's words of four bits and one block of activations: codes are multiplied in the registers that they are unpacked in, with the sums
+// that VectorFlow would make of them.
+inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
+    return !by_tiles && rows <= BLOCK && layer.kind == GPTQ && layer.bits == 4 && reads(layer);
+}
+
+#if defined(HFQ_AMX)
+// Four pairs of channels of 16 columns, less zero points, of which `shifts` hold 16 less each in every byte.
+static HFQ_INLINE void unpack_pairs(__m512i words, __m512i shifts, __m512i table, __m512i *pairs) {
+    const __m512i fifteen = _mm512_set1_epi8(15);
+    const __m512i even = _mm512_add_epi32(_mm512_and_si512(words, fifteen), shifts);
+    const __m512i odd = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(words, 4), fifteen), shifts);
+    pairs[0] = _mm512_permutexvar_epi16(even, table), pairs[1] = _mm512_permutexvar_epi16(odd, table);
+    pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi32(even, 8), table), pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi32(odd, 8), table);
+}
+
+// totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which `count` columns are there.
+template <int ROWS, int TILES>
+static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows, int64_t count, int64_t lead, const float *zeros, const char *x,
+                                 int64_t x_step, const float *scales, float *totals) {
+    const __m512i table = all_integers();
+    __mmask16 there[TILES];
+    __m512i shifts[TILES];
+    __m512 sums[ROWS][TILES] = {};
+    HFQ_UNROLL
+    for (int t = 0; t < TILES; t++) {
+        const int64_t columns = most(0, least(BLOCK, count - BLOCK * t));
+        const __m512i zero = _mm512_cvtps_epi32(_mm512_loadu_ps(zeros + BLOCK * t));
+        there[t] = (__mmask16)((1u << columns) - 1);
+        shifts[t] = _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zero), _mm512_set1_epi32(0x01010101));
+    }
+    for (int64_t row = 0; row < rows; row++, words += pitch) {
+        const char *left = x + row / 4 * x_step + row % 4 * 16;
+        HFQ_UNROLL
+        for (int t = 0; t < TILES; t++) {
+            __m512i pairs[4];
+            __builtin_prefetch(words + 64 * t + lead, 0, 2);
+            unpack_pairs(_mm512_maskz_loadu_epi32(there[t], words + 64 * t), shifts[t], table, pairs);
+            HFQ_UNROLL
+            for (int i = 0; i < 4; i++)
+                HFQ_UNROLL
+                for (int m = 0; m < ROWS; m++) dot_pairs(sums[m][t], (__m512bh)pairs[i], left + 64 * m + 4 * i);
+        }
+    }
+    VectorFlow<false>::add_up<ROWS, TILES>(sums, scales, false, totals);
+}
+
+// The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
+template <int ROWS> static HFQ_INLINE void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+    const int TILES = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
-    amx::Tiles tiles;
+    const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = 4 * layer.out_features;
+    for (int64_t n = 0; n < width; n += BLOCK * TILES)
+        for (int64_t at = k, end; at < stop; at = end) {
+            const int64_t group = at / size, count = least(BLOCK * TILES, width - n);
+            end = least(least(stop, (group + 1) * size), at + PIECE);
+            avx512::group_scales(layer, group, first + n, count, kept.scales, BLOCK * TILES);
+            avx512::group_zeros(layer, group, first + n, count, kept.zeros, BLOCK * TILES);
+            const char *words = layer.codes + at / 8 * pitch + 4 * (first + n), *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
+            dot_words<ROWS, TILES>(words, pitch, (end - at) / 8, count, job.lead, kept.zeros, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
+        }
+}
+#endif
+
+static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+#if defined(HFQ_AMX)
+    if (job.rows == 1) return dot_columns<1>(job, kept, first, width, k);
+    switch ((job.rows + 1) / 2) {
+        case 1: return dot_columns<2>(job, kept, first, width, k);
+        case 2: return dot_columns<4>(job, kept, first, width, k);
+        case 3: return dot_columns<6>(job, kept, first, width, k);
+        case 4: return dot_columns<8>(job, kept, first, width, k);
+        case 5: case 6: return dot_columns<12>(job, kept, first, width, k);
+        default: return dot_columns<16>(job, kept, first, width, k);
+    }
+#endif
+}
+
+// Codes are multiplied a step after they were unpacked, when they have left the processor's queue of stores, for which tiles would wait.
+template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
+    const Layer &layer = *job.layer;
     Kept &kept = *(Kept *)scratch;
-    Flow<LEFT> flow = {LEFT && layer.kind <= E5M2 && layer.divides, kept.sums, {}, {}};
+    Flow flow = {LEFT && layer.kind <= E5M2 && layer.divides, kept.sums, job.halved};
     const int64_t each = blocks(job.rows) * 2 * 256;
     int64_t slots = 0, turn = 0;
     Step steps[2];
     memset(kept.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
     if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, kept.scales, kept.zeros);
-    for (int64_t k = 0; k < layer.in_features; k += job.depth)
-        for (int64_t n = 0; n < width; n += PAIR, turn++) {
+    const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
+    for (int64_t k = 0; k < layer.in_features; k += job.depth) {
+        if (!stores) dot_unstored(job, kept, first, width, k);
+        for (int64_t n = 0; stores && n < width; n += PAIR, turn++) {
             Step &step = steps[turn % 2];
             step.k = k, step.totals = kept.totals + n / PAIR * each;
             unpack_step<LEFT>(job, kept, first, width, n, slots, kept.codes[turn % 2], step);
-            if (turn > 0) add_step<LEFT>(job, flow, steps[(turn - 1) % 2]);
+            if (turn > 0) add_step<LEFT, Flow>(job, flow, steps[(turn - 1) % 2]);
         }
-    add_step<LEFT>(job, flow, steps[(turn - 1) % 2]);
+    }
+    if (stores) add_step<LEFT, Flow>(job, flow, steps[(turn - 1) % 2]);
     flow.finish();
     for (int64_t b = 0; b < blocks(job.rows); b++)
         for (int64_t n = 0; n < width; n += PAIR)
@@ -774,20 +1002,22 @@ template <bool LEFT> static void part_of(const Job &job, int64_t first, int64_t 
 }
 
 void part(const Job &job, int64_t first, int64_t width, float *scratch) {
-    (has_columns(*job.layer) ? part_of<false> : part_of<true>)(job, first, width, scratch);
+    const bool columns = has_columns(*job.layer);
+    if (job.by_tiles) (columns ? part_of<false, TileFlow<false>> : part_of<true, TileFlow<true>>)(job, first, width, scratch);
+    else (columns ? part_of<false, VectorFlow<false>> : part_of<true, VectorFlow<true>>)(job, first, width, scratch);
 }
 
 // The job of up to MOST rows, whose activations are packed at `packed`. With few rows of codes a part is as narrow as can be, and the next
 // part is asked for; else the next channels.
-Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char *packed, const float *factors, int threads) {
+Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char *packed, const float *factors, int threads, bool by_tiles) {
     const bool columns = has_columns(layer), is_few = rows <= 2 * BLOCK;
     const int64_t size = group_size(layer), share = up(layer.out_features / (4 * most(threads, 1)), PAIR);
     int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
     if (!columns && !shares_rows(layer) && !folds(layer)) width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
-    const int64_t deep = is_few ? PIECE : MOST_DEPTH, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
+    const int64_t deep = is_few || !by_tiles ? PIECE : MOST_DEPTH, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = layer.kind == AWQ ? depth * 4 * layer.zero_words : depth * layer.bits / 32 * 4 * layer.out_features;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, false};
+    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }
 
 }  // namespace tiled
