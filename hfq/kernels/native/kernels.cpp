@@ -581,7 +581,7 @@ bool is_short(const Layer &layer, int64_t rows, int32_t x_dtype, int32_t y_dtype
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || x_dtype != BF16 || y_dtype != BF16) return false;
     if (is_dotted(layer, rows)) return true;
-    return rows > 1 ? tiled::reads(layer) : tiled::is_unstored(layer, rows, uses_tiles());
+    return rows > 1 ? tiled::reads(layer) : (layer.bits == 2 || layer.bits == 4) && tiled::is_unstored(layer, rows, uses_tiles());
 #else
     return false;
 #endif

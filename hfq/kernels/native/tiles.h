@@ -362,14 +362,24 @@ static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_
 }
 #endif
 
+#if defined(HFQ_AMX)
+// The 16 values times each of two scales.
+static HFQ_INLINE __m512i scaled_values(__m512 values, const float *scales) {
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(values, _mm512_set1_ps(scales[1])), _mm512_mul_ps(values, _mm512_set1_ps(scales[0])));
+}
+#endif
+
 // As unpack_rows, of nibbles with their scales.
 static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
     const char *row = layer.codes + n * layer.row_nbytes + k / 2;
     const int64_t start = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
 #if defined(HFQ_AMX)
     const __m512 values = _mm512_loadu_ps(layer.values);
-    const __m512i fifteen = _mm512_set1_epi32(15), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const int shift = layer.block_in == 16 ? 3 : 4;  // of 16 bytes to their groups
+    const bool is_short = layer.block_in == 16;
+    const int shift = is_short ? 4 : 5;  // of channels to their groups
+    alignas(64) int16_t tables[32];  // which of the groups' values a byte's codes stand for, times 16
+    for (int i = 0; i < 32; i++) tables[i] = (int16_t)(i >> (shift - 1) << 4);
+    const __m512i fifteen = _mm512_set1_epi16(15), groups_of = _mm512_load_si512(tables);
 #else
     int16_t order[64];
     find_order(layer, order);
@@ -378,24 +388,28 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
         char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
         const int64_t place = (n + least(r, count - 1)) * layer.scale_stride + start;
         const int largest = layer.scale_dtype == E8M0 ? largest_exponent(layer.scales + place, groups) : 0;
+#if defined(HFQ_AMX)
+        alignas(64) float factors[MOST_DEPTH / 16 + 3];  // and what the last codes may read beyond them
+        _mm512_store_ps(factors, folded_scales(layer, place, groups, largest));
+        factors[16] = factors[17] = factors[18] = 0;
+#endif
         for (int64_t i = 0; i < length; i += 64, to += 4 * amx::TILE) {
             char rest[32];
             const char *codes = row + i / 2;
             if (i % 128 == 0) __builtin_prefetch(codes + lead, 0, 2);
             if (length - i < 64) memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
 #if defined(HFQ_AMX)
-            const int64_t group = i >> (shift + 1);
-            const __m512 scales = folded_scales(layer, place + group, groups - group, largest);
-            __m512 even[2], odd[2];
-            HFQ_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + 16 * half)));
-                const __m512 scale = _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16 * half)), shift), scales);
-                even[half] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_and_si512(bytes, fifteen), values), scale);
-                odd[half] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values), scale);
+            const float *of = factors + (i >> shift);
+            const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
+            const __m512i low = _mm512_or_si512(_mm512_and_si512(bytes, fifteen), groups_of), high = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), groups_of);
+            const __m512i table = scaled_values(values, of);
+            if (is_short) {
+                const __m512i other = scaled_values(values, of + 2);
+                _mm512_store_si512(to, _mm512_permutex2var_epi16(table, low, other));
+                _mm512_store_si512(to + 2 * amx::TILE, _mm512_permutex2var_epi16(table, high, other));
+            } else {
+                _mm512_store_si512(to, _mm512_permutexvar_epi16(low, table)), _mm512_store_si512(to + 2 * amx::TILE, _mm512_permutexvar_epi16(high, table));
             }
-            _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(even[1], even[0]));
-            _mm512_store_si512(to + 2 * amx::TILE, (__m512i)_mm512_cvtne2ps_pbh(odd[1], odd[0]));
 #else
             for (int j = 0; j < 64; j++) {
                 const int at = order[j];
@@ -427,10 +441,24 @@ static HFQ_INLINE __m512i whole(__m512i pairs, __m512i zeros) {
     return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
 }
 
-template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, __m512i zeros, __m512i table, char *out) {
-    const __m512i shifts = _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zeros), _mm512_set1_epi32(0x10001));
-    if constexpr (BITS == 3) {
-        const __m512i words[3] = {from.word(0), from.word(1), from.word(2)}, seven = _mm512_set1_epi32(7);
+// What a word's codes are made bfloat16 with: for each column 16 less its zero point in every byte, or the zero point.
+template <int BITS> static HFQ_INLINE __m512i shifts_of(const float *zeros) {
+    const __m512i zero = _mm512_cvtps_epi32(_mm512_loadu_ps(zeros));
+    return BITS == 8 ? zero : _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zero), _mm512_set1_epi32(0x01010101));
+}
+
+// Words of a column that hold whole codes, and pairs of channels in them.
+template <int BITS> constexpr int UNIT = BITS == 3 ? 3 : 1;
+template <int BITS> constexpr int PAIRS = BITS == 3 ? 16 : 16 / BITS;
+
+// The pairs of channels of 16 columns' words: codes of the first half of the channels, and of the second. Bytes hold a code each; where pairs
+// are looked up that is done by the lower byte of each half of a word, and then by the upper one.
+template <int BITS> static HFQ_INLINE void unpack_pairs(const __m512i *words, __m512i shifts, __m512i table, __m512i *pairs) {
+    if constexpr (BITS == 8) {
+        const __m512i mask = _mm512_set1_epi32(0xFF00FF);
+        pairs[0] = whole(_mm512_and_si512(words[0], mask), shifts), pairs[1] = whole(_mm512_and_si512(_mm512_srli_epi32(words[0], 8), mask), shifts);
+    } else if constexpr (BITS == 3) {
+        const __m512i seven = _mm512_set1_epi32(7), both = _mm512_and_si512(shifts, _mm512_set1_epi32(0xFF00FF));
         HFQ_UNROLL
         for (int i = 0; i < 16; i++) {
             __m512i codes[2];
@@ -441,22 +469,29 @@ template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, __m
                 if (shift > 29) codes[half] = _mm512_or_si512(codes[half], _mm512_slli_epi32(words[(word + 1) % 3], 32 - shift));
                 codes[half] = _mm512_and_si512(codes[half], seven);
             }
-            const __m512i pairs = _mm512_or_si512(codes[0], _mm512_slli_epi32(codes[1], 16));
-            _mm512_store_si512(out + 64 * i, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, shifts), table));
+            const __m512i both_codes = _mm512_or_si512(codes[0], _mm512_slli_epi32(codes[1], 16));
+            pairs[i] = _mm512_permutexvar_epi16(_mm512_add_epi16(both_codes, both), table);
         }
     } else {
-        const int each = 16 / BITS;
-        const __m512i mask = _mm512_set1_epi32(((1 << BITS) - 1) * 0x10001);
+        const int each = 8 / BITS;  // codes of a byte
+        const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
         HFQ_UNROLL
-        for (int row = 0; row < BITS; row++) {
-            const __m512i words = from.word(row);
-            HFQ_UNROLL
-            for (int i = 0; i < each; i++, out += 64) {
-                const __m512i pairs = _mm512_and_si512(_mm512_srli_epi32(words, BITS * i), mask);
-                if (BITS == 8) _mm512_store_si512(out, whole(pairs, zeros));
-                else _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, shifts), table));
-            }
+        for (int i = 0; i < each; i++) {
+            const __m512i bytes = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(words[0], BITS * i), mask), shifts);
+            pairs[i] = _mm512_permutexvar_epi16(bytes, table), pairs[i + each] = _mm512_permutexvar_epi16(_mm512_srli_epi32(bytes, 8), table);
         }
+    }
+}
+
+template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, const float *zeros, __m512i table, char *out) {
+    const __m512i shifts = shifts_of<BITS>(zeros);
+    HFQ_UNROLL
+    for (int row = 0; row < BITS; row += UNIT<BITS>) {
+        __m512i words[UNIT<BITS>], pairs[PAIRS<BITS>];
+        for (int i = 0; i < UNIT<BITS>; i++) words[i] = from.word(row + i);
+        unpack_pairs<BITS>(words, shifts, table, pairs);
+        HFQ_UNROLL
+        for (int i = 0; i < PAIRS<BITS>; i++, out += 64) _mm512_store_si512(out, pairs[i]);
     }
 }
 
@@ -509,7 +544,7 @@ template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64
 #if defined(HFQ_AMX)
     const Columns from = {layer.codes + k * BITS / 32 * pitch + 4 * n, pitch, codes * BITS / 32, (__mmask16)((1u << columns) - 1)};
     for (int64_t row = 0; row < from.rows; row++) __builtin_prefetch(from.words + row * pitch + lead, 0, 2);
-    unpack_words<BITS == 0 ? 4 : BITS>(from, _mm512_cvtps_epi32(_mm512_loadu_ps(zeros)), table, out);
+    unpack_words<BITS == 0 ? 4 : BITS>(from, zeros, table, out);
 #else
     int16_t order[64];
     find_order(layer, order);
@@ -895,24 +930,19 @@ template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t
     step.codes = codes;
 }
 
-// Of GPTQ's words of four bits and one block of activations: codes are multiplied in the registers that they are unpacked in, with the sums
-// that VectorFlow would make of them.
+// One block of activations times GPTQ's words: codes are multiplied in the registers that they are unpacked in, to the sums that VectorFlow
+// would make of them.
 inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
-    return !by_tiles && rows <= BLOCK && layer.kind == GPTQ && layer.bits == 4 && reads(layer);
+#if defined(HFQ_AMX)
+    return !by_tiles && rows <= BLOCK && layer.kind == GPTQ && reads(layer);
+#else
+    return false;
+#endif
 }
 
 #if defined(HFQ_AMX)
-// Four pairs of channels of 16 columns, less zero points, of which `shifts` hold 16 less each in every byte.
-static HFQ_INLINE void unpack_pairs(__m512i words, __m512i shifts, __m512i table, __m512i *pairs) {
-    const __m512i fifteen = _mm512_set1_epi8(15);
-    const __m512i even = _mm512_add_epi32(_mm512_and_si512(words, fifteen), shifts);
-    const __m512i odd = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(words, 4), fifteen), shifts);
-    pairs[0] = _mm512_permutexvar_epi16(even, table), pairs[1] = _mm512_permutexvar_epi16(odd, table);
-    pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi32(even, 8), table), pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi32(odd, 8), table);
-}
-
 // totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which `count` columns are there.
-template <int ROWS, int TILES>
+template <int BITS, int ROWS, int TILES>
 static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows, int64_t count, int64_t lead, const float *zeros, const char *x,
                                  int64_t x_step, const float *scales, float *totals) {
     const __m512i table = all_integers();
@@ -922,19 +952,22 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
     HFQ_UNROLL
     for (int t = 0; t < TILES; t++) {
         const int64_t columns = most(0, least(BLOCK, count - BLOCK * t));
-        const __m512i zero = _mm512_cvtps_epi32(_mm512_loadu_ps(zeros + BLOCK * t));
-        there[t] = (__mmask16)((1u << columns) - 1);
-        shifts[t] = _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zero), _mm512_set1_epi32(0x01010101));
+        there[t] = (__mmask16)((1u << columns) - 1), shifts[t] = shifts_of<BITS>(zeros + BLOCK * t);
     }
-    for (int64_t row = 0; row < rows; row++, words += pitch) {
-        const char *left = x + row / 4 * x_step + row % 4 * 16;
+    for (int64_t row = 0; row < rows; row += UNIT<BITS>, words += UNIT<BITS> * pitch) {
+        const char *left = x + row / BITS * x_step + row % BITS * (64 / BITS);
         HFQ_UNROLL
         for (int t = 0; t < TILES; t++) {
-            __m512i pairs[4];
-            __builtin_prefetch(words + 64 * t + lead, 0, 2);
-            unpack_pairs(_mm512_maskz_loadu_epi32(there[t], words + 64 * t), shifts[t], table, pairs);
+            const Columns from = {words + 64 * t, pitch, rows - row, there[t]};
+            __m512i unit[UNIT<BITS>], pairs[PAIRS<BITS>];
             HFQ_UNROLL
-            for (int i = 0; i < 4; i++)
+            for (int i = 0; i < UNIT<BITS>; i++) {
+                __builtin_prefetch(from.words + i * pitch + lead, 0, 2);
+                unit[i] = from.word(i);
+            }
+            unpack_pairs<BITS>(unit, shifts[t], table, pairs);
+            HFQ_UNROLL
+            for (int i = 0; i < PAIRS<BITS>; i++)
                 HFQ_UNROLL
                 for (int m = 0; m < ROWS; m++) dot_pairs(sums[m][t], (__m512bh)pairs[i], left + 64 * m + 4 * i);
         }
@@ -943,7 +976,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
 }
 
 // The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
-template <int ROWS> static HFQ_INLINE void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
     const int TILES = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = 4 * layer.out_features;
@@ -953,23 +986,27 @@ template <int ROWS> static HFQ_INLINE void dot_columns(const Job &job, Kept &kep
             end = least(least(stop, (group + 1) * size), at + PIECE);
             avx512::group_scales(layer, group, first + n, count, kept.scales, BLOCK * TILES);
             avx512::group_zeros(layer, group, first + n, count, kept.zeros, BLOCK * TILES);
-            const char *words = layer.codes + at / 8 * pitch + 4 * (first + n), *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
-            dot_words<ROWS, TILES>(words, pitch, (end - at) / 8, count, job.lead, kept.zeros, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
+            const char *words = layer.codes + at * BITS / 32 * pitch + 4 * (first + n), *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
+            dot_words<BITS, ROWS, TILES>(words, pitch, (end - at) * BITS / 32, count, job.lead, kept.zeros, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
         }
+}
+
+template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+    if (job.rows == 1) return dot_columns<BITS, 1>(job, kept, first, width, k);
+    switch ((job.rows + 1) / 2) {
+        case 1: return dot_columns<BITS, 2>(job, kept, first, width, k);
+        case 2: return dot_columns<BITS, 4>(job, kept, first, width, k);
+        case 3: return dot_columns<BITS, 6>(job, kept, first, width, k);
+        case 4: return dot_columns<BITS, 8>(job, kept, first, width, k);
+        case 5: case 6: return dot_columns<BITS, 12>(job, kept, first, width, k);
+        default: return dot_columns<BITS, 16>(job, kept, first, width, k);
+    }
 }
 #endif
 
-static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
 #if defined(HFQ_AMX)
-    if (job.rows == 1) return dot_columns<1>(job, kept, first, width, k);
-    switch ((job.rows + 1) / 2) {
-        case 1: return dot_columns<2>(job, kept, first, width, k);
-        case 2: return dot_columns<4>(job, kept, first, width, k);
-        case 3: return dot_columns<6>(job, kept, first, width, k);
-        case 4: return dot_columns<8>(job, kept, first, width, k);
-        case 5: case 6: return dot_columns<12>(job, kept, first, width, k);
-        default: return dot_columns<16>(job, kept, first, width, k);
-    }
+    (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, kept, first, width, k);
 #endif
 }
 
@@ -985,7 +1022,7 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, kept.scales, kept.zeros);
     const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
     for (int64_t k = 0; k < layer.in_features; k += job.depth) {
-        if (!stores) dot_unstored(job, kept, first, width, k);
+        if (!stores) dot_step(job, kept, first, width, k);
         for (int64_t n = 0; stores && n < width; n += PAIR, turn++) {
             Step &step = steps[turn % 2];
             step.k = k, step.totals = kept.totals + n / PAIR * each;
@@ -1014,7 +1051,8 @@ Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char
     const int64_t size = group_size(layer), share = up(layer.out_features / (4 * most(threads, 1)), PAIR);
     int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
     if (!columns && !shares_rows(layer) && !folds(layer)) width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
-    const int64_t deep = is_few || !by_tiles ? PIECE : MOST_DEPTH, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
+    const bool is_deep = is_few ? !by_tiles && !columns : by_tiles;  // as measured: vectors multiply many rows from the first cache
+    const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = layer.kind == AWQ ? depth * 4 * layer.zero_words : depth * layer.bits / 32 * 4 * layer.out_features;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
     return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, by_tiles, !by_tiles && !columns && rows <= HALF, false};
