@@ -62,3 +62,4 @@ def native(compiled, monkeypatch):
     monkeypatch.setattr(library, "_once", compiled)
     yield compiled.library
     compiled.library.hfq_use(-1), compiled.library.hfq_use_subnormals(-1), compiled.library.hfq_use_short(-1)
+    compiled.library.hfq_use_vnni(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,7 +45,7 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
     import torch
 
     native = library()
-    level = f"missing: {reason_missing()}" if native is None else LEVELS[native.hfq_use(-1)] + SHORT[native.hfq_use_short(-1)]
+    level = f"missing: {reason_missing()}" if native is None else _level(native)
     rates = [
         f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], method=READ, threads=threads))} ({threads} threads)"
         for threads in _in_order(records, "threads")
@@ -164,6 +165,11 @@ def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
     """(weights, method) of all that multiplies, the dense ones first."""
     found = dict.fromkeys((record["weights"], record["method"]) for record in records if record["method"] != READ)
     return sorted(found, key=lambda pair: pair[1] not in (DENSE, WIDE))
+
+
+def _level(native: ctypes.CDLL) -> str:
+    vnni = ", dot products of bytes (VNNI)" if native.hfq_use_vnni(-1) else ""
+    return LEVELS[native.hfq_use(-1)] + vnni + SHORT[native.hfq_use_short(-1)]
 
 
 def _in_order(records: Iterable[Record], key: str) -> list:

@@ -257,8 +257,8 @@ HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_feat
 // Output columns that one part of a multiplication by columns covers.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    int64_t share = up(layer.out_features / most(threads, 1), 128);
-    return most(128, least(rows == 1 ? MOST_COLUMNS : 256, share));
+    const int64_t widest = rows == 1 ? MOST_COLUMNS : 256, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
+    return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
 }
 
 // Output columns of a part of a panel.
@@ -441,6 +441,7 @@ struct Panel {
 #undef HFQ_NAME
 
 #include "tiles.h"
+#include "vnni.h"
 #endif
 
 namespace {
@@ -484,6 +485,18 @@ bool detect_subnormals() {
 
 int subnormals = -1;
 
+int byte_dots = -1;
+
+// Whether activations as integers are multiplied by dot products of bytes.
+bool uses_vnni() {
+#if defined(__x86_64__)
+    if (byte_dots < 0) byte_dots = vnni::detect();
+    return byte_dots && level() == 2;
+#else
+    return false;
+#endif
+}
+
 // Whether e4m3 codes are read as small floats: blocks must hold whole vectors.
 bool has_order(const Layer &layer, int64_t rows) {
     if (subnormals < 0) subnormals = detect_subnormals();
@@ -496,6 +509,7 @@ const Work linear_works[][2] = {
 #if defined(__x86_64__)
     {avx2::rows_part, avx2::columns_part},
     {avx512::rows_part, avx512::columns_part},
+    {vnni::rows_part, vnni::columns_part},
 #endif
 };
 bool (*const widens[])(const Layer &, const char *, int32_t, int64_t, int64_t, int64_t, float *) = {
@@ -526,6 +540,8 @@ const Work panel_works[][2] = {
     {avx512::rows_panel, avx512::columns_panel},
 #endif
 };
+
+Work linear_work(const Layer &layer) { return linear_works[uses_vnni() ? 3 : level()][has_columns(layer)]; }
 
 // Output rows of a part, all of which share their scales if any do; the more, the fewer times are these multiplied with the activations.
 int64_t ordered_width(const Layer &layer, int threads) {
@@ -561,7 +577,7 @@ void group_part(const void *context, int64_t part, float *scratch) {
     const Group &group = *(const Group *)context;
     int64_t i = 0;
     while (group.ends[i] <= part) i++;
-    linear_works[level()][has_columns(*group.calls[i].layer)](&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
+    linear_work(*group.calls[i].layer)(&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
 int short_forms = 2;  // of products in bfloat16: none, by vectors, by tiles
@@ -668,6 +684,13 @@ int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wan
 // Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for tests; what then holds.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
+// Whether activations as integers are multiplied by AVX-512's dot products of bytes, where the processor has them, or not (0), for tests, which
+// changes no bit of a result; what then holds.
+int hfq_use_vnni(int wanted) {
+    byte_dots = wanted == 0 ? 0 : -1;
+    return uses_vnni();
+}
+
 // How activations in bfloat16 are multiplied: in float32 or as integers (0), in bfloat16 by vectors (1), or by tiles (2), where the
 // processor has them; what then holds.
 int hfq_use_short(int wanted) {
@@ -712,7 +735,7 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     if (!scratch || !own_scratch.get()) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
     Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, wanted);
-    run_parts(linear_works[level()][has_columns(*layer)], &call, call_parts(call), threads, wanted);
+    run_parts(linear_work(*layer), &call, call_parts(call), threads, wanted);
     return 0;
 }
 
@@ -835,10 +858,11 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
-// W int8 as floats; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
+// W int8 as floats; W bytes without a sign as integers; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
 // in each 128 bits; W floats by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
 #if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
@@ -851,6 +875,7 @@ static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm256_unpacklo_epi16((_
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 #elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
@@ -863,6 +888,7 @@ static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm512_unpacklo_epi16((_
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #else
 static inline vf from_int8(const char *p) { return __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf); }
+static inline vu from_bytes(const char *p) { return __builtin_convertvector(load<vuc>(p), vu); }
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
     vf out;
@@ -903,12 +929,32 @@ static inline vb low_pairs(vb a, vb b) { return in_turns(a, b, 2, 0); }
 static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 #endif
 
+// What the compiler must have in a register here: it would make all terms of a sum first, which registers do not hold, or load a word
+// again for each use.
+template <class V> static HFQ_INLINE void keep_here(V &value) {
+#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
+    __asm__("" : "+x"(value));
+#endif
+}
+
+// What the sums of the highest digits, and of the two others, stand for.
+static HFQ_INLINE vf of_digits(vi high, vi low) {
+    return fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
+}
+
 static HFQ_INLINE float sum_of(vf v) {
+#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+    const __m512 halves = _mm512_add_ps((__m512)v, _mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4E));
+    const __m512 fourths = _mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xB1));
+    const __m512 pairs = _mm512_add_ps(fourths, _mm512_permute_ps(fourths, 0x4E));
+    return _mm512_cvtss_f32(_mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xB1)));
+#else
     float half[W / 2];
     for (int i = 0; i < W / 2; i++) half[i] = v[i] + v[i + W / 2];
     for (int size = W / 4; size; size /= 2)
         for (int i = 0; i < size; i++) half[i] += half[i + size];
     return half[0];
+#endif
 }
 
 // The largest magnitude, as bits: 0x7F800000 or more where one is not finite.
@@ -958,13 +1004,13 @@ struct Integers {
 };
 static void to_integers(const float *x, int64_t count, Integers &out) {
     float padded[SPAN];
-    __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count);
-    uint32_t bits = largest_bits(padded, SPAN);
+    if (count < SPAN) __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
+    uint32_t bits = largest_bits(x, SPAN);
     int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);  // the largest is below 127.5 * 2**16
     if (power > 126) power = 126;
     vf factor = all(as_float((uint32_t)(127 + power) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
-        vf scaled = load<vf>(padded + k) * factor, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
+        vf scaled = load<vf>(x + k) * factor, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
         vi value = __builtin_convertvector(scaled + half, vi);
         store(out.values + k, value), store(out.highs + k, (value + 0x8080) >> 16);
         store(out.digits + k, ((vu)value + 0x808080u) ^ 0x808080u);
@@ -972,15 +1018,27 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     out.unit = as_float((uint32_t)(127 - power) << 23);
 }
 
-// The three digits of an integer, the highest first.
-static HFQ_INLINE void put_digits(uint32_t digits, char *to, int64_t apart) {
-    to[0] = (char)(digits >> 16), to[apart] = (char)(digits >> 8), to[2 * apart] = (char)digits;
+// The three digits of 32 integers, the highest first: of each four bytes that follow each other, the ones from `order` on, eight apart.
+typedef uint32_t Eight __attribute__((vector_size(32)));
+static HFQ_INLINE void put_digits(const uint32_t *digits, const uint8_t *order, char *to, int64_t apart) {
+    uint32_t found[32];
+    for (int i = 0; i < 32; i++) found[i] = digits[order[i]];
+    const Eight a = load<Eight>(found), b = load<Eight>(found + 8), c = load<Eight>(found + 16), d = load<Eight>(found + 24);
+    HFQ_UNROLL
+    for (int i = 0, shift = 16; i < 3; i++, shift -= 8, to += apart)
+        store(to, (a >> shift & 255u) | (b >> shift & 255u) << 8 | (c >> shift & 255u) << 16 | d >> shift << 24);
 }
 
 // The sums of the highest digits, and of what the lower ones make.
 static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, int32_t &high, int32_t &low) {
     int32_t sum = high = 0;
-    for (int64_t i = first; i < first + count; i++) high += of.highs[i], sum += of.values[i];
+    if (count % W == 0) {
+        vi highs = {}, sums = {};
+        for (int64_t i = first; i < first + count; i += W) highs += load<vi>(of.highs + i), sums += load<vi>(of.values + i);
+        for (int i = 0; i < W; i++) high += highs[i], sum += sums[i];
+    } else {
+        for (int64_t i = first; i < first + count; i++) high += of.highs[i], sum += of.values[i];
+    }
     low = sum - 65536 * high;
 }
 
@@ -997,8 +1055,8 @@ static HFQ_INLINE int byte_of(const Layer &layer, int k) {
 // By chunk: [digit][vector][byte]; totals of a span: of the highest digits, and of the two others.
 static void count_columns(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
     int64_t size = layer.in_features;
-    int place[CHUNK];
-    for (int k = 0; k < CHUNK; k++) place[k] = 4 * vector_of(layer, k) + byte_of(layer, k);
+    uint8_t order[CHUNK];
+    for (int k = 0; k < CHUNK; k++) order[8 * byte_of(layer, k) + vector_of(layer, k)] = (uint8_t)k;
     for (int64_t group = 0; group < layer.groups; group++) {
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
         for (int64_t s = 0; s < group_spans(layer); s++, units++, sums += 2) {
@@ -1007,8 +1065,7 @@ static void count_columns(const Layer &layer, const float *x, char *digits, floa
             to_integers(x + least(k, size), count, found);
             *units = found.unit;
             add_up(found, 0, SPAN, sums[0], sums[1]);
-            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK)
-                for (int64_t j = 0; j < CHUNK; j++) put_digits(found.digits[i + j], digits + i * DIGITS + place[j], CHUNK);
+            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK) put_digits(found.digits + i, order, digits + i * DIGITS, CHUNK);
             digits += least(SPAN, left * CHUNK) * DIGITS;
         }
     }
@@ -1017,6 +1074,8 @@ static void count_columns(const Layer &layer, const float *x, char *digits, floa
 // By 8 * W codes: [digit][the first or second code of a byte][bytes]; totals of the highest digits, and of the two others, for each
 // eight codes, times what takes the codes' offset off a sum.
 static void count_rows(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
+    uint8_t order[2][32];  // of 64 codes
+    for (int i = 0; i < 64; i++) order[i / 32][i % 32] = (uint8_t)(2 * (i % 8 * 4 + i % 32 / 8) + (i / 32 != (layer.high_first != 0)));
     for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {
         Integers found;
         to_integers(x + k, least(SPAN, layer.in_features - k), found);
@@ -1027,8 +1086,8 @@ static void count_rows(const Layer &layer, const float *x, char *digits, float *
                 add_up(found, i + 8 * lane, 8, high, low);
                 sums[lane] = -layer.offset * high, sums[W + lane] = -layer.offset * low;
             }
-            for (int64_t j = 0; j < 8 * W; j++)
-                put_digits(found.digits[i + j], digits + j / 2 + ((j ^ layer.high_first) & 1) * 4 * W, 8 * W);
+            for (int64_t j = 0; j < 8 * W; j += 64)
+                for (int half = 0; half < 2; half++) put_digits(found.digits + i + j, order[half], digits + j / 2 + half * 4 * W, 8 * W);
         }
     }
 }
@@ -1409,21 +1468,32 @@ static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratc
     }
 }
 
+// W scales that lie one after the other.
+template <int DTYPE> static HFQ_INLINE vf scales_at(const Layer &layer, int64_t place) {
+    if (DTYPE == F16) return from_half(load<vuh>(layer.scales + 2 * place));
+    if (DTYPE == BF16) return (vf)(__builtin_convertvector(load<vuh>(layer.scales + 2 * place), vu) << 16);
+    if (DTYPE == E8M0) {
+        vu exponents = from_bytes(layer.scales + place), none = (vu)(exponents == 0), nan = (vu)(exponents == 255);
+        return (vf)((exponents << 23 | (none & 0x00400000u)) | (nan & 0x7FC00000u));
+    }
+    vf scales = decode<E4M3>(layer.scales + place) * 256.0f;
+    return layer.divides ? scales / layer.shared : scales * layer.shared;
+}
+template <int DTYPE> static HFQ_INLINE int64_t take_scales(const Layer &layer, int64_t place, int64_t groups, float *out) {
+    int64_t i = 0;
+    for (; i + W <= groups; i += W) store(out + i, scales_at<DTYPE>(layer, place + i));
+    return i;
+}
+
 // The scales of an output row's groups.
 static void row_scales(const Layer &layer, int64_t n, int64_t groups, float *out) {
     int64_t place = scale_place(layer, n, 0), i = 0;
-    if (layer.scale_dtype == F32) { __builtin_memcpy(out, layer.scales + 4 * place, 4 * groups); return; }
-    for (; i + W <= groups && layer.scale_dtype != NESTED; i += W) {
-        const char *at = layer.scales + (place + i) * (layer.scale_dtype == BF16 || layer.scale_dtype == F16 ? 2 : 1);
-        if (layer.scale_dtype == F16) store(out + i, from_half(load<vuh>(at)));
-        else if (layer.scale_dtype == BF16) store(out + i, (vf)(__builtin_convertvector(load<vuh>(at), vu) << 16));
-        else if (layer.scale_dtype == E8M0) {
-            vu exponents = __builtin_convertvector(load<vuc>(at), vu), none = (vu)(exponents == 0), nan = (vu)(exponents == 255);
-            store(out + i, (vf)((exponents << 23 | (none & 0x00400000u)) | (nan & 0x7FC00000u)));
-        } else {
-            vf scales = decode<E4M3>(at) * 256.0f;
-            store(out + i, layer.divides ? scales / layer.shared : scales * layer.shared);
-        }
+    switch (layer.scale_dtype) {
+        case F32: __builtin_memcpy(out, layer.scales + 4 * place, 4 * groups); return;
+        case F16: i = take_scales<F16>(layer, place, groups, out); break;
+        case BF16: i = take_scales<BF16>(layer, place, groups, out); break;
+        case E8M0: i = take_scales<E8M0>(layer, place, groups, out); break;
+        case E4M3_SCALED: i = take_scales<E4M3_SCALED>(layer, place, groups, out); break;
     }
     for (; i < groups; i++) out[i] = scale_at(layer, place + i);
 }
@@ -1442,39 +1512,77 @@ static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *
         out[i] = (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
 }
 
+// How nibbles become integers without a sign, and where the scales of their groups are: the same for all output rows.
+struct IntegerCodes {
+    const Layer &layer;
+    int64_t padded, group_size, groups, step;  // step: groups of 8 * W codes, or none where they are part of one
+    bool has_table, has_shifts;
+    vb table;
+    vi places;
+    explicit HFQ_INLINE IntegerCodes(const Layer &from) : layer(from) {
+        padded = up(layer.in_features, SPAN), group_size = least(layer.block_in, padded);
+        groups = (layer.in_features + group_size - 1) / group_size, step = 8 * W / group_size;
+        has_shifts = layer.row_zeros != NONE, has_table = !has_shifts && layer.unit != 1;
+        for (int lane = 0; lane < W / 4; lane++) __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
+        for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
+    }
+    HFQ_INLINE int64_t floats() const { return 2 * (groups + W); }  // that an output row needs
+};
+
+// An output row of such codes, from its first group on.
+struct IntegerRow {
+    const char *codes;
+    const float *scales, *shifts;
+    HFQ_INLINE void open(const IntegerCodes &of, int64_t n, float *scratch) {
+        float *found = scratch + of.groups + W;
+        codes = codes_of<NIBBLES>(of.layer, n), scales = scratch, shifts = found;
+        row_scales(of.layer, n, of.groups, scratch);
+        __builtin_memset(scratch + of.groups, 0, 4 * W);
+        if (of.has_shifts) row_shifts(of.layer, n, of.groups, (uint32_t *)found);
+    }
+    // 8 * W codes of a group and what follows it, and the scale of each lane.
+    template <bool TABLE, bool SHIFTS>
+    HFQ_INLINE vf take(const IntegerCodes &of, const char *at, int64_t group, vb &first, vb &second) const {
+        vu words = load<vu>(at);
+        keep_here(words);
+        first = (vb)(words & 0x0F0F0F0Fu), second = (vb)(words >> 4 & 0x0F0F0F0Fu);
+        if (TABLE) first = pick_bytes(of.table, first), second = pick_bytes(of.table, second);
+        if (SHIFTS) {
+            vb shift = (vb)pick_floats(load<vf>(shifts + group), of.places);
+            first += shift, second += shift;
+        }
+        return pick_floats(load<vf>(scales + group), of.places);
+    }
+};
+
+// The group of the next 8 * W codes.
+static HFQ_INLINE int64_t next_group(const IntegerCodes &of, int64_t group, int64_t k) {
+    return of.step ? group + of.step : group + (k + 8 * W == (group + 1) * of.group_size);
+}
+
 // The products of one output row and ROWS activation rows, all as integers.
 template <int ROWS> static void dot_integers(const Call &call, int64_t row, int64_t n, float *scratch) {
     const Layer &layer = *call.layer;
-    int64_t size = layer.in_features, padded = up(size, SPAN), group_size = least(layer.block_in, padded);
-    int64_t each = digits_nbytes(layer), groups = (size + group_size - 1) / group_size;
-    const char *codes = codes_of<NIBBLES>(layer, n);
-    const bool has_table = layer.row_zeros == NONE && layer.unit != 1;
-    float *scales = scratch, *shifts = scratch + groups + W;
-    row_scales(layer, n, groups, scales);
-    __builtin_memset(scales + groups, 0, 4 * W);
-    if (layer.row_zeros != NONE) row_shifts(layer, n, groups, (uint32_t *)shifts);
-    vi places;
-    for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
+    const IntegerCodes of(layer);
+    const int64_t each = digits_nbytes(layer), padded = of.padded;
+    IntegerRow from;
+    from.open(of, n, scratch);
     vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
-    vb table;
-    for (int lane = 0; lane < W / 4; lane++) __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
     vf total[ROWS];
     for (int m = 0; m < ROWS; m++) total[m] = all(0.0f);
-    for (int64_t k = 0; k < size; k += 8 * W) {
+    for (int64_t k = 0, group = 0; k < layer.in_features; group = next_group(of, group, k), k += 8 * W) {
         char rest[4 * W];
-        const char *at = codes + k / 2;
+        const char *at = from.codes + k / 2;
         __builtin_prefetch(at + AHEAD);
-        if (size - k < 8 * W) {
-            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (size - k + 1) / 2);
+        if (layer.in_features - k < 8 * W) {
+            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (layer.in_features - k + 1) / 2);
             at = rest;
         }
-        vb first = (vb)(load<vu>(at) & 0x0F0F0F0Fu), second = (vb)(load<vu>(at) >> 4 & 0x0F0F0F0Fu);
-        if (has_table) first = pick_bytes(table, first), second = pick_bytes(table, second);
-        if (layer.row_zeros != NONE) {
-            vb shift = (vb)pick_floats(load<vf>(shifts + k / group_size), places);
-            first += shift, second += shift;
-        }
-        vf scale = pick_floats(load<vf>(scales + k / group_size), places);
+        vb first, second;
+        vf scale;
+        if (of.has_table) scale = from.take<true, false>(of, at, group, first, second);
+        else if (of.has_shifts) scale = from.take<false, true>(of, at, group, first, second);
+        else scale = from.take<false, false>(of, at, group, first, second);
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++) {
             const char *digits = call.digits + (row + m) * each + DIGITS * k;
@@ -1485,9 +1593,7 @@ template <int ROWS> static void dot_integers(const Call &call, int64_t row, int6
                 sum[d] = dot_bytes(first, load<vsb>(digits + 8 * W * d)) + dot_bytes(second, load<vsb>(digits + 8 * W * d + 4 * W));
             vi high = dot_shorts(sum[0], ones) + load<vi>(totals);
             vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + W);
-            vf unit = all(call.units[(row + m) * (padded / SPAN) + k / SPAN]);
-            vf value = fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
-            total[m] = fma(value * unit, scale, total[m]);
+            total[m] = fma(of_digits(high, low) * all(call.units[(row + m) * (padded / SPAN) + k / SPAN]), scale, total[m]);
         }
     }
     for (int m = 0; m < ROWS; m++) put(call, row + m, n, sum_of(total[m]));
@@ -1680,7 +1786,7 @@ static HFQ_INLINE vu zeros_at(const Layer &layer, const char *bytes) {
     vu out, shifts;
     for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? 4 * awq_place(j % 8) : j % 8 * layer.bits);
     if (layer.bits == 8) {
-        out = __builtin_convertvector(load<vuc>(bytes), vu);
+        out = from_bytes(bytes);
     } else {
         for (int half = 0; half < W; half += 8, bytes += layer.bits) {
             uint32_t word = 0;
@@ -1715,6 +1821,13 @@ static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t 
         const vu mask = (vu){} + (wraps ? 15u : 31u);
         vu shifts, words;
         for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
+        for (vi places; W == 16 && first + 8 * W <= count; first += 8 * W) {
+            const vf table = load<vf>(row + first / 2);
+            for (int j = 0; j < W; j++) places[j] = j / 8;
+            HFQ_UNROLL
+            for (int v = 0; v < 8; v++)
+                store(out + first + v * W, ((((vu)pick_floats(table, places + 2 * v) + added) >> shifts & 15u) + more) & mask);
+        }
         for (; first + W <= count; first += W) {
             if (W == 8) words = (vu){} + load32(row + first / 2);
             else
@@ -1782,14 +1895,6 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
             out[v] = (vb)(BITS == 8 ? word : word >> BITS * (v % parts) & (BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u));
         }
     }
-}
-
-// What the compiler must have in a register here: it would make all terms of a sum first, which registers do not hold, or load a word
-// again for each use.
-template <class V> static HFQ_INLINE void keep_here(V &value) {
-#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
-    __asm__("" : "+x"(value));
-#endif
 }
 
 static HFQ_INLINE vsb spread(const char *digits) { return (vsb)((vu){} + load32(digits)); }
@@ -1890,13 +1995,18 @@ static HFQ_INLINE void add_awq(const vb *codes, const char *digits, int32_t *hig
     else add_awq_digits<DIGITS - 1>(codes, digits, high, low);
 }
 
-// The column whose sum is the i-th of a tile: AWQ's come out in the order that they are unpacked in.
-template <int BITS> static HFQ_INLINE int64_t column_of(int64_t i) {
-    if (BITS != 0) return i;
-    const int first[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
-    int64_t lane = i % W, vector = i / W % 8;
-    return i / (8 * W) * 8 * W + 8 * (lane / 4 * 4 + vector % 4) + first[vector / 4][lane % 4];
-}
+// The column whose sum is the i-th of 8 * W of AWQ's: they come out in the order that they are unpacked in.
+struct AwqOrder {
+    uint8_t column[8 * W];
+    constexpr AwqOrder() : column() {
+        const int first[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
+        for (int i = 0; i < 8 * W; i++) {
+            const int lane = i % W, vector = i / W;
+            column[i] = (uint8_t)(8 * (lane / 4 * 4 + vector % 4) + first[vector / 4][lane % 4]);
+        }
+    }
+};
+static constexpr AwqOrder awq_order;
 
 // sum over the chunks of a span of a group, for all columns of a tile.
 template <int BITS>
@@ -1936,6 +2046,21 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
     }
 }
 
+// The results of a tile's columns; AWQ's have an order of their own.
+static void put_columns(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, const float *y, int64_t wide, bool is_awq) {
+    for (int64_t m = 0; m < rows; m++, y += wide)
+        for (int64_t i = 0; i < count; i += 8 * W) {
+            float ordered[8 * W];
+            const float *from = y + i;
+            for (int j = 0; is_awq && j < 8 * W; j++) ordered[awq_order.column[j]] = from[j];
+            if (is_awq) from = ordered;
+            int64_t j = 0, there = least(8 * W, count - i);
+            char *to = call.y + 2 * ((row + m) * call.y_stride + n + i);
+            for (; call.y_dtype == BF16 && j + W <= there; j += W) store(to + 2 * j, to_short(load<vf>(from + j)));
+            for (; j < there; j++) put(call, row + m, n + i + j, from[j]);
+        }
+}
+
 // A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points taken off, span by span.
 template <int BITS> static void integer_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
@@ -1943,17 +2068,15 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
     float *y = scratch, *scales = y + rows * wide, *loose = scales + wide;
     int32_t *zeros = (int32_t *)(loose + wide), *high = zeros + wide, *low = high + rows * wide;
     const char *digits = call.digits;
-    int32_t column[MOST_COLUMNS];
-    if (BITS == 0)
-        for (int64_t i = 0; i < wide; i++) column[i] = (int32_t)column_of<BITS>(i);
+    const uint8_t *column = awq_order.column;
     __builtin_memset(y, 0, 4 * rows * wide);
     for (int64_t group = 0, span = 0; group < layer.groups; group++) {
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
         group_scales(layer, group, n, count, BITS == 0 ? loose : scales, wide);
         if (BITS == 0) {
-            for (int64_t i = 0; i < wide; i++) scales[i] = loose[column[i]];
+            for (int64_t i = 0; i < wide; i++) scales[i] = loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
             group_zeros(layer, group, n, count, loose, wide);
-            for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[column[i]];
+            for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
         } else {
             integer_zeros(layer, group, n, count, zeros, wide, loose);
         }
@@ -1972,18 +2095,13 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
             for (int64_t m = 0; m < rows; m++) {
                 vf unit = all(call.units[(row + m) * spans(layer) + span]);
                 for (int64_t i = 0; i < wide; i += W) {
-                    vi above = load<vi>(high + m * wide + i), below = load<vi>(low + m * wide + i);
-                    vf value = fma(__builtin_convertvector(above, vf), all(65536.0f), __builtin_convertvector(below, vf));
+                    vf value = of_digits(load<vi>(high + m * wide + i), load<vi>(low + m * wide + i));
                     store(y + m * wide + i, fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
                 }
             }
         }
     }
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t i = 0; i < wide; i++) {
-            int64_t place = BITS == 0 ? column[i] : i;
-            if (place < count) put(call, row + m, n + place, y[m * wide + i]);
-        }
+    put_columns(call, row, rows, n, count, y, wide, BITS == 0);
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.

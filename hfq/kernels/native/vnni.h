@@ -1,0 +1,468 @@
+// Products of activations that were counted as integers, by AVX-512's dot products of bytes (VNNI). Included by kernels.cpp, after its
+// instruction sets, whose order of digits, scales and sums it takes: results are bit for bit those of AVX-512 without.
+//
+// Four codes without a sign times four digits with one are added to a lane of int32 at once, so that a digit's sums stay in a register.
+
+#if defined(__x86_64__) && defined(__has_include)
+#if __has_include(<avx512vnniintrin.h>) && !defined(HFQ_EMULATE)  // GCC 8, clang 6
+#define HFQ_VNNI
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vnni")
+#endif
+#endif
+#endif
+
+namespace {
+namespace vnni {
+
+using namespace avx512;
+
+const int64_t STRIP = 256;      // columns of a part whose scales and zero points are made together
+const int64_t DEPTH = 16;       // rows of words that are taken together, but of AWQ's; as many more are asked for before they are read
+const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
+const int64_t TOGETHER = 2;     // output rows of codes that are read side by side
+
+bool detect() {
+#if defined(HFQ_EMULATE)
+    return true;
+#elif defined(HFQ_VNNI)
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
+#else
+    return false;
+#endif
+}
+
+#if defined(HFQ_VNNI)
+static HFQ_INLINE vi dot_four(vi sum, vb a, vsb b) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
+#else
+static inline vi dot_four(vi sum, vb a, vsb b) {
+    for (int i = 0; i < 4 * W; i++) sum[i / 4] += a[i] * b[i];
+    return sum;
+}
+#endif
+
+// From memory to the second cache: the words of some columns lie a power of two apart, of which the first holds few.
+static HFQ_INLINE void ask_for(const char *p) { __builtin_prefetch(p, 0, 2); }
+
+// Rows are taken by four, two and one.
+static HFQ_INLINE int64_t at_once(int64_t rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
+
+// ---- Columns -----------------------------------------------------------------------------------------------------------------
+
+// A span of activation rows: digits, sums of digits and units of the first of them, and how far they are from a row to the next.
+struct Span {
+    const char *digits;
+    const int32_t *totals;
+    const float *units;
+    int64_t digits_apart, totals_apart, units_apart, chunks;
+    uint32_t lowest;  // which chunks have lowest digits, in any row
+    HFQ_INLINE Span from(int64_t row) const {
+        return {digits + row * digits_apart, totals + row * totals_apart, units + row * units_apart,
+                digits_apart, totals_apart, units_apart, chunks, lowest};
+    }
+};
+
+// Some columns of a part: their scales and zero points, results, and sums between two parts of a span, which rows have `wide` apart.
+struct Columns {
+    const float *scales;
+    const int32_t *zeros;
+    float *y;
+    int32_t *high, *low;
+    int64_t wide;
+    bool begins, ends;  // a span, or goes on with one
+    HFQ_INLINE Columns from(int64_t row) const {
+        return {scales, zeros, y + row * wide, high + row * wide, low + row * wide, wide, begins, ends};
+    }
+};
+
+static uint32_t find_lowest(const Span &span, int64_t rows) {
+    uint32_t found = 0;
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t c = 0; c < span.chunks; c++)
+            found |= (uint32_t)(lowest_digits(span.digits + m * span.digits_apart + c * DIGITS * CHUNK) != 0) << c;
+    return found;
+}
+
+// Chunks that are taken together: a span's, or with eight bits half of them.
+template <int BITS> constexpr int64_t most_chunks() { return BITS == 8 ? DEPTH / 8 : SPAN / CHUNK; }
+
+// Columns' vectors that are multiplied at once: of AWQ those of a vector of words.
+template <int BITS> constexpr int vectors() { return BITS == 0 ? 8 : 2; }
+template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : BITS; }  // of a chunk
+
+// Sums of the highest, the middle and the lowest digits of ROWS activation rows times VECTORS columns' vectors.
+template <int ROWS, int VECTORS> struct Sums {
+    vi of[DIGITS][ROWS][VECTORS];
+    HFQ_INLINE void begin(const Span &span, const int32_t *zeros) {  // at what zero points take off them
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            const vu zero = load<vu>(zeros + v * W);
+            HFQ_UNROLL
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t *totals = span.totals + m * span.totals_apart;
+                of[0][m][v] = (vi)(zero * (0u - (uint32_t)totals[0])), of[1][m][v] = (vi){}, of[2][m][v] = (vi)(zero * (0u - (uint32_t)totals[1]));
+            }
+        }
+    }
+    // Codes of the same four channels of each column, times the first COUNT digits.
+    template <int COUNT> HFQ_INLINE void add(const vb *codes, const char *digits, int64_t apart) {
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++)
+            HFQ_UNROLL
+            for (int d = 0; d < COUNT; d++) {
+                const vsb x = spread(digits + m * apart + d * CHUNK);
+                HFQ_UNROLL
+                for (int v = 0; v < VECTORS; v++) of[d][m][v] = dot_four(of[d][m][v], codes[v], x);
+            }
+    }
+    HFQ_INLINE void go_on(const Columns &to) {
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++)
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) {
+                const int64_t place = m * to.wide + v * W;
+                of[0][m][v] = load<vi>(to.high + place), of[1][m][v] = (vi){}, of[2][m][v] = load<vi>(to.low + place);
+            }
+    }
+    HFQ_INLINE void leave(const Columns &to) const {
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++)
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) store(to.high + m * to.wide + v * W, of[0][m][v]), store(to.low + m * to.wide + v * W, low(m, v));
+    }
+    HFQ_INLINE vi low(int m, int v) const { return of[2][m][v] + (vi)((vu)of[1][m][v] << 8); }
+    HFQ_INLINE void end(const Span &span, const Columns &to) const {
+        HFQ_UNROLL
+        for (int m = 0; m < ROWS; m++) {
+            const vf unit = all(span.units[m * span.units_apart]);
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) {
+                float *y = to.y + m * to.wide + v * W;
+                store(y, fma(load<vf>(to.scales + v * W), of_digits(of[0][m][v], low(m, v)) * unit, load<vf>(y)));
+            }
+        }
+    }
+};
+
+// A chunk of codes, straight from their words.
+template <int BITS, int ROWS, int COUNT>
+static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
+    const int VECTORS = vectors<BITS>();
+    vb codes[VECTORS];
+    if constexpr (BITS == 3) {
+        vb all_codes[VECTORS][8];
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) unpack<3>(words + 4 * W * v, pitch, all_codes[v]);
+        HFQ_UNROLL
+        for (int i = 0; i < 8; i++) {
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
+            sums.template add<COUNT>(codes, digits + 4 * i, apart);
+        }
+    } else {
+        const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
+        HFQ_UNROLL
+        for (int r = 0; r < BITS; r++) {
+            vu word[VECTORS];
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) { word[v] = load<vu>(words + r * pitch + 4 * W * v); keep_here(word[v]); }
+            HFQ_UNROLL
+            for (int part = 0; part < 8 / BITS; part++) {
+                HFQ_UNROLL
+                for (int v = 0; v < VECTORS; v++) codes[v] = BITS == 8 ? (vb)word[v] : (vb)(word[v] >> BITS * part & mask);
+                sums.template add<COUNT>(codes, digits + 4 * (r * (8 / BITS) + part), apart);
+            }
+        }
+    }
+}
+
+// Four channels of 8 * W columns of AWQ: in the order of unpack<0>, but gathered before a byte's two columns are parted.
+template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t pitch, const char *digits, Sums<1, 8> &sums) {
+    vb row[4];
+    HFQ_UNROLL
+    for (int k = 0; k < 4; k++) row[k] = load<vb>(words + k * pitch);
+    const vb a = low_bytes(row[0], row[1]), b = low_bytes(row[2], row[3]), c = high_bytes(row[0], row[1]), d = high_bytes(row[2], row[3]);
+    const vu pairs[4] = {(vu)low_pairs(a, b), (vu)high_pairs(a, b), (vu)low_pairs(c, d), (vu)high_pairs(c, d)};
+    HFQ_UNROLL
+    for (int v = 0; v < 8; v++) {
+        const vb codes = (vb)(pairs[v % 4] >> 4 * (v / 4) & 0x0F0F0F0Fu);
+        HFQ_UNROLL
+        for (int i = 0; i < COUNT; i++) sums.of[i][0][v] = dot_four(sums.of[i][0][v], codes, spread(digits + i * CHUNK));
+    }
+}
+
+// The words of some chunks of a part's columns, in bytes.
+struct Block {
+    const char *at;
+    int64_t pitch, rows, width;
+};
+
+// Lines in the order that they lie in.
+struct Lines {
+    Block of;
+    int64_t place;
+    HFQ_INLINE void ask_for_next() {
+        ask_for(of.at + place), place += 64;
+        if (place >= of.width) place = 0, of.at += of.pitch;
+    }
+};
+
+// A span of some columns, or a part of one, times ROWS activation rows.
+// Of AWQ, whose columns' words are a line wide, those that are read after them are asked for along the rows, a row of theirs for a row.
+template <int BITS, int ROWS> static void multiply(const Span &span, const char *words, int64_t pitch, Lines *later, const Columns &to) {
+    Sums<ROWS, vectors<BITS>()> sums;
+    if (BITS != 8 || to.begins) sums.begin(span, to.zeros);
+    else sums.go_on(to);
+    const char *digits = span.digits;
+    for (int64_t c = 0; c < span.chunks; c++, digits += DIGITS * CHUNK) {
+        if constexpr (BITS == 0) {
+            for (int64_t k = 0; k < CHUNK; k += 4, words += 4 * pitch) {
+                HFQ_UNROLL
+                for (int i = 0; i < 4 && later; i++) later->ask_for_next();
+                if (load32(digits + (DIGITS - 1) * CHUNK + k)) add_four<DIGITS>(words, pitch, digits + k, sums);
+                else add_four<DIGITS - 1>(words, pitch, digits + k, sums);
+            }
+        } else {
+            if (span.lowest >> c & 1) add_chunk<BITS, ROWS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
+            else add_chunk<BITS, ROWS, DIGITS - 1>(words, pitch, digits, span.digits_apart, sums);
+            words += BITS * pitch;
+        }
+    }
+    if (BITS != 8 || to.ends) sums.end(span, to);
+    else sums.leave(to);
+}
+
+template <int BITS> static HFQ_INLINE void multiply_rows(const Span &span, int64_t rows, const char *words, int64_t pitch, Lines *later, const Columns &to) {
+    for (int64_t m = 0, taken; m < rows; m += taken) {
+        taken = BITS == 0 ? 1 : at_once(rows - m);
+        if constexpr (BITS != 0) {
+            if (taken == 4) multiply<BITS, 4>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
+            if (taken == 2) multiply<BITS, 2>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
+        }
+        if (taken == 1) multiply<BITS, 1>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
+    }
+}
+
+// 8 * W floats in the order of AWQ's codes.
+static HFQ_INLINE void put_in_order(const float *from, float *to) {
+#if defined(HFQ_VNNI)
+    HFQ_UNROLL
+    for (int v = 0; v < 4; v++) {
+        __m512 a = _mm512_castps128_ps512(_mm_loadu_ps(from + 8 * v)), b = _mm512_castps128_ps512(_mm_loadu_ps(from + 8 * v + 4));
+        a = _mm512_insertf32x4(a, _mm_loadu_ps(from + 8 * v + 32), 1), b = _mm512_insertf32x4(b, _mm_loadu_ps(from + 8 * v + 36), 1);
+        a = _mm512_insertf32x4(a, _mm_loadu_ps(from + 8 * v + 64), 2), b = _mm512_insertf32x4(b, _mm_loadu_ps(from + 8 * v + 68), 2);
+        a = _mm512_insertf32x4(a, _mm_loadu_ps(from + 8 * v + 96), 3), b = _mm512_insertf32x4(b, _mm_loadu_ps(from + 8 * v + 100), 3);
+        _mm512_storeu_ps(to + v * W, _mm512_unpacklo_ps(a, b)), _mm512_storeu_ps(to + (v + 4) * W, _mm512_unpackhi_ps(a, b));
+    }
+#else
+    for (int i = 0; i < 8 * W; i++) to[i] = from[awq_order.column[i]];
+#endif
+}
+
+// Those of the next group, of the columns of a strip.
+static HFQ_INLINE void ask_for_scales(const Layer &layer, int64_t group, int64_t n, int64_t count) {
+    const int64_t size = layer.scale_dtype == F32 ? 4 : 2;
+    for (int64_t i = 0; i < count * size; i += 64) ask_for(layer.scales + (((group + 1) * layer.out_features + n) * size + i));
+    for (int64_t i = 0; i < count * layer.bits / 8; i += 64) ask_for(layer.zeros + 4 * (group + 1) * layer.zero_words + n * layer.bits / 8 + i);
+}
+
+// Scales and zero points of up to STRIP columns of a group, in the order that sums come in.
+template <int BITS>
+static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales, int32_t *zeros) {
+    float loose[STRIP];
+    const int64_t wide = up(count, vectors<BITS>() * W);
+    ask_for_scales(layer, group, n, count);
+    if constexpr (BITS != 0) {
+        group_scales(layer, group, n, count, scales, wide);
+        integer_zeros(layer, group, n, count, zeros, wide, loose);
+    } else {
+        group_scales(layer, group, n, count, loose, wide);
+        for (int64_t i = 0; i < wide; i += 8 * W) put_in_order(loose + i, scales + i);
+        int64_t i = 0;
+        for (vb places; i + 8 * W <= count && layer.zero_reading == STORED; i += 8 * W) {
+            const vb words = load<vb>(layer.zeros + 4 * (group * layer.zero_words + (n + i) / 8));
+            HFQ_UNROLL
+            for (int v = 0; v < 8; v++) {
+                for (int j = 0; j < 4 * W; j++) places[j] = (uint8_t)(v % 4 * 4 + j / 4 % 4);
+                store(zeros + i + v * W, (vu)pick_bytes(words, places) >> v / 4 * 4 & 15u);
+            }
+        }
+        group_zeros(layer, group, n + i, count - i, loose, wide - i);
+        for (int64_t j = i; j < wide; j++) zeros[j] = (int32_t)loose[(j - i) / (8 * W) * 8 * W + awq_order.column[j % (8 * W)]];
+    }
+}
+
+// Some chunks of a span times all columns of a part.
+template <int BITS>
+static void multiply_part(const Layer &layer, const Span &span, int64_t rows, const Block &words, int64_t group, int64_t n, int64_t count, Columns to) {
+    const int64_t columns = vectors<BITS>() * W, width = BITS == 0 ? 4 * W : 4 * columns, blocks = up(count, columns) / columns;
+    const bool is_whole = words.rows == span.chunks * word_rows<BITS>();
+    alignas(64) float scales[STRIP];
+    alignas(64) int32_t zeros[STRIP];
+    char cut[SPAN * 4 * W];
+    Lines later = {words, 0};
+    later.of.at += words.rows * words.pitch;
+    static_assert(SPAN / CHUNK * 8 * 2 <= SPAN, "of AWQ it is that many rows of a vector, of eight bits so many of two");
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t i = block * columns, place = i % STRIP;
+        if (place == 0) find_scales<BITS>(layer, group, n + i, least(STRIP, count - i), scales, zeros);
+        to.scales = scales + place, to.zeros = zeros + place;
+        for (int64_t r = 0; BITS != 0 && r < words.rows; r++)
+            for (int64_t line = 0; line < width; line += 64) ask_for(words.at + (DEPTH + r) * words.pitch + block * width + line);
+        if (is_whole && i + columns <= count) {
+            multiply_rows<BITS>(span, rows, words.at + block * width, words.pitch, &later, to);
+        } else {
+            __builtin_memset(cut, 0, sizeof(cut));
+            for (int64_t r = 0; r < words.rows; r++)
+                __builtin_memcpy(cut + r * width, words.at + r * words.pitch + block * width, least(width, words.width - block * width));
+            multiply_rows<BITS>(span, rows, cut, width, &later, to);
+        }
+        to.y += columns, to.high += columns, to.low += columns;
+    }
+}
+
+// As integer_tile: span by span, and each of them along the columns.
+template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *call.layer;
+    const int64_t wide = up(count, vectors<BITS>() * W), pitch = BITS == 0 ? 4 * layer.zero_words : 4 * layer.out_features;
+    int32_t *high = (int32_t *)(scratch + rows * wide);
+    Columns to = {nullptr, nullptr, scratch, high, high + rows * wide, wide, true, true};
+    __builtin_memset(scratch, 0, 4 * rows * wide);
+    Span span = {call.digits + row * digits_nbytes(layer), call.totals + row * totals(layer), call.units + row * spans(layer),
+                 digits_nbytes(layer), totals(layer), spans(layer), 0, 0};
+    for (int64_t group = 0; group < layer.groups; group++)
+        for (int64_t chunk = 0; chunk < group_chunks(layer); chunk += span.chunks) {
+            const int64_t first = chunk % (SPAN / CHUNK), k = group * layer.block_in + chunk * CHUNK;
+            const int64_t left = least(group_chunks(layer) - chunk, SPAN / CHUNK - first);
+            span.chunks = least(left, most_chunks<BITS>()), span.lowest = find_lowest(span, rows);
+            const int64_t codes = least(span.chunks * CHUNK, least((group + 1) * layer.block_in, layer.in_features) - k);
+            to.begins = first == 0, to.ends = span.chunks == left;
+            const Block words = {layer.codes + (BITS == 0 ? k * pitch + n / 2 : k * BITS / 32 * pitch + 4 * n), pitch,
+                           BITS == 0 ? codes : codes * BITS / 32, BITS == 0 ? count / 2 : 4 * count};
+            multiply_part<BITS>(layer, span, rows, words, group, n, count, to);
+            span.digits += span.chunks * DIGITS * CHUNK;
+            if (to.ends) span.totals += 2, span.units++;
+        }
+    put_columns(call, row, rows, n, count, scratch, wide, BITS == 0);
+}
+
+static void columns_part(const void *context, int64_t part, float *scratch) {
+    const Call &call = *(const Call *)context;
+    if (!call.digits) return avx512::columns_part(context, part, scratch);
+    const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
+    const int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
+    for (int64_t row = 0; row < call.rows; row += PASS)
+        (bits == 0 ? tile<0> : bits == 2 ? tile<2> : bits == 3 ? tile<3> : bits == 4 ? tile<4> : tile<8>)(
+            call, row, least(PASS, call.rows - row), n, count, scratch);
+}
+
+// ---- Rows of codes -----------------------------------------------------------------------------------------------------------
+
+// 8 * W codes of each of OUT output rows, times ROWS activation rows.
+template <int ROWS, int OUT, bool TABLE, bool SHIFTS>
+static HFQ_INLINE void add_codes(const IntegerCodes &of, const IntegerRow *from, const char *const *at, int64_t group, const char *digits, int64_t each,
+                                 const int32_t *totals, int64_t totals_apart, const float *units, int64_t units_apart, vf (*total)[ROWS]) {
+    vb codes[OUT][2];
+    vf scale[OUT];
+    HFQ_UNROLL
+    for (int r = 0; r < OUT; r++) scale[r] = from[r].take<TABLE, SHIFTS>(of, at[r], group, codes[r][0], codes[r][1]);
+    HFQ_UNROLL
+    for (int m = 0; m < ROWS; m++) {
+        vi sum[OUT][DIGITS];
+        HFQ_UNROLL
+        for (int r = 0; r < OUT; r++)
+            sum[r][0] = load<vi>(totals + m * totals_apart), sum[r][1] = (vi){}, sum[r][2] = load<vi>(totals + m * totals_apart + W);
+        HFQ_UNROLL
+        for (int i = 0; i < 2; i++)
+            HFQ_UNROLL
+            for (int d = 0; d < DIGITS; d++) {
+                vsb x = load<vsb>(digits + m * each + 8 * W * d + 4 * W * i);
+                if (OUT > 1) keep_here(x);
+                HFQ_UNROLL
+                for (int r = 0; r < OUT; r++) sum[r][d] = dot_four(sum[r][d], codes[r][i], x);
+            }
+        const vf unit = all(units[m * units_apart]);
+        HFQ_UNROLL
+        for (int r = 0; r < OUT; r++)
+            total[r][m] = fma(of_digits(sum[r][0], sum[r][2] + (vi)((vu)sum[r][1] << 8)) * unit, scale[r], total[r][m]);
+    }
+}
+
+// The products of OUT output rows and ROWS activation rows: as dot_integers.
+template <int ROWS, int OUT, bool TABLE, bool SHIFTS>
+static void dot_rows(const Call &call, const IntegerCodes &of, const IntegerRow *from, int64_t row, int64_t n) {
+    const int64_t size = of.layer.in_features, each = digits_nbytes(of.layer), totals_apart = of.padded / 4, units_apart = of.padded / SPAN;
+    const char *digits = call.digits + row * each, *at[OUT];
+    const int32_t *totals = call.totals + row * totals_apart;
+    const float *units = call.units + row * units_apart;
+    vf total[OUT][ROWS];
+    for (int r = 0; r < OUT; r++) {
+        at[r] = from[r].codes;
+        for (int m = 0; m < ROWS; m++) total[r][m] = all(0.0f);
+    }
+    int64_t k = 0, group = 0;
+    for (; k + 8 * W <= size; group = next_group(of, group, k), k += 8 * W, digits += DIGITS * 8 * W, totals += 2 * W, units++) {
+        HFQ_UNROLL
+        for (int r = 0; r < OUT; r++) ask_for(at[r] + FAR);
+        add_codes<ROWS, OUT, TABLE, SHIFTS>(of, from, at, group, digits, each, totals, totals_apart, units, units_apart, total);
+        HFQ_UNROLL
+        for (int r = 0; r < OUT; r++) at[r] += 4 * W;
+    }
+    if (k < size) {
+        char rest[OUT][4 * W];
+        __builtin_memset(rest, 0, sizeof(rest));
+        for (int r = 0; r < OUT; r++) __builtin_memcpy(rest[r], at[r], (size - k + 1) / 2), at[r] = rest[r];
+        add_codes<ROWS, OUT, TABLE, SHIFTS>(of, from, at, group, digits, each, totals, totals_apart, units, units_apart, total);
+    }
+    for (int r = 0; r < OUT; r++)
+        for (int m = 0; m < ROWS; m++) put(call, row + m, n + r, sum_of(total[r][m]));
+}
+
+// Scales are made before the rows that precede theirs are multiplied: stores must have left the processor's queue, or loads wait for them.
+template <int OUT, bool TABLE, bool SHIFTS>
+static void rows_of(const Call &call, const IntegerCodes &of, int64_t n, int64_t stop, float *scratch) {
+    IntegerRow rows[2][OUT];
+    const auto open = [&](int64_t first) {
+        const int64_t turn = first / OUT % 2;
+        for (int r = 0; r < OUT; r++) rows[turn][r].open(of, first + r, scratch + (turn * OUT + r) * of.floats());
+    };
+    open(n);
+    for (; n < stop; n += OUT) {
+        const IntegerRow *from = rows[n / OUT % 2];
+        if (n + OUT < stop) open(n + OUT);
+        for (int64_t row = 0, taken; row < call.rows; row += taken) {
+            taken = at_once(call.rows - row);
+            (taken == 4 ? dot_rows<4, OUT, TABLE, SHIFTS> : taken == 2 ? dot_rows<2, OUT, TABLE, SHIFTS> : dot_rows<1, OUT, TABLE, SHIFTS>)(
+                call, of, from, row, n);
+        }
+    }
+}
+
+template <bool TABLE, bool SHIFTS> static void rows_of(const Call &call, const IntegerCodes &of, int64_t n, int64_t stop, float *scratch) {
+    const int64_t pairs = 2 * TOGETHER * of.floats() <= SCRATCH ? n + (stop - n) / TOGETHER * TOGETHER : n;
+    if (pairs > n) rows_of<TOGETHER, TABLE, SHIFTS>(call, of, n, pairs, scratch);
+    if (pairs < stop) rows_of<1, TABLE, SHIFTS>(call, of, pairs, stop, scratch);
+}
+
+static void rows_part(const void *context, int64_t part, float *scratch) {
+    const Call &call = *(const Call *)context;
+    if (!call.digits) return avx512::rows_part(context, part, scratch);
+    const IntegerCodes of(*call.layer);
+    if (2 * of.floats() > SCRATCH) return avx512::rows_part(context, part, scratch);
+    const int64_t n = part * call.width, stop = n + least(call.width, call.layer->out_features - n);
+    (of.has_table ? rows_of<true, false> : of.has_shifts ? rows_of<false, true> : rows_of<false, false>)(call, of, n, stop, scratch);
+}
+
+}  // namespace vnni
+}  // namespace
+
+#if defined(HFQ_VNNI)
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,82 @@
+"""Activations as integers times AVX-512's dot products of bytes: bit for bit what AVX-512 computes without them."""
+
+import pytest
+import torch
+from kernels.layers import CASES, Case, packed
+
+from hfq.formats.awq import Awq
+from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels import cpu
+from hfq.kernels.native import library
+from hfq.kernels.native.layers import DTYPES
+
+ROWS = (1, 2, 3, 8, 17)
+LARGER = {  # several spans to a group, parts of several strips, and columns and rows that end within what is taken together
+    **{
+        f"w{bits} g{size}, {out_features} outputs": Case(
+            Gptq(bits, size, False, "stored", g_idx_length=704), 704, out_features
+        )
+        for bits, size, out_features in (
+            (2, 64, 304),
+            (3, 352, 288),
+            (4, 176, 2600),
+            (4, -1, 328),
+            (8, 352, 300),
+            (8, 176, 36),
+        )
+    },
+    "awq g176, 2600 outputs": Case(Awq(group_size=176), 704, 2600),
+    "awq channel, 392 outputs": Case(Awq(group_size=-1), 1003, 392),
+    "mxfp4 of 1440 inputs": Case(Mxfp4(), 1440, 35),
+    "nvfp4 of 1296 inputs": Case(Nvfp4(), 1296, 35),
+    "pack-quantized g128 asym": packed(1408, 35, 11, is_symmetric=False),
+    "pack-quantized g384": packed(1152, 35, 3),
+    "pack-quantized channel, 1157 inputs": packed(1157, 35, 1),
+}
+
+
+def random(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def compare(loaded, case: Case) -> None:
+    weight_format, tensors = case.make()
+    for rows in ROWS:
+        for dtype in DTYPES:
+            activations = random(rows, case.in_features, dtype)
+            activations[:, 64:128] = activations[:, :1]  # of one size: they have no lowest digits
+            loaded.hfq_use_vnni(0)
+            expected = cpu.linear(activations, tensors, weight_format)
+            loaded.hfq_use_vnni(-1)
+            assert torch.equal(cpu.linear(activations, tensors, weight_format), expected), (rows, dtype)
+
+
+@pytest.mark.parametrize("name", [*CASES, *LARGER])
+def test_no_bit_depends_on_how_bytes_are_multiplied(native, name):
+    if not native.hfq_use_vnni(-1):
+        pytest.skip("this processor has no dot products of bytes")
+    native.hfq_use_short(0)  # bfloat16 as integers, too
+    compare(native, CASES.get(name) or LARGER[name])
+
+
+def test_it_is_used_where_the_processor_has_it(native):
+    assert native.hfq_use_vnni(0) == 0
+    found = native.hfq_use_vnni(-1)
+    native.hfq_use(1)
+    assert native.hfq_use_vnni(-1) == 0
+    native.hfq_use(-1)
+    assert native.hfq_use_vnni(-1) == found
+
+
+@pytest.mark.slow
+def test_the_form_for_other_processors_computes_the_same(emulated, monkeypatch):
+    monkeypatch.setattr(library, "_once", emulated)
+    emulated.library.hfq_use_short(0)
+    assert emulated.library.hfq_use_vnni(-1) == 1
+    try:
+        for case in [*CASES.values(), *LARGER.values()]:
+            compare(emulated.library, case)
+    finally:
+        emulated.library.hfq_use_vnni(-1), emulated.library.hfq_use_short(-1)
