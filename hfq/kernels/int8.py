@@ -24,7 +24,7 @@ from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
 from hfq.kernels.held import HeldTensors
-from hfq.kernels.native.int8 import Engine, RoundedWeight, best_engine, integer_product, is_built, rounded_linear
+from hfq.kernels.native.int8 import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
 from hfq.kernels.native.structure import DTYPES
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
@@ -118,7 +118,7 @@ def _is_for_fused(rows: torch.Tensor) -> bool:
     count = rows.shape[0]
     if not count or rows.dtype not in _FUSED_DTYPES or not rows.data_ptr():
         return False
-    return is_built() and (best_engine() >= Engine.DOTS or count <= _FUSED_ROWS)
+    return is_built() and (count <= _FUSED_ROWS or takes_any_rows())
 
 
 def _fused_weight(
@@ -147,13 +147,13 @@ def _fused(
     """As `linear` by torch's operations, bit for bit."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = activations.new_empty(*activations.shape[:-1], weight.out_features)  # no view, as in the reference
-    packed = -(-weight.in_features // 64) * 64 + 8
-    kept = packed if best_engine() >= Engine.DOTS else 4 * (weight.out_features + weight.in_features + 1)
-    batches = math.ceil(rows.shape[0] / max(BATCH_NBYTES // kept, 1))
-    if batches == 1:
+    count, in_features = rows.shape
+    kept = (in_features + 63) // 64 * 64 + 8 if takes_any_rows() else 4 * (weight.out_features + in_features + 1)
+    if count * kept <= BATCH_NBYTES:
         rounded_linear(rows, weight, result)
     else:
-        for part, target in zip(rows.chunk(batches), result.view(rows.shape[0], -1).chunk(batches), strict=True):
+        batches = math.ceil(count / max(BATCH_NBYTES // kept, 1))
+        for part, target in zip(rows.chunk(batches), result.view(count, -1).chunk(batches), strict=True):
             rounded_linear(part, weight, target)
     bias = tensors.get("bias")
     if bias is not None:

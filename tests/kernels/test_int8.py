@@ -263,7 +263,7 @@ def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(inte
     )
     emulated = compiled_int8._declared(ctypes.CDLL(str(made)))
     monkeypatch.setattr(compiled_int8, "_library", lambda: emulated)
-    monkeypatch.setattr(int8, "best_engine", lambda: engine)
+    monkeypatch.setattr(int8, "takes_any_rows", lambda: True)
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     assert emulated.hfq_int8_engine() == Engine.TILES
     for rows in (1, 2, 15, 16, 17, 33, 64, 128, 600):
@@ -293,14 +293,15 @@ def test_torchs_threads_and_its_own_give_the_same_bits(integers, rows, monkeypat
     assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_stays_so_in_one_call(integers, value, engine, monkeypatch):
+def test_what_is_not_finite_stays_so_in_one_call(integers, value, engine, dtype, monkeypatch):
     skip_without(engine)
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
-    weight_format, tensors = layer(37, 96)
-    for place in (0, 40, 95):
-        activations = random_rows(3, 96)
+    weight_format, tensors = layer(37, 99)
+    for place in (0, 40, 98):
+        activations = random_rows(3, 99, dtype=dtype)
         activations[1, place] = value
         found = int8.linear(activations, tensors, weight_format, TOKEN)
         assert not found[1].isfinite().any()

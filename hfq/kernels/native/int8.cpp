@@ -350,12 +350,24 @@ AVX512 float amplitude_avx512(const float *values, int64_t count, float amax) {
     return amplitude_plainly(values + k, count - k, size > amax ? size : amax);
 }
 
+// Of bfloat16: two in each word.
+AVX512 float amplitude_of_bfloats(const uint16_t *values, int64_t count) {
+    const __m512i unsign = _mm512_set1_epi16(0x7fff);
+    __m512i most = _mm512_setzero_si512();
+    int64_t k = 0;
+    for (; k + 32 <= count; k += 32) most = _mm512_max_epi16(most, _mm512_and_si512(unsign, _mm512_loadu_si512(values + k)));
+    const __m512i last = _mm512_maskz_loadu_epi16((__mmask32)((1ull << (count - k)) - 1), values + k);
+    most = _mm512_max_epi16(most, _mm512_and_si512(unsign, last));
+    most = _mm512_max_epi32(_mm512_srli_epi32(most, 16), _mm512_and_si512(most, _mm512_set1_epi32(0xffff)));
+    return widened((uint16_t)_mm512_reduce_max_epi32(most));
+}
+
 // By the scale's reciprocal, which takes a fraction of the time: within 128 that is less than 2e-5 off. What comes near a half is divided,
-// and so is everything where the reciprocal might lose digits, and what no integer holds.
+// and so is everything where the reciprocal might lose digits, and what no integer holds. Codes beyond int8's range become its ends when they are
+// packed.
 AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_t *codes) {
     const __m512 by = _mm512_set1_ps(scale), low = _mm512_set1_ps(-128), high = _mm512_set1_ps(127), sure = _mm512_set1_ps(0.4999f);
     const __m512 inverse = _mm512_set1_ps(scale > 0x1p-100f && scale < 0x1p100f ? 1 / scale : NAN);
-    const __m512i lowest = _mm512_set1_epi32(-128), highest = _mm512_set1_epi32(127);
     int64_t k = 0;
     for (; k + 16 <= count; k += 16) {
         const __m512 given = _mm512_loadu_ps(values + k);
@@ -366,8 +378,7 @@ AVX512 void round_avx512(const float *values, int64_t count, float scale, int16_
             code = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(code, code, _CMP_ORD_Q), code);
             whole = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(code, low), high));
         }
-        whole = _mm512_min_epi32(_mm512_max_epi32(whole, lowest), highest);
-        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtepi32_epi16(whole));
+        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtsepi32_epi16(whole));
     }
     round_plainly(values + k, count - k, scale, codes + k);
 }
@@ -376,8 +387,10 @@ AVX512 inline uint64_t bytes_of(int64_t channels) { return channels < STEP ? (1u
 
 // One step of a row as bytes; zeros where `here` has none.
 AVX512 inline __m512i step_of(const int16_t *codes, uint64_t here) {
-    const __m256i first = _mm512_cvtepi16_epi8(_mm512_maskz_loadu_epi16((__mmask32)here, codes));
-    const __m256i second = _mm512_cvtepi16_epi8(_mm512_maskz_loadu_epi16((__mmask32)(here >> 32), codes + 32));
+    const bool is_whole = here == ~0ull;
+    const __m512i low = is_whole ? _mm512_loadu_si512(codes) : _mm512_maskz_loadu_epi16((__mmask32)here, codes);
+    const __m512i high = is_whole ? _mm512_loadu_si512(codes + 32) : _mm512_maskz_loadu_epi16((__mmask32)(here >> 32), codes + 32);
+    const __m256i first = _mm512_cvtsepi16_epi8(low), second = _mm512_cvtsepi16_epi8(high);
     return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }
 
@@ -501,6 +514,13 @@ AVX512 void finish_dots(
 inline void fetch(const int8_t *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 #else
 #define AVX512
+
+float amplitude_of_bfloats(const uint16_t *values, int64_t count) {
+    float amax = 0, value;
+    for (int64_t k = 0; k < count && amax == amax; k++) widen_plainly(values + k, 1, &value), amax = amplitude_plainly(&value, 1, amax);
+    return amax;
+}
+
 inline bool has_dots() { return amx::detect(); }  // where they are emulated
 inline bool has_tiles() { return amx::detect(); }
 
@@ -779,13 +799,11 @@ struct Packing {
     float *scales;
     int64_t count, next;
 
-    void scale(int64_t m, float *wide) const {
-        float amax = 0;
-        for (int64_t k = 0; k < call.in_features && amax == amax; k += CHUNK) {
-            const int64_t width = std::min(call.in_features - k, CHUNK);
-            amax = level.amplitude(rows->values(level, m, k, width, wide), width, amax);
-        }
-        scales[m] = rows->scale(amax);
+    void scale(int64_t m) const {
+        const int64_t in = call.in_features, start = m * rows->stride;
+        const bool is_narrow = rows->is_bfloat16;
+        scales[m] = rows->scale(
+            is_narrow ? amplitude_of_bfloats((const uint16_t *)rows->x + start, in) : level.amplitude((const float *)rows->x + start, in, 0));
     }
 
     // At most CHUNK channels of a row as codes, in `codes` where they have to be rounded.
@@ -802,7 +820,7 @@ void pack_block(const Packing &packing, int64_t first) {
     int8_t *tile = call.packed + first / SIDE * steps_of(in) * amx::TILE;
     float wide[CHUNK];
     int16_t room[SIDE][CHUNK];
-    for (int64_t m = first; packing.rows && m < first + count; m++) packing.scale(m, wide);
+    for (int64_t m = first; packing.rows && m < first + count; m++) packing.scale(m);
     for (int64_t k = 0; k < in; k += CHUNK) {
         const int64_t width = std::min(in - k, CHUNK);
         const int16_t *codes = packing.codes(first, k, width, wide, room[0]);
@@ -819,7 +837,7 @@ void pack_group(const Packing &packing, int64_t group) {
     uint32_t sums[GROUP] = {};
     float wide[CHUNK];
     int16_t room[CHUNK];
-    for (int64_t m = 0; packing.rows && m < rows; m++) packing.scale(first + m, wide);
+    for (int64_t m = 0; packing.rows && m < rows; m++) packing.scale(first + m);
     for (int64_t k = 0; k < in; k += CHUNK, to += rows * CHUNK) {
         const int64_t width = std::min(in - k, CHUNK);
         for (int64_t m = 0; m < rows; m++)

@@ -15,7 +15,16 @@ from hfq.kernels.native.library import is_wanted
 from hfq.kernels.native.structure import DTYPES
 from hfq.kernels.native.team import team
 
-__all__ = ["SOURCE", "Engine", "RoundedWeight", "best_engine", "integer_product", "is_built", "rounded_linear"]
+__all__ = [
+    "SOURCE",
+    "Engine",
+    "RoundedWeight",
+    "best_engine",
+    "integer_product",
+    "is_built",
+    "rounded_linear",
+    "takes_any_rows",
+]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
 
@@ -28,7 +37,7 @@ class Engine(enum.IntEnum):
     PLAIN = 0
     AVX2 = 1
     DOTS = 2
-    """Dot products of bytes (AVX-512 VNNI); from here on any number of rows is rounded, multiplied and scaled at once."""
+    """Dot products of bytes (AVX-512 VNNI)."""
     TILES = 3
     """Intel's AMX."""
 
@@ -43,6 +52,12 @@ def is_built() -> bool:
 def best_engine() -> Engine:
     """The best that the processor has; `is_built` must hold."""
     return Engine(_library().hfq_int8_engine())  # type: ignore[union-attr]
+
+
+@functools.cache
+def takes_any_rows() -> bool:
+    """Whether any number of rows is rounded, multiplied and scaled at once; `is_built` must hold."""
+    return best_engine() >= Engine.DOTS
 
 
 def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = Engine.TILES) -> torch.Tensor:
