@@ -872,7 +872,8 @@ void spread(void (*work)(void *), void *data, int64_t worth, int threads, Team t
 void run(const Call &call, const Level &level, const Scaling &scaling, int threads, Team team) {
     int64_t worth = 1 + (call.rows * call.in_features * call.out_features >> (team ? 19 : 21));  // products that pay for a thread
     if (worth > threads) worth = threads;
-    Parts parts = {call, level, scaling, worth > 1 ? 2 * worth : 1, 0, 0};
+    const int64_t shares = level.engine == Engine::dots ? 8 : 2;  // parts for each thread: those that others disturb take fewer
+    Parts parts = {call, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
     spread(take_parts, &parts, worth, threads, team);
 }
 
