@@ -2,11 +2,11 @@
 
     y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
 
-The compiled part (native/int8.cpp) sums in integers, exactly; where it has tiles (AMX), it takes any number of rows. With int8 dot
-products (VNNI), and no tiles or no compiler, torch's `_int_mm` does so for many rows. Without a compiler torch's `_weight_int8pack_mm`
-multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which holds every one of them, sums in float32 and
-rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of oneDNN is not used: its 16-bit sums
-saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
+The compiled part (native/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512 VNNI) or tiles (AMX), it
+rounds, multiplies and scales any number of rows in one call. Without a compiler torch's `_int_mm` does so for many rows, where there
+are dot products, and `_weight_int8pack_mm` multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which holds
+every one of them, sums in float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of
+oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
 from hfq.kernels.held import HeldTensors
-from hfq.kernels.native.int8 import RoundedWeight, has_tiles, integer_product, is_built, rounded_linear
+from hfq.kernels.native.int8 import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
 from hfq.kernels.native.structure import DTYPES
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
@@ -42,11 +42,12 @@ _OUTLIER_ROWS = 16
 """So many rows at once, filled up with zeros, are multiplied by outlier channels: torch's order of sums depends on their number."""
 
 _VNNI_ROWS = 32
-"""With VNNI and no tiles, `_int_mm` multiplies so many rows and more; below, it was measured at half of bfloat16's speed (8 rows,
-Zen 4). The number between is unmeasured."""
+"""Without a compiler, `_int_mm` multiplies so many rows and more where there is VNNI; below, it was measured at half of bfloat16's
+speed (8 rows, Zen 4). The number between is unmeasured."""
 
 _FUSED_ROWS, _FUSED_DTYPES = 64, (torch.float32, torch.bfloat16)
-"""The most rows that are rounded, multiplied and scaled in one call where there are no tiles, and of which dtypes."""
+"""The most rows that are rounded, multiplied and scaled in one call where there are neither dot products nor tiles, and of which
+dtypes."""
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
 """`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
@@ -117,7 +118,7 @@ def _is_for_fused(rows: torch.Tensor) -> bool:
     count = rows.shape[0]
     if not count or rows.dtype not in _FUSED_DTYPES or not rows.data_ptr():
         return False
-    return _has_tiles() or (count <= _FUSED_ROWS and not (count >= _VNNI_ROWS and _has_exact_dots()))
+    return is_built() and (count <= _FUSED_ROWS or takes_any_rows())
 
 
 def _fused_weight(
@@ -146,12 +147,13 @@ def _fused(
     """As `linear` by torch's operations, bit for bit."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = activations.new_empty(*activations.shape[:-1], weight.out_features)  # no view, as in the reference
-    kept = weight.in_features + 4 if _has_tiles() else 4 * (weight.out_features + weight.in_features + 1)
-    batches = math.ceil(rows.shape[0] / max(BATCH_NBYTES // kept, 1))
-    if batches == 1:
+    count, in_features = rows.shape
+    kept = (in_features + 63) // 64 * 64 + 8 if takes_any_rows() else 4 * (weight.out_features + in_features + 1)
+    if count * kept <= BATCH_NBYTES:
         rounded_linear(rows, weight, result)
     else:
-        for part, target in zip(rows.chunk(batches), result.view(rows.shape[0], -1).chunk(batches), strict=True):
+        batches = math.ceil(count / max(BATCH_NBYTES // kept, 1))
+        for part, target in zip(rows.chunk(batches), result.view(count, -1).chunk(batches), strict=True):
             rounded_linear(part, weight, target)
     bias = tensors.get("bias")
     if bias is not None:
@@ -169,18 +171,14 @@ def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
     count, in_features = rows.shape
     if not count or not _has_rows(weight) or not rows.data_ptr():
         return None
-    if count >= _VNNI_ROWS and not _has_tiles() and _has_exact_dots():
-        return lambda codes, weight: torch._int_mm(codes, weight.t())
     if is_built():
         return lambda codes, weight: integer_product(codes.to(torch.int16).contiguous(), weight)
+    if count >= _VNNI_ROWS and _has_exact_dots():
+        return lambda codes, weight: torch._int_mm(codes, weight.t())
     if count <= _PACK_ROWS and rows.dtype == torch.bfloat16 and in_features % _PACK_MULTIPLE == 0:
         ones = _ones(weight.shape[0])
         return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16).contiguous(), weight, ones)
     return None
-
-
-def _has_tiles() -> bool:
-    return is_built() and has_tiles()
 
 
 def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Tensor) -> None:

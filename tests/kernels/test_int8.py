@@ -3,6 +3,8 @@
 import ctypes
 import dataclasses
 import functools
+import math
+import mmap
 import subprocess
 
 import pytest
@@ -20,7 +22,7 @@ from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_act
 from hfq.kernels.held import HeldTensors
 from hfq.kernels.native import build as building
 from hfq.kernels.native import int8 as compiled_int8
-from hfq.kernels.native.int8 import integer_product, rounded_linear
+from hfq.kernels.native.int8 import Engine, RoundedWeight, best_engine, integer_product, rounded_linear
 from hfq.kernels.table import choose_kernel, explain_kernels
 
 TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
@@ -35,6 +37,11 @@ def integers(compiled, monkeypatch):
     monkeypatch.setattr(int8, "is_built", lambda: True)
     if compiled_int8._library() is None:
         pytest.skip("int8.cpp is not built")
+
+
+def skip_without(engine: Engine) -> None:
+    if best_engine() < engine:
+        pytest.skip(f"the best of this processor is {best_engine().name}")
 
 
 def layer(out_features: int, in_features: int, weight_format=None):
@@ -60,19 +67,22 @@ def by_torchs_operations(activations, tensors, weight_format, scheme):
         return int8.linear(activations, tensors, weight_format, scheme)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 15, 16, 17, 33, 64, 70, 128])
-def test_integers_are_summed_exactly_from_any_address(integers, rows, is_plain):
+def test_integers_are_summed_exactly_from_any_address(integers, rows, engine):
+    skip_without(engine)
     generator = torch.Generator().manual_seed(rows)
     for out_features, in_features in ((1, 1), (5, 37), (8, 64), (33, 352), (16, 63), (47, 65), (65, 1100)):
         memory = torch.randint(0, 256, (out_features * in_features + 3,), dtype=torch.uint8, generator=generator)
         weight = memory[3:].view(torch.int8).view(out_features, in_features)
         codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16, generator=generator)
         expected = codes.to(torch.int64) @ weight.to(torch.int64).t()
-        assert torch.equal(integer_product(codes, weight, is_plain), expected)
+        assert torch.equal(integer_product(codes, weight, engine), expected)
 
 
-def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(integers, monkeypatch):
+@pytest.mark.parametrize("engine", Engine)
+def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(integers, engine, monkeypatch):
+    skip_without(engine)
     in_features = (1 << 17) - 1
     weight = torch.full((18, in_features), -128, dtype=torch.int8)
     weight[1::2] = 127
@@ -81,7 +91,48 @@ def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(
         expected = torch.tensor([[code * -128 * in_features, code * 127 * in_features] * 9] * rows)
         for threads in (1, 4):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-            assert torch.equal(integer_product(codes, weight), expected)
+            assert torch.equal(integer_product(codes, weight, engine), expected)
+
+
+@pytest.mark.parametrize("engine", [Engine.DOTS, Engine.TILES])
+@pytest.mark.parametrize("in_features", [1, 63, 64, 65, 4099, 12345])
+def test_every_number_of_rows_has_the_plain_sums(integers, in_features, engine):
+    skip_without(engine)
+    generator = torch.Generator().manual_seed(in_features)
+    weight = torch.randint(-128, 128, (131, in_features), dtype=torch.int8, generator=generator)
+    codes = torch.randint(-128, 128, (200, in_features), dtype=torch.int16, generator=generator)
+    expected = integer_product(codes, weight, Engine.PLAIN)
+    for rows in (*range(1, 41), 127, 200):
+        for out_features in (1, 3, 18, 131):
+            found = integer_product(codes[:rows], weight[:out_features], engine)
+            assert torch.equal(found, expected[:rows, :out_features])
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_nothing_is_read_beyond_the_weight_or_written_beyond_the_result(integers, engine):
+    """The weight ends where the memory ends that may be read."""
+    skip_without(engine)
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    memory = mmap.mmap(-1, 9 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(start + 8 * page, page, 0) == 0
+    readable = torch.frombuffer(memory, dtype=torch.int8, count=8 * page)
+    try:
+        for rows, out_features, in_features in ((1, 5, 37), (3, 1, 1), (7, 18, 129), (17, 33, 700), (40, 3, 6001)):
+            weight = readable[8 * page - out_features * in_features :].view(out_features, in_features)
+            weight.random_(-128, 128)
+            codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16)
+            assert torch.equal(integer_product(codes, weight, engine), codes.to(torch.int32) @ weight.to(torch.int32).t())
+            size, activations = rows * out_features, random_rows(rows, in_features)
+            guarded = torch.full((size + 64,), 7.0)
+            rounded = RoundedWeight(weight, torch.ones(1), 1.0, 127.5, math.inf)
+            rounded_linear(activations, rounded, guarded[:size].view(rows, out_features), engine)
+            expected = torch.empty(rows, out_features)
+            rounded_linear(activations, rounded, expected, Engine.PLAIN)
+            assert torch.equal(guarded, torch.cat([expected.flatten(), torch.full((64,), 7.0)]))
+    finally:
+        libc.mprotect(start + 8 * page, page, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])
@@ -118,13 +169,13 @@ def test_strided_rows_are_read_as_they_are(integers):
         assert torch.equal(found, int8.linear(activations.contiguous(), tensors, weight_format, TOKEN))
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("scale_shape", [(37, 1), (1,)])
 @pytest.mark.parametrize("bound", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, scale_shape, is_plain, monkeypatch):
-    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
-    monkeypatch.setattr(int8, "_has_exact_dots", lambda: False)  # or more rows would go to torch's `_int_mm`
+def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, scale_shape, engine, monkeypatch):
+    skip_without(engine)
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     scheme = dataclasses.replace(TOKEN, upper_bound=bound)
     for in_features, count in ((1, 1), (7, 2), (99, 5), (63, 15), (65, 17), (1100, 33), (352, 64)):
         weight_format, tensors = layer(37, in_features, IntQuantized(scale_shape=scale_shape))
@@ -154,10 +205,11 @@ def test_codes_beside_a_half_are_those_of_a_division(integers, power, dtype):
         assert torch.equal(int8.linear(activations, tensors, weight_format, scheme), expected)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_the_smallest_floats_count_whichever_thread_multiplies(integers, is_plain, monkeypatch):
+@pytest.mark.parametrize("engine", Engine)
+def test_the_smallest_floats_count_whichever_thread_multiplies(integers, engine, monkeypatch):
     """A caller may have them taken for zeros (torch.set_flush_denormal), but on its own thread alone."""
-    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
+    skip_without(engine)
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     weight_format, tensors = layer(2048, 1024)
     rows = random_rows(3, 1024) * torch.tensor([[2.0**-128], [2.0**-126], [2.0**-120]])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -193,18 +245,17 @@ def test_many_rows_have_the_bits_of_torchs_operations(integers, rows, out_featur
         assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
 
 
-def test_tiles_take_any_number_of_rows(integers, monkeypatch):
-    if not compiled_int8.has_tiles():
-        pytest.skip("no AMX")
-    monkeypatch.setattr(torch, "_int_mm", None)
+def test_dot_products_and_tiles_round_any_number_of_rows(integers, monkeypatch):
+    skip_without(Engine.DOTS)
+    monkeypatch.setattr(int8, "activation_codes", None)
     weight_format, tensors = layer(37, 99)
-    for scheme in (TOKEN, TENSOR, LLM):
-        assert int8.linear(random_rows(200, 99), tensors, weight_format, scheme).shape == (200, 37)
+    assert int8.linear(random_rows(200, 99), tensors, weight_format, TOKEN).shape == (200, 37)
 
 
 @pytest.mark.slow
-def test_tiles_on_processors_without_them_compute_the_same(integers, tmp_path, monkeypatch):
-    """Plain arrays stand in for AMX; what is expected is computed without tiles."""
+@pytest.mark.parametrize("engine", [Engine.DOTS, Engine.TILES])
+def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(integers, engine, tmp_path, monkeypatch):
+    """Plain arrays stand in for AVX-512 and AMX; what is expected is computed without."""
     made = tmp_path / "emulated.so"
     flags = [flag for flag in building.FLAGS if flag != "-O2"]
     subprocess.run(
@@ -212,18 +263,19 @@ def test_tiles_on_processors_without_them_compute_the_same(integers, tmp_path, m
     )
     emulated = compiled_int8._declared(ctypes.CDLL(str(made)))
     monkeypatch.setattr(compiled_int8, "_library", lambda: emulated)
-    monkeypatch.setattr(int8, "has_tiles", lambda: True)
-    assert emulated.hfq_int8_tiles()
+    monkeypatch.setattr(int8, "takes_any_rows", lambda: True)
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
+    assert emulated.hfq_int8_engine() == Engine.TILES
     for rows in (1, 2, 15, 16, 17, 33, 64, 128, 600):
-        for out_features, in_features in ((37, 1), (5, 63), (16, 64), (33, 65), (65, 352), (32, 1100)):
+        for out_features, in_features in ((37, 1), (5, 63), (16, 64), (33, 65), (65, 352), (32, 1100), (19, 6200)):
             weight_format, tensors = layer(out_features, in_features)
             elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(out_features, in_features)
             tensors["weight"] = elsewhere.copy_(tensors["weight"])
             codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16)
-            expected = integer_product(codes, elsewhere, is_plain=True)
+            expected = integer_product(codes, elsewhere, Engine.PLAIN)
             for threads in (1, 3):
                 monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-                assert torch.equal(integer_product(codes, elsewhere), expected)
+                assert torch.equal(integer_product(codes, elsewhere, engine), expected)
             for dtype in (torch.float32, torch.bfloat16):
                 activations = random_rows(rows, in_features, dtype=dtype)
                 expected = by_torchs_operations(activations, tensors, weight_format, TOKEN)
@@ -241,13 +293,15 @@ def test_torchs_threads_and_its_own_give_the_same_bits(integers, rows, monkeypat
     assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", Engine)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_stays_so_in_one_call(integers, value, is_plain, monkeypatch):
-    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, is_plain=is_plain))
-    weight_format, tensors = layer(37, 96)
-    for place in (0, 40, 95):
-        activations = random_rows(3, 96)
+def test_what_is_not_finite_stays_so_in_one_call(integers, value, engine, dtype, monkeypatch):
+    skip_without(engine)
+    monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
+    weight_format, tensors = layer(37, 99)
+    for place in (0, 40, 98):
+        activations = random_rows(3, 99, dtype=dtype)
         activations[1, place] = value
         found = int8.linear(activations, tensors, weight_format, TOKEN)
         assert not found[1].isfinite().any()
@@ -273,23 +327,26 @@ def test_without_a_compiler_everything_else_goes_through_panels(monkeypatch):
         assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
 
 
-def test_with_dot_products_torch_sums_many_rows(integers, monkeypatch):
+def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monkeypatch):
     weight_format, tensors = layer(37, 96)
     activations = random_rows(40, 96)
     expected = int8.linear(activations, tensors, weight_format, TOKEN)
-    monkeypatch.setattr(int8, "has_tiles", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    int8._has_exact_dots.cache_clear()
     calls = []
     multiply = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda *arguments: calls.append(1) or multiply(*arguments))
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    int8._has_exact_dots.cache_clear()
+    int8.linear(activations, tensors, weight_format, TOKEN)
+    assert len(calls) == 0
+    monkeypatch.setattr(int8, "is_built", lambda: False)
     assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)
     assert len(calls) == 2  # the probe, and the layer
     int8.linear(activations[:31], tensors, weight_format, TOKEN)
     assert len(calls) == 2
     int8._has_exact_dots.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: multiply(one, other) + 1)
-    assert torch.equal(int8.linear(activations, tensors, weight_format, TOKEN), expected)  # wrong sums are not used
+    found = int8.linear(activations, tensors, weight_format, TOKEN)  # wrong sums are not used
+    assert torch.equal(found, panels.linear(quantize_activations(activations, TOKEN, tensors), tensors, weight_format))
     int8._has_exact_dots.cache_clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import logging
 from pathlib import Path
@@ -14,11 +15,31 @@ from hfq.kernels.native.library import is_wanted
 from hfq.kernels.native.structure import DTYPES
 from hfq.kernels.native.team import team
 
-__all__ = ["SOURCE", "RoundedWeight", "has_tiles", "integer_product", "is_built", "rounded_linear"]
+__all__ = [
+    "SOURCE",
+    "Engine",
+    "RoundedWeight",
+    "best_engine",
+    "integer_product",
+    "is_built",
+    "rounded_linear",
+    "takes_any_rows",
+]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
 
 logger = logging.getLogger(__name__)
+
+
+class Engine(enum.IntEnum):
+    """What the compiled part multiplies with."""
+
+    PLAIN = 0
+    AVX2 = 1
+    DOTS = 2
+    """Dot products of bytes (AVX-512 VNNI)."""
+    TILES = 3
+    """Intel's AMX."""
 
 
 @functools.cache
@@ -28,18 +49,24 @@ def is_built() -> bool:
 
 
 @functools.cache
-def has_tiles() -> bool:
-    """Whether the compiled part multiplies by Intel's tiles (AMX), any number of rows; `is_built` must hold."""
-    return bool(_library().hfq_int8_tiles())  # type: ignore[union-attr]
+def best_engine() -> Engine:
+    """The best that the processor has; `is_built` must hold."""
+    return Engine(_library().hfq_int8_engine())  # type: ignore[union-attr]
 
 
-def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = False) -> torch.Tensor:
+@functools.cache
+def takes_any_rows() -> bool:
+    """Whether any number of rows is rounded, multiplied and scaled at once; `is_built` must hold."""
+    return best_engine() >= Engine.DOTS
+
+
+def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = Engine.TILES) -> torch.Tensor:
     """`codes @ weight.T`, exactly; `is_built` must hold.
 
     Args:
         codes: int16 [rows, in_features], contiguous, within the range of int8; fewer than 2**17 inputs.
         weight: int8 [out_features, in_features], contiguous, at any address.
-        is_plain: Whether to leave the processor's vectors alone.
+        most: The best engine to use, where the processor has it.
 
     Returns:
         int32 [rows, out_features].
@@ -50,7 +77,7 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, is_plain: bool = 
     (rows, in_features), out_features = codes.shape, weight.shape[0]
     result = torch.empty(rows, out_features, dtype=torch.int32)
     status = _library().hfq_int8_product(  # type: ignore[union-attr]
-        weight.data_ptr(), codes.data_ptr(), result.data_ptr(), rows, in_features, out_features, torch.get_num_threads(), is_plain,
+        weight.data_ptr(), codes.data_ptr(), result.data_ptr(), rows, in_features, out_features, torch.get_num_threads(), most,
         team(),
     )  # fmt: skip
     _check(status)
@@ -77,21 +104,21 @@ class RoundedWeight:
         self.roundings = top, bound
 
 
-def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, is_plain: bool = False) -> None:
+def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES) -> None:
     """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit what torch computes.
 
     Args:
         rows: float32 or bfloat16 [rows, in_features], each row contiguous.
         weight: What they are multiplied by.
         result: [..., out_features], contiguous, in the dtype of `rows`; written.
-        is_plain: Whether to leave the processor's vectors alone.
+        most: The best engine to use, where the processor has it.
 
     Raises:
         MemoryError: There is none for the codes of the activations; nothing was written.
     """
     status = _library().hfq_int8_linear(  # type: ignore[union-attr]
         *weight.arguments, rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
-        weight.in_features, weight.out_features, *weight.roundings, torch.get_num_threads(), is_plain, team(),
+        weight.in_features, weight.out_features, *weight.roundings, torch.get_num_threads(), most, team(),
     )  # fmt: skip
     _check(status)
 
