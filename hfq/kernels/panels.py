@@ -73,7 +73,7 @@ def multiply(
     out_features, in_features = weight_format.shape(tensors)
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
-    batch = max(BATCH_NBYTES // (4 * max(in_features, 1)), 1)
+    batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch].to(dtype)
         for start, count in _spans(weight_format, out_features, in_features, dtype, panel_nbytes):
