@@ -1,4 +1,4 @@
-"""A few activation rows times e4m3 codes in plain torch: by parts that stay in a processor's cache, and are never scaled.
+"""A few activation rows times e4m3 codes in plain torch: by parts that stay in a processor's caches, and are never scaled.
 
 A code's bits shifted by seven, without the one that its sign was copied to, are a float16 of 1/256 of its value, subnormal values
 included; so a part is three operations and one conversion away from float32. Scales of blocks are multiplied with the activations,
@@ -18,10 +18,10 @@ from hfq.formats.fp8_codes import has_nan
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
 
 MOST_ROWS = 16
-"""The most activation rows: a scaled panel of the whole is worth its making for more."""
+"""The most activation rows: a scaled panel of the whole is worth its making for more. Where that is bfloat16, it is for two."""
 
-PART_NUMEL = 1 << 18
-"""Codes that are taken at once, unless `_STEP` rows have more: few enough for the second cache."""
+PART_NUMEL = 1 << 20
+"""Codes that are taken at once, unless `_STEP` rows have more: few enough for the last cache, and enough for each call to pay."""
 
 _STEP = 32
 """Parts are multiples of so many rows: a library's product may sum rows that are left over in another order."""
