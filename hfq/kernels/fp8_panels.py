@@ -1,4 +1,4 @@
-"""A few activation rows times e4m3 codes in plain torch: by parts that stay in a processor's cache, and are never scaled.
+"""A few activation rows times e4m3 codes in plain torch: by parts that stay in a processor's caches, and are never scaled.
 
 A code's bits shifted by seven, without the one that its sign was copied to, are a float16 of 1/256 of its value, subnormal values
 included; so a part is three operations and one conversion away from float32. Scales of blocks are multiplied with the activations,
@@ -18,13 +18,17 @@ from hfq.formats.fp8_codes import has_nan
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
 
 MOST_ROWS = 16
-"""The most activation rows: a scaled panel of the whole is worth its making for more."""
+"""The most activation rows: a scaled panel of the whole is worth its making for more. Where that is bfloat16, it is for two."""
 
-PART_NUMEL = 1 << 18
-"""Codes that are taken at once, unless `_STEP` rows have more: few enough for the second cache."""
+PART_NUMEL = 1 << 20
+"""Codes that are taken at once, or up to twice as many, unless `_STEP` rows have more: few enough for the last cache, and enough for
+each call to pay."""
 
 _STEP = 32
 """Parts are multiples of so many rows: a library's product may sum rows that are left over in another order."""
+
+_LONG_STEP = 128
+"""The usual rows of a block: parts are multiples of so many, where they have no more than twice as many codes for it."""
 
 _KEPT = -0x4001
 """Of 16 bits all but the one that the sign was copied to: 0xBFFF."""
@@ -62,7 +66,7 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
     above, before = weight_format.block_offset if has_blocks else (0, 0)  # where a slice begins within its first block
     sums = torch.empty(out_features, count, dtype=torch.float32, device=_CPU)
     wide = _widen_rows(rows, before, block_in)
-    step = max(PART_NUMEL // in_features // _STEP, 1) * _STEP
+    step = _step(in_features)
     for start in range(0, out_features, step):
         stop = min(start + step, out_features)
         codes = weight[start:stop]
@@ -84,6 +88,13 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
 
 def _block(weight_format: Fp8) -> tuple[int, int]:
     return weight_format.block_structure or (128, 128)
+
+
+def _step(in_features: int) -> int:
+    """The rows of a part."""
+    most = PART_NUMEL // in_features
+    whole = -(-most // _LONG_STEP) * _LONG_STEP
+    return whole if 0 < whole <= 2 * most else max(most // _STEP, 1) * _STEP
 
 
 def _widen_rows(rows: torch.Tensor, before: int, width: int) -> torch.Tensor:

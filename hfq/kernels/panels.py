@@ -73,7 +73,7 @@ def multiply(
     out_features, in_features = weight_format.shape(tensors)
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
-    batch = max(BATCH_NBYTES // (4 * max(in_features, 1)), 1)
+    batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch].to(dtype)
         for start, count in _spans(weight_format, out_features, in_features, dtype, panel_nbytes):
@@ -92,7 +92,8 @@ def _multiply_few(
     """A few rows times e4m3 codes; None for other formats, and where a code is NaN."""
     rows = activations.reshape(-1, activations.shape[-1])
     weight = tensors.get("weight")
-    if weight is None or not fp8_panels.is_for_few(weight_format, weight, rows):
+    most = 1 if product_dtype(rows.dtype) == torch.bfloat16 else fp8_panels.MOST_ROWS
+    if weight is None or rows.shape[0] > most or not fp8_panels.is_for_few(weight_format, weight, rows):
         return None
     product = fp8_panels.multiply_few(rows, weight, scale_as_float(tensors[weight_format.scale_name]), weight_format)
     if product is None:
@@ -168,7 +169,13 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
 
-    shifts = functools.cache(lambda: fp8_bfloat16.is_shifted(tensors["weight"]))
+    @functools.cache
+    def blocks() -> Callable[[int, int], torch.Tensor | None]:
+        if fp8_bfloat16.is_in_blocks(weight_format) and fp8_bfloat16.is_shifted(tensors["weight"]):
+            factors = fp8_bfloat16.block_factors(tensors, weight_format)
+            if factors is not None:
+                return functools.partial(fp8_bfloat16.fill_blocks, tensors["weight"], factors, weight_format)
+        return lambda start, rows: None
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
@@ -177,10 +184,9 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
             if dtype == torch.float32:
                 return unpacked
             return thread_buffer("panel", dtype, device, numel).view(in_features, rows).copy_(unpacked.t()).t()
-        if dtype == torch.bfloat16 and fp8_bfloat16.is_in_blocks(weight_format) and shifts():
-            filled = fp8_bfloat16.fill_blocks(tensors, weight_format, start, rows)
-            if filled is not None:
-                return filled
+        filled = blocks()(start, rows) if dtype == torch.bfloat16 else None
+        if filled is not None:
+            return filled
         panel = thread_buffer("panel", dtype, device, numel).view(rows, in_features)
         for first in range(0, rows, step):  # in steps, so that what is made on the way stays small
             part = panel[first : first + step]

@@ -14,6 +14,7 @@ CASES = {
     "channel, e5m2": fp8(300, 37, codes_dtype="F8_E5M2"),
     "groups": fp8(320, 37, strategy="group", group_size=32),
     "blocks": fp8(301, 303, strategy="block", block_structure=(128, 128)),
+    "whole blocks": fp8(256, 200, strategy="block", block_structure=(64, 128)),
     "blocks, bf16 scales": fp8(301, 303, strategy="block", block_structure=(32, 48), scale_dtype="BF16"),
     "small blocks": fp8(300, 301, strategy="block", block_structure=(16, 48)),
     "blocks, divided": fp8(
@@ -22,7 +23,7 @@ CASES = {
     "a slice within blocks": fp8(300, 301, strategy="block", block_structure=(128, 128), block_offset=(64, 32)),
     "blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
 }
-BLOCKS = ("blocks", "blocks, bf16 scales", "a slice within blocks", "blocks of powers of two")
+BLOCKS = ("blocks", "whole blocks", "blocks, bf16 scales", "a slice within blocks", "blocks of powers of two")
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +62,9 @@ def test_every_code_is_exact(codes, rows, shifts, part_numel):
 def test_blocks_are_rounded_as_a_float32_panel_is(name, part_numel):
     weight_format, tensors = CASES[name].make()
     expected = weight_format.dequantize(tensors).to(torch.bfloat16)
-    rows = expected.shape[0]
+    rows, factors = expected.shape[0], fp8_bfloat16.block_factors(tensors, weight_format)
     for start, count in ((0, rows), (0, 5), (rows // 3, rows - rows // 3), (rows - 1, 1)):
-        found = fp8_bfloat16.fill_blocks(tensors, weight_format, start, count)
+        found = fp8_bfloat16.fill_blocks(tensors["weight"], factors, weight_format, start, count)
         assert torch.equal(found, expected[start : start + count])
 
 
@@ -72,7 +73,7 @@ def test_products_are_exact_up_to_rounding(name, shifts, part_numel):
     weight_format, tensors = CASES[name].make()
     weight = weight_format.dequantize(tensors).double()
     tensors["bias"] = torch.linspace(-1, 1, weight.shape[0])
-    for rows in (17, 40):
+    for rows in (1, 2, 16, 17, 40):
         activations = random(rows, weight.shape[1])
         found = panels.linear(activations, tensors, weight_format)
         exact = activations.double() @ weight.t() + tensors["bias"].to(torch.bfloat16).double()

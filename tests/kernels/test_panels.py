@@ -40,6 +40,24 @@ def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes,
                 assert (found.double() - expected.double()).norm() <= bound * expected.double().norm()
 
 
+def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
+    """Each batch of them would make every panel again."""
+    monkeypatch.setattr(panels, "BATCH_NBYTES", 1)
+    weight_format, tensors = CASES["fp8 blocks"].make()
+    fill, filled = panels._filler(tensors, weight_format), []
+
+    def count(*arguments):
+        filled.append(arguments)
+        return fill(*arguments)
+
+    in_features = weight_format.shape(tensors)[1]
+    for has_bfloat16, dtype, batches in ((True, torch.bfloat16, 1), (False, torch.bfloat16, 3), (False, torch.float32, 1)):
+        monkeypatch.setattr(panels, "_has_bfloat16", lambda has_bfloat16=has_bfloat16: has_bfloat16)
+        filled.clear()
+        panels.multiply(torch.randn(3, in_features).to(dtype), tensors, weight_format, count)
+        assert len(filled) == batches
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_panels_are_dequantized_as_the_format_does(name):
     weight_format, tensors = CASES[name].make()

@@ -590,14 +590,20 @@ bool uses_tiles() {
 
 // Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
 bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) && rows <= (uses_tiles() ? 1 : dotted::MOST); }
+
+// The fewest rows that take less long in bfloat16, as measured: integers are multiplied sooner than tiles are filled, or codes become bfloat16.
+int64_t least_short(const Layer &layer) {
+    if (uses_tiles() || !has_integers(layer, 1)) return 2;
+    return layer.kind == AWQ ? 9 : layer.kind == NIBBLES ? 5 : layer.bits == 3 ? 4 : 2;
+}
 #endif
 
-// Whether activations in bfloat16 are multiplied in it, by tiles or vectors. One row takes less long otherwise, but for FP8 and GPTQ's words of four bits.
+// Whether activations in bfloat16 are multiplied in it, by tiles or vectors.
 bool is_short(const Layer &layer, int64_t rows, int32_t x_dtype, int32_t y_dtype) {
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || x_dtype != BF16 || y_dtype != BF16) return false;
     if (is_dotted(layer, rows)) return true;
-    return rows > 1 ? tiled::reads(layer) : (layer.bits == 2 || layer.bits == 4) && tiled::is_unstored(layer, rows, uses_tiles());
+    return rows >= least_short(layer) && tiled::reads(layer);
 #else
     return false;
 #endif

@@ -977,7 +977,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
 
 // The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
 template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
-    const int TILES = ROWS == 1 ? 8 : ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
+    const int TILES = ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = 4 * layer.out_features;
     for (int64_t n = 0; n < width; n += BLOCK * TILES)
@@ -992,7 +992,6 @@ template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept
 }
 
 template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
-    if (job.rows == 1) return dot_columns<BITS, 1>(job, kept, first, width, k);
     switch ((job.rows + 1) / 2) {
         case 1: return dot_columns<BITS, 2>(job, kept, first, width, k);
         case 2: return dot_columns<BITS, 4>(job, kept, first, width, k);
