@@ -591,10 +591,10 @@ bool uses_tiles() {
 // Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
 bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) && rows <= (uses_tiles() ? 1 : dotted::MOST); }
 
-// The fewest rows that take less long in bfloat16, as measured: integers are multiplied sooner than tiles are filled, or codes become bfloat16.
+// The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few rows of codes whose unpacking does.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
-    return layer.kind == AWQ ? 9 : layer.kind == NIBBLES ? 5 : layer.bits == 3 ? 4 : 2;
+    return layer.kind == GPTQ && layer.bits != 3 ? 2 : DIGIT_ROWS + 1;
 }
 #endif
 
