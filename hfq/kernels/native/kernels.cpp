@@ -1518,6 +1518,15 @@ static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *
         out[i] = (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
 }
 
+// At least eight floats: no more are read where that could leave a line of the cache.
+static HFQ_INLINE vf load_eight(const float *p) {
+#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+    return (vf)_mm512_castps256_ps512(_mm256_loadu_ps(p));
+#else
+    return load<vf>(p);
+#endif
+}
+
 // How nibbles become integers without a sign, and where the scales of their groups are: the same for all output rows.
 struct IntegerCodes {
     const Layer &layer;
@@ -1546,7 +1555,7 @@ struct IntegerRow {
         __builtin_memset(scratch + of.groups, 0, 4 * W);
         if (of.has_shifts) row_shifts(of.layer, n, of.groups, (uint32_t *)found);
     }
-    // 8 * W codes of a group and what follows it, and the scale of each lane.
+    // 8 * W codes of a group and what follows it, and the scale of each lane; they are of up to eight groups.
     template <bool TABLE, bool SHIFTS>
     HFQ_INLINE vf take(const IntegerCodes &of, const char *at, int64_t group, vb &first, vb &second) const {
         vu words = load<vu>(at);
@@ -1554,10 +1563,10 @@ struct IntegerRow {
         first = (vb)(words & 0x0F0F0F0Fu), second = (vb)(words >> 4 & 0x0F0F0F0Fu);
         if (TABLE) first = pick_bytes(of.table, first), second = pick_bytes(of.table, second);
         if (SHIFTS) {
-            vb shift = (vb)pick_floats(load<vf>(shifts + group), of.places);
+            vb shift = (vb)pick_floats(load_eight(shifts + group), of.places);
             first += shift, second += shift;
         }
-        return pick_floats(load<vf>(scales + group), of.places);
+        return pick_floats(load_eight(scales + group), of.places);
     }
 };
 

@@ -3,15 +3,13 @@
 //
 // Four codes without a sign times four digits with one are added to a lane of int32 at once, so that a digit's sums stay in a register.
 
-#if defined(__x86_64__) && defined(__has_include)
-#if __has_include(<avx512vnniintrin.h>) && !defined(HFQ_EMULATE)  // GCC 8, clang 6
+#if !defined(HFQ_EMULATE)
 #define HFQ_VNNI
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vnni"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vnni")
-#endif
 #endif
 #endif
 
@@ -28,10 +26,8 @@ const int64_t TOGETHER = 2;     // output rows of codes that are read side by si
 bool detect() {
 #if defined(HFQ_EMULATE)
     return true;
-#elif defined(HFQ_VNNI)
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
 #else
-    return false;
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
 #endif
 }
 
@@ -264,7 +260,7 @@ static HFQ_INLINE void put_in_order(const float *from, float *to) {
 
 // Those of the next group, of the columns of a strip.
 static HFQ_INLINE void ask_for_scales(const Layer &layer, int64_t group, int64_t n, int64_t count) {
-    const int64_t size = layer.scale_dtype == F32 ? 4 : 2;
+    const int64_t size = layer.scale_dtype == F32 ? 4 : 2;  // of a scale
     for (int64_t i = 0; i < count * size; i += 64) ask_for(layer.scales + (((group + 1) * layer.out_features + n) * size + i));
     for (int64_t i = 0; i < count * layer.bits / 8; i += 64) ask_for(layer.zeros + 4 * (group + 1) * layer.zero_words + n * layer.bits / 8 + i);
 }
