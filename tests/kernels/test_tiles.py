@@ -35,6 +35,7 @@ def blocks(in_features: int, out_features: int, *block: int, **options) -> Case:
 TILED = {
     **{f"fp8 channel {size}": fp8(*size, strategy="channel") for size in ((31, 1), (33, 15), (64, 31), (65, 33), (129, 257))},
     "fp8 of 600 outputs": fp8(200, 600, strategy="channel"),
+    "fp8 channel of 2500 inputs": fp8(2500, 33, strategy="channel"),
     "fp8 e5m2 blocks of 64x128": blocks(300, 257, 64, 128, codes_dtype="F8_E5M2"),
     "fp8 blocks of 48x192": blocks(500, 101, 48, 192),
     "fp8 blocks of 7x64, reciprocal": blocks(200, 33, 7, 64, reciprocal=True, scale_name="weight_scale_inv"),

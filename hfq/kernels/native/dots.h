@@ -47,20 +47,23 @@ static void find_scales(const Layer &layer, int64_t n, float *scales) {
     for (int64_t g = 0; g < groups; g++) scales[g] = scale_at(layer, scale_place(layer, n, g));
 }
 
-// Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's.
+// Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's. The sums of a
+// group that ends later are kept as they are: what channels are passed at once depends on the activation rows, and no bit may.
 template <int KIND, int ROWS, int OUT>
 static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t k, int64_t last, const float *scales, int64_t apart,
                      const char *ahead, __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
     const int64_t pitch = layer.row_nbytes, far = FAR * OUT;
     const char *codes = layer.codes + n * pitch, *x = job.x;
-    const bool divides = layer.divides;
+    const bool divides = layer.divides, is_single = layer.block_in >= layer.in_features;
     __m512 totals[OUT][ROWS];
     HFQ_UNROLL
     for (int i = 0; i < OUT * ROWS; i++) totals[i / ROWS][i % ROWS] = kept[i / ROWS][i % ROWS];
     for (int64_t stop; k < last; k = stop, scales++) {
         stop = least(last, k + layer.block_in);
         __m512 sums[OUT][ROWS] = {};
+        HFQ_UNROLL
+        for (int i = 0; i < OUT * ROWS && is_single; i++) sums[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS], totals[i / ROWS][i % ROWS] = _mm512_setzero_ps();
         for (int64_t i = k; i < stop; i += 64) {
             const __mmask64 there = stop - i < 64 ? (1ull << (stop - i)) - 1 : ~0ull;
             HFQ_UNROLL
@@ -75,7 +78,8 @@ static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int
         for (int i = 0; i < OUT * ROWS; i++) {
             const __m512 scale = _mm512_set1_ps(scales[i / ROWS * apart]), sum = sums[i / ROWS][i % ROWS];
             __m512 &total = totals[i / ROWS][i % ROWS];
-            total = divides ? _mm512_add_ps(total, _mm512_div_ps(sum, scale)) : _mm512_fmadd_ps(sum, scale, total);
+            if (is_single && stop < layer.in_features) total = sum;
+            else total = divides ? _mm512_add_ps(total, _mm512_div_ps(sum, scale)) : _mm512_fmadd_ps(sum, scale, total);
         }
     }
     HFQ_UNROLL
