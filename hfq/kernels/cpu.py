@@ -81,7 +81,7 @@ def grouped_linear(
         out_features, torch.get_num_threads(),
     )  # fmt: skip
     if status != 0:
-        return None  # `linear` of the layer that is at fault says what is wrong with it
+        return None  # `linear` of the layer that is at fault says what is wrong with it, or goes row by row
     for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
         if tensors.get("bias") is not None:
             part += tensors["bias"].to(part.dtype)

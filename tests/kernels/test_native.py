@@ -192,6 +192,26 @@ def test_activations_that_are_not_finite_stay_so(native, name, value):
     assert torch.equal(found[1].isnan(), expected[1].isnan())
 
 
+@pytest.mark.parametrize("name", ["w4 g32", "w3 g32", "awq g32", "mxfp4", "nvfp4", "pack-quantized g64 asym"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beside_one_that_is_not_finite_keep_their_bits(native, name, dtype):
+    weight_format, tensors = CASES[name].make()
+    for rows in (2, 5, 8):
+        activations = random(rows, weight_format.shape(tensors)[1], dtype=dtype)
+        faulty = activations.clone()
+        faulty[1, 5] = float("inf")
+        expected = cpu.linear(activations, tensors, weight_format)
+        found = [cpu.linear(faulty, tensors, weight_format)]
+        together = cpu.grouped_linear(torch.cat([activations, faulty]), [rows, rows], [(tensors, weight_format)] * 2)
+        if together is not None:
+            assert torch.equal(together[:rows], expected)
+            found.append(together[rows:])
+        for one in found:
+            assert not one[1].isfinite().any()
+            one[1] = expected[1]
+            assert torch.equal(one, expected), rows
+
+
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dequantized_panels_are_the_references(native, layer, level, dtype):

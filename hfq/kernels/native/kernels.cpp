@@ -566,6 +566,10 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
 }
 
+// Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
+// not finite must leave as they are: rows go one by one.
+bool has_faulty_rows(const Call &call) { return call.rows > 1 && level() > 0 && !call.digits && has_integers(*call.layer, call.rows); }
+
 int64_t call_parts(const Call &call) { return (call.layer->out_features + call.width - 1) / call.width; }
 
 struct Group {
@@ -741,7 +745,14 @@ int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows,
     if (!scratch || !own_scratch.get()) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
     Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, wanted);
-    run_parts(linear_work(*layer), &call, call_parts(call), threads, wanted);
+    const int64_t each = has_faulty_rows(call) ? 1 : rows;
+    for (int64_t m = 0; m < rows; m += each) {
+        if (each < rows) {
+            call = prepare(*layer, x + m * x_stride * (x_dtype == F32 ? 4 : 2), x_dtype, 1, x_stride, y + m * y_stride * (y_dtype == F32 ? 4 : 2),
+                           y_dtype, y_stride, scratch, wanted);
+        }
+        run_parts(linear_work(*layer), &call, call_parts(call), threads, wanted);
+    }
     return 0;
 }
 
@@ -753,7 +764,7 @@ int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t co
 }
 
 // As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once, or as many
-// at once as GROUPED_FLOATS of activations allow.
+// at once as GROUPED_FLOATS of activations allow. -4 where rows would go one by one: those are for hfq_linear.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
                 int32_t y_dtype, int64_t y_stride, int threads) {
     for (int64_t i = 0; i < count; i++) {
@@ -791,6 +802,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             const Layer &layer = layers[first + i];
             const int64_t m = rows[first + i];
             calls[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
+            if (has_faulty_rows(calls[i])) return -4;
             ends[i] = parts += call_parts(calls[i]);
             scratch += hfq_scratch(&layer, m);
             x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
