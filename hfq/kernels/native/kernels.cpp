@@ -1025,15 +1025,14 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     if (count < SPAN) __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
     uint32_t bits = largest_bits(x, SPAN);
     int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);  // the largest is below 127.5 * 2**16
-    if (power > 126) power = 126;
-    vf factor = all(as_float((uint32_t)(127 + power) << 23));
+    const vf factor = all(as_float((uint32_t)(127 + power / 2) << 23)), other = all(as_float((uint32_t)(127 + power - power / 2) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
-        vf scaled = load<vf>(x + k) * factor, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
+        vf scaled = load<vf>(x + k) * factor * other, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
         vi value = __builtin_convertvector(scaled + half, vi);
         store(out.values + k, value), store(out.highs + k, (value + 0x8080) >> 16);
         store(out.digits + k, ((vu)value + 0x808080u) ^ 0x808080u);
     }
-    out.unit = as_float((uint32_t)(127 - power) << 23);
+    out.unit = as_float(power > 126 ? 1u << (149 - power) : (uint32_t)(127 - power) << 23);
 }
 
 // The three digits of 32 integers, the highest first: of each four bytes that follow each other, the ones from `order` on, eight apart.
