@@ -1025,6 +1025,7 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     if (count < SPAN) __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
     uint32_t bits = largest_bits(x, SPAN);
     int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);  // the largest is below 127.5 * 2**16
+    if (power > 140) power = 140;  // the unit, times that of the codes, is a float still
     const vf factor = all(as_float((uint32_t)(127 + power / 2) << 23)), other = all(as_float((uint32_t)(127 + power - power / 2) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
         vf scaled = load<vf>(x + k) * factor * other, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
