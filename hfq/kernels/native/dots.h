@@ -7,16 +7,15 @@ namespace dotted {
 const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
 const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by
+const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
 const int64_t FAR = 8192;   // and to the second
 const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
 
-inline int64_t groups_of(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
-
 bool reads(const Layer &layer) {
 #if defined(HFQ_AMX)
     if (!tiled::has_bfloats() || (layer.kind != E4M3 && layer.kind != E5M2)) return false;
-    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && groups_of(layer) * 4 <= tiled::MOST_SCALES * tiled::PAIR);
+    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && tiled::row_groups(layer) * MOST_TOGETHER <= tiled::MOST_SCALES * tiled::PAIR);
 #else
     return false;
 #endif
@@ -24,7 +23,7 @@ bool reads(const Layer &layer) {
 
 #if defined(HFQ_AMX)
 // Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum each, and they are multiplied alike.
-template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : 4;
+template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : MOST_TOGETHER;
 
 // 64 codes times as many activations of each of ROWS rows.
 template <int KIND, int ROWS>
@@ -40,13 +39,6 @@ static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const
     }
 }
 
-// The scales of an output row.
-static void find_scales(const Layer &layer, int64_t n, float *scales) {
-    const int64_t groups = groups_of(layer);
-    if (layer.scale_step == 1 && groups > 1) return avx512::row_scales(layer, n, groups, scales);
-    for (int64_t g = 0; g < groups; g++) scales[g] = scale_at(layer, scale_place(layer, n, g));
-}
-
 // Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's. The sums of a
 // group that ends later are kept as they are: what channels are passed at once depends on the activation rows, and no bit may.
 template <int KIND, int ROWS, int OUT>
@@ -55,7 +47,7 @@ static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int
     const Layer &layer = *job.layer;
     const int64_t pitch = layer.row_nbytes, far = FAR * OUT;
     const char *codes = layer.codes + n * pitch, *x = job.x;
-    const bool divides = layer.divides, is_single = layer.block_in >= layer.in_features;
+    const bool divides = job.divides, is_single = layer.block_in >= layer.in_features;
     __m512 totals[OUT][ROWS];
     HFQ_UNROLL
     for (int i = 0; i < OUT * ROWS; i++) totals[i / ROWS][i % ROWS] = kept[i / ROWS][i % ROWS];
@@ -96,16 +88,16 @@ template <int ROWS> static int64_t passed(const Layer &layer) {
 template <int KIND, int ROWS> static void part_of(const tiled::Job &job, int64_t first, int64_t width, tiled::Kept &kept) {
     const Layer &layer = *job.layer;
     const tiled::Table<KIND> table(layer);
-    const int64_t stop = first + width, groups = groups_of(layer), step = passed<ROWS>(layer);
+    const int64_t stop = first + width, groups = tiled::row_groups(layer), step = passed<ROWS>(layer);
     const bool shared = first / layer.block_out == (stop - 1) / layer.block_out;
     __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])kept.totals;
     memset(kept.totals, 0, sizeof(__m512) * ROWS * width);
-    if (shared) find_scales(layer, first, kept.scales);
+    if (shared) tiled::find_row_scales(layer, first, kept.scales);
     for (int64_t k = 0; k < layer.in_features; k += step)
         for (int64_t n = first, count; n < stop; n += count) {
             const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0;
             count = stop - n >= TOGETHER<ROWS> ? TOGETHER<ROWS> : 1;
-            for (int64_t r = 0; r < count && !shared; r++) find_scales(layer, n + r, kept.scales + r * groups);
+            for (int64_t r = 0; r < count && !shared; r++) tiled::find_row_scales(layer, n + r, kept.scales + r * groups);
             const float *scales = kept.scales + group;
             const char *ahead = layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes : (n + LATER - width) * layer.row_nbytes + step);
             if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));

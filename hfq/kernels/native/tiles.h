@@ -78,6 +78,8 @@ bool folds(const Layer &layer) {
            layer.scale_step == 1 && (layer.scale_dtype == E8M0 || layer.scale_dtype == E4M3_SCALED) && has_bits(layer.values, 0xFFFFF);
 }
 
+inline int64_t row_groups(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
+
 // Whether a layer's codes can be made tiles of: groups are not scattered, and end with a tile.
 bool reads(const Layer &layer) {
     const bool is_single = layer.block_in >= layer.in_features;
@@ -86,7 +88,7 @@ bool reads(const Layer &layer) {
     if (!is_single && layer.block_in % PIECE && layer.block_in > MOST_DEPTH) return false;  // no step would end with a group
     if (has_columns(layer)) return is_single || layer.block_in % CHANNELS == 0;
     if (!is_single && layer.block_in % (2 * CHANNELS)) return false;
-    if ((layer.in_features + layer.block_in - 1) / layer.block_in > MOST_SCALES) return false;
+    if (row_groups(layer) > MOST_SCALES) return false;
     return layer.row_zeros == NONE && (layer.kind != NIBBLES || has_bits(layer.values, 0xFFFF));
 }
 
@@ -601,6 +603,7 @@ struct Job {
     int64_t rows, width, depth, lead;
     char *y;
     int64_t y_stride;
+    bool divides;   // sums by their scales
     bool by_tiles;  // or else by vectors
     bool halved;    // the rows are few, and their sums take two lanes each
     bool apart;     // multiplied row by row (dots.h)
@@ -643,13 +646,13 @@ struct Factor {
 template <bool LEFT> struct TileFlow {
     const bool divides;
     float (*sums)[256];
-    const bool halved;
-    amx::Tiles tiles = {};
+    amx::Tiles tiles;
     struct Sums {
         int count = 0;  // of tiles
         const float *scales = nullptr;
         float *totals = nullptr;
-    } inside = {}, outside = {};
+    } inside, outside;
+    TileFlow(const Job &job, Kept &kept) : divides(job.divides), sums(kept.sums) {}
 
     HFQ_INLINE void move() {
         for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
@@ -690,9 +693,8 @@ static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pai
 // The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are multiplied with those of the
 // 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
 template <bool LEFT> struct VectorFlow {
-    const bool divides;
-    float (*sums)[256];
-    const bool halved;
+    const bool divides, halved;
+    VectorFlow(const Job &job, Kept &) : divides(job.divides), halved(job.halved) {}
 
     // As below, of one tile and up to HALF rows.
     static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales, bool divides, float *totals) {
@@ -872,7 +874,12 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
 #endif
 }
 
-inline int64_t row_groups(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
+// The scales of an output row.
+static void find_row_scales(const Layer &layer, int64_t n, float *scales) {
+    const int64_t groups = row_groups(layer);
+    if (layer.scale_step == 1 && groups > 1) return avx512::row_scales(layer, n, groups, scales);
+    for (int64_t g = 0; g < groups; g++) scales[g] = scale_at(layer, scale_place(layer, n, g));
+}
 
 // The scales of a part's rows that do not share them, [pair][group][32].
 static void find_scales(const Layer &layer, int64_t first, int64_t width, float *scales, float *loose) {
@@ -880,8 +887,7 @@ static void find_scales(const Layer &layer, int64_t first, int64_t width, float 
     for (int64_t r = 0; r < up(width, PAIR); r++) {
         const int64_t n = first + least(r, width - 1);
         float *to = scales + r / PAIR * groups * PAIR + r % PAIR;
-        if (layer.scale_step == 1 && groups > 1) avx512::row_scales(layer, n, groups, loose);
-        else for (int64_t g = 0; g < groups; g++) loose[g] = scale_at(layer, scale_place(layer, n, g));
+        find_row_scales(layer, n, loose);
         for (int64_t g = 0; g < groups; g++) to[g * PAIR] = loose[g];
     }
 }
@@ -1013,7 +1019,7 @@ static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t width, i
 template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
     const Layer &layer = *job.layer;
     Kept &kept = *(Kept *)scratch;
-    Flow flow = {LEFT && layer.kind <= E5M2 && layer.divides, kept.sums, job.halved};
+    Flow flow(job, kept);
     const int64_t each = blocks(job.rows) * 2 * 256;
     int64_t slots = 0, turn = 0;
     Step steps[2];
@@ -1054,7 +1060,7 @@ Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = layer.kind == AWQ ? depth * 4 * layer.zero_words : depth * layer.bits / 32 * 4 * layer.out_features;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }
 
 }  // namespace tiled
