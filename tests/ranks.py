@@ -18,6 +18,7 @@ import deepspeed  # noqa: F401
 import peft  # noqa: F401
 import transformers.integrations.deepspeed
 import transformers.trainer  # noqa: F401
+from leaving import leave
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
@@ -36,6 +37,7 @@ def become(rank: int, ranks: int, port: str, script: str, arguments: list[str], 
     sys.argv = [script, f"--local_rank={rank}", *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+    leave()
 
 
 def finish(children: list[int]) -> list[int]:

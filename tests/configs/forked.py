@@ -16,6 +16,8 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from leaving import leave
+
 ADDRESS = "HFQ_TEST_FORKS"
 """The variable that names the socket of the process that forks."""
 
@@ -63,8 +65,9 @@ def become(asked: socket.socket) -> None:
     os.chdir(folder)
     threading.Thread(target=lambda: asked.recv(1) or os._exit(1), daemon=True).start()
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0])["main"]()
     asked.send(b"0")
+    leave()
 
 
 def ask(address: str) -> int:

@@ -9,6 +9,7 @@ import sys
 import compiled_io
 import torch
 from accelerate import Accelerator
+from leaving import leave
 from run_deepspeed import digest, small_model
 from torch.utils.data import DataLoader
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -47,3 +48,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

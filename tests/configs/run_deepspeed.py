@@ -11,6 +11,7 @@ from pathlib import Path
 import compiled_io
 import deepspeed
 import torch
+from leaving import leave
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -96,3 +97,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

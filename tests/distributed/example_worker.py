@@ -12,6 +12,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from accelerate.state import AcceleratorState
+from leaving import leave
 
 
 def main() -> None:
@@ -27,3 +28,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

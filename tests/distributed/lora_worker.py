@@ -4,13 +4,13 @@ deepspeed --num_gpus 2 tests/distributed/lora_worker.py --cases cases.json --out
 """
 
 import gc
-import sys
 import time
 from pathlib import Path
 
 import deepspeed
 import torch
 import worker
+from leaving import leave
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
@@ -125,4 +125,5 @@ def train(case: dict, folder: Path, rank: int) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.serve(train))
+    worker.serve(train)
+    leave()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch.distributed import pipelining
 from transformers import AutoModelForCausalLM
 
@@ -63,3 +64,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -74,7 +74,7 @@ def write_moe(folder: Path, id: str) -> str:
 
 def torchrun(script: Path, *arguments: object) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
         [*launcher, str(script), *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

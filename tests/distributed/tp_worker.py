@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -122,3 +123,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

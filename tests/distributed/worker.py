@@ -9,7 +9,6 @@ import copy
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +24,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
+from leaving import leave
 from transformers.integrations import HfDeepSpeedConfig
 
 import hfq.integrations.deepspeed as internals
@@ -269,4 +269,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
+    leave()

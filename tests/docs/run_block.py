@@ -10,6 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from leaving import leave
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -30,3 +31,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fms.models import get_model
+from leaving import leave
 
 import hfq
 from hfq import HfqConfig
@@ -55,3 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

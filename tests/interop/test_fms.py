@@ -209,7 +209,7 @@ def ranks(folder, shared) -> list[dict]:
     """What both ranks of one launch found: all cases run in it."""
     cases = {id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
     command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
     started = [
         subprocess.Popen(
