@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -21,33 +23,35 @@ from hfq.formats.buffers import thread_buffer
 from hfq.kernels import panels
 from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library
-from hfq.kernels.native.structure import AWQ, GPTQ
+from hfq.kernels.native.structure import AWQ, GPTQ, PRODUCT
 
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
 
+_ALWAYS_FUSED = min(FUSED_ROWS.values())
+
 
 def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
     """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled part cannot read."""
     native, layer = library(), _layer(activations, tensors, weight_format)
-    if native is None or layer is None:
+    *leading, width = activations.shape
+    if native is None or layer is None or width != layer.sizes[1]:
         return panels.linear(activations, tensors, weight_format)
-    count, dtype, stride = activations.numel() // layer.in_features, DTYPES[activations.dtype], layer.in_features
-    if count > _most_fused(activations.dtype) and not native.hfq_is_tiled(layer.here, count, dtype):
+    count, dtype, out_features, stride = math.prod(leading), DTYPES[activations.dtype], layer.sizes[0], width
+    if count > _ALWAYS_FUSED and count > _most_fused(activations.dtype) and not native.hfq_is_tiled(layer.here, count, dtype):
         return panels.multiply(activations, tensors, weight_format, _filler(native, layer, tensors, weight_format))
     rows = activations
     if not rows.is_contiguous():
-        rows = rows.reshape(-1, layer.in_features)
+        rows = rows.reshape(-1, width)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         stride = rows.stride(0)
-    result = activations.new_empty(*activations.shape[:-1], layer.out_features)  # no view, as in panels.multiply
-    status = native.hfq_linear(
-        layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), dtype, layer.out_features,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    _check(status, layer, tensors)
+    result = activations.new_empty(*leading, out_features)  # no view, as in panels.multiply
+    product = PRODUCT.pack(layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), torch.get_num_threads())
+    status = native.hfq_linear(product)
+    if status != 0:
+        _refuse(status, layer, tensors)
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)
@@ -106,8 +110,7 @@ def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_for
     """The layer as the compiled part reads it; None where it cannot, or where there is nothing to multiply."""
     if not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr():  # there are none, or stand-ins (FakeTensor)
         return None
-    layer = describe_layer(weight_format, tensors)
-    return layer if layer is not None and layer.in_features and layer.out_features else None
+    return describe_layer(weight_format, tensors)
 
 
 def _filler(
@@ -120,16 +123,16 @@ def _filler(
         shape = (layer.in_features, rows) if is_transposed else (rows, layer.in_features)
         panel = thread_buffer("panel", dtype, torch.device("cpu"), rows * layer.in_features).view(shape)
         threads = torch.get_num_threads()
-        _check(native.hfq_dequantize(layer.here, start, rows, panel.data_ptr(), DTYPES[dtype], threads), layer, tensors)
+        status = native.hfq_dequantize(layer.here, start, rows, panel.data_ptr(), DTYPES[dtype], threads)
+        if status != 0:
+            _refuse(status, layer, tensors)
         return panel.t() if is_transposed else panel
 
     return fill
 
 
-def _check(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses an index that would be followed out of the layer's memory: its file changed since it was checked."""
-    if status == 0:
-        return
+def _refuse(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor]) -> NoReturn:
+    """Raises for what was not computed: an index that would be followed out of the layer's memory since its file changed."""
     if status == -3:
         raise MemoryError("no memory for the activations of a product")
     name = "g_idx" if "g_idx" in tensors else "weight_g_idx"

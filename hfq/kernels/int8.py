@@ -146,7 +146,8 @@ def _fused(
 ) -> torch.Tensor:
     """As `linear` by torch's operations, bit for bit."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    result = activations.new_empty(*activations.shape[:-1], weight.out_features)  # no view, as in the reference
+    *leading, _ = activations.shape
+    result = activations.new_empty(*leading, weight.out_features)  # no view, as in the reference
     count, in_features = rows.shape
     kept = (in_features + 63) // 64 * 64 + 8 if takes_any_rows() else 4 * (weight.out_features + in_features + 1)
     if count * kept <= BATCH_NBYTES:

@@ -12,6 +12,7 @@ import torch
 from kernels.layers import CASES
 
 from hfq.kernels.native.layers import describe_layer
+from hfq.kernels.native.structure import PRODUCT
 
 CHILDREN = """
 import os, signal, sys
@@ -73,9 +74,7 @@ def test_no_memory_is_an_error_and_not_the_end_of_the_process(native):
         libc.malloc.restype = ctypes.c_void_p
         while libc.malloc(1 << 16):
             pass
-        product = native.hfq_linear(
-            layer.here, given.data_ptr(), 0, 1, layer.in_features, result.data_ptr(), 0, layer.out_features, 1
-        )
+        product = native.hfq_linear(PRODUCT.pack(layer.here, given.data_ptr(), 0, 1, layer.in_features, result.data_ptr(), 1))
         panel = native.hfq_dequantize(layer.here, 0, layer.out_features, result.data_ptr(), 0, 1)
         os._exit(0 if (product, panel) == (-3, -3) else 1)
 

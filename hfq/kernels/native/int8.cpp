@@ -4,6 +4,8 @@
 // (vpmaddubsw) saturates at 16. Dot products of bytes (AVX-512 VNNI) and Intel's tiles (AMX) sum in 32 bits; where they are, they take every
 // product. Sums are exact for fewer than 2**17 inputs, so that neither order nor threads matter.
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -857,8 +859,13 @@ void take_packing(void *argument) {
 
 // GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see kernels.cpp), or null.
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+Team team = nullptr;
+pthread_once_t team_once = PTHREAD_ONCE_INIT;
 
-void spread(void (*work)(void *), void *data, int64_t worth, int threads, Team team) {
+void forget_team() { team = nullptr; }  // in the child of a fork it has no threads, and waits for them
+void watch_forks() { pthread_atfork(nullptr, nullptr, forget_team); }
+
+void spread(void (*work)(void *), void *data, int64_t worth, int threads) {
     if (worth > 1 && team) return team(work, data, (unsigned)threads, 0);
     std::vector<std::thread> others;
     try {
@@ -869,20 +876,20 @@ void spread(void (*work)(void *), void *data, int64_t worth, int threads, Team t
     for (auto &other : others) other.join();
 }
 
-void run(const Call &call, const Level &level, const Scaling &scaling, int threads, Team team) {
+void run(const Call &call, const Level &level, const Scaling &scaling, int threads) {
     int64_t worth = 1 + (call.rows * call.in_features * call.out_features >> (team ? 19 : 21));  // products that pay for a thread
     if (worth > threads) worth = threads;
     const int64_t shares = level.engine == Engine::dots ? 8 : 2;  // parts for each thread: those that others disturb take fewer
     Parts parts = {call, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
-    spread(take_parts, &parts, worth, threads, team);
+    spread(take_parts, &parts, worth, threads);
 }
 
-void run_packing(const Call &call, const Level &level, const Rows *rows, float *scales, int threads, Team team) {
+void run_packing(const Call &call, const Level &level, const Rows *rows, float *scales, int threads) {
     const int64_t count = level.engine == Engine::tiles ? blocks_of(call.rows) : DotPlan(call.rows, call.in_features).groups;
     int64_t worth = std::min(1 + (call.rows * call.in_features >> (team ? 16 : 18)), count);  // values that pay for a thread
     if (worth > threads) worth = threads;
     Packing packing = {call, level, rows, scales, count, 0};
-    spread(take_packing, &packing, worth, threads, team);
+    spread(take_packing, &packing, worth, threads);
 }
 
 // So many words, of what the caller keeps, from a line's beginning; null where there is no memory.
@@ -922,13 +929,19 @@ struct Room {
 extern "C" {
 
 // The best engine that there is, by its number; dot products and tiles take any number of rows.
+// The threads to work on.
+void hfq_int8_use_team(Team wanted) {
+    pthread_once(&team_once, watch_forks);
+    team = wanted;
+}
+
 int hfq_int8_engine() { return (int)engine_of((int)Engine::tiles); }
 
 // result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range.
 // By the best engine up to `most`. Not 0 where there was no memory, and nothing was computed.
 int hfq_int8_product(
     const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
-    int threads, int most, Team team) {
+    int threads, int most) {
     const Level level = level_of(most);
     Call call = {weight, activations, result, rows, in_features, out_features};
     if (level.engine >= Engine::dots) {
@@ -936,23 +949,33 @@ int hfq_int8_product(
         int32_t *words = own_words(room.words());
         if (!words) return -3;
         room.give(call, words);
-        run_packing(call, level, nullptr, nullptr, threads, team);
+        run_packing(call, level, nullptr, nullptr, threads);
     }
-    run(call, level, {}, threads, team);
+    run(call, level, {}, threads);
     return 0;
 }
 
-// y = x rounded to int8 row by row, times the weight: a row's scale is min(amplitude, bound) / top, or 1 where that is 0; `steps`, of
-// `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all. x and y are float32 or bfloat16, y is contiguous. Bit for bit
-// what torch computes in float32 by the same steps, by the best engine up to `most`. Not 0 where there was no memory, and nothing was computed.
+// `steps`, of `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all; that of a row of activations is
+// min(amplitude, bound) / top, or 1 where that is 0.
+struct Weight {
+    int64_t codes, steps, steps_count, steps_dtype, in_features, out_features;  // the first two are addresses
+    float multiplier, top, bound;
+};
+
+// What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
+struct Product {
+    int64_t x, x_stride, y, is_bfloat16, rows, threads, most;  // addresses; x and y are float32 or bfloat16, y is contiguous
+};
+
+// y = x rounded to int8 row by row, times the weight. Bit for bit what torch computes in float32 by the same steps, by the best engine up to
+// `most`. Not 0 where there was no memory, and nothing was computed.
 // With dot products and tiles, what is kept is a byte for each activation, of rows (with tiles) and channels filled up to 16 and 64, a word or
 // two for each row, and at most 512 KB of sums for each thread.
-int hfq_int8_linear(
-    const int8_t *weight, const char *steps, int64_t steps_count, int steps_dtype, float multiplier, const char *x, int64_t x_stride,
-    char *y, int is_bfloat16, int64_t rows, int64_t in_features, int64_t out_features, float top, float bound, int threads, int most,
-    Team team) {
-    const Level level = level_of(most);
-    const Rows given = {x, x_stride, is_bfloat16, in_features, top, bound};
+int hfq_int8_linear(const Weight *by, const Product *of) {
+    const int64_t rows = of->rows, in_features = by->in_features, out_features = by->out_features;
+    const int threads = (int)of->threads, is_bfloat16 = (int)of->is_bfloat16;
+    const Level level = level_of((int)of->most);
+    const Rows given = {(const char *)(uintptr_t)of->x, of->x_stride, is_bfloat16, in_features, by->top, by->bound};
     const bool is_packed = level.engine >= Engine::dots;
     const Room room(level.engine, rows, in_features, threads);
     int32_t *words = own_words(is_packed ? room.words() + rows : rows * (1 + out_features + (in_features + 1) / 2) + in_features);
@@ -960,14 +983,16 @@ int hfq_int8_linear(
     float *scales = (float *)(words + room.words()), *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);
-    Call call = {weight, codes, sums, rows, in_features, out_features};
+    Call call = {(const int8_t *)(uintptr_t)by->codes, codes, sums, rows, in_features, out_features};
     if (is_packed) {
         room.give(call, words);
-        run_packing(call, level, &given, scales, threads, team);
+        run_packing(call, level, &given, scales, threads);
     } else {
         round_rows(level, given, rows, wide, scales, codes);
     }
-    run(call, level, {scales, steps, steps_count, steps_dtype, multiplier, y, is_bfloat16}, threads, team);
+    const Scaling scaling = {scales, (const char *)(uintptr_t)by->steps, by->steps_count, (int)by->steps_dtype, by->multiplier,
+                             (char *)(uintptr_t)of->y, is_bfloat16};
+    run(call, level, scaling, threads);
     return 0;
 }
 

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import functools
 import logging
+import struct
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 SOURCE = Path(__file__).with_name("int8.cpp")
+
+_WEIGHT, _PRODUCT = struct.Struct("=6q3f"), struct.Struct("=7q")
+"""`Weight` and `Product` of int8.cpp."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +82,6 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = En
     result = torch.empty(rows, out_features, dtype=torch.int32)
     status = _library().hfq_int8_product(  # type: ignore[union-attr]
         weight.data_ptr(), codes.data_ptr(), result.data_ptr(), rows, in_features, out_features, torch.get_num_threads(), most,
-        team(),
     )  # fmt: skip
     _check(status)
     return result
@@ -95,13 +98,21 @@ class RoundedWeight:
         bound: Amplitudes count as at most this.
     """
 
-    __slots__ = ("_tensors", "arguments", "in_features", "out_features", "roundings")
+    __slots__ = ("_tensors", "in_features", "out_features", "packed")
 
     def __init__(self, weight: torch.Tensor, steps: torch.Tensor, multiplier: float, top: float, bound: float) -> None:
         self._tensors = weight, steps
-        self.arguments = weight.data_ptr(), steps.data_ptr(), steps.numel(), DTYPES[steps.dtype], multiplier
         self.out_features, self.in_features = weight.shape
-        self.roundings = top, bound
+        self.packed = _WEIGHT.pack(
+            weight.data_ptr(),
+            steps.data_ptr(),
+            steps.numel(),
+            DTYPES[steps.dtype],
+            *reversed(weight.shape),
+            multiplier,
+            top,
+            bound,
+        )
 
 
 def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES) -> None:
@@ -117,8 +128,11 @@ def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tens
         MemoryError: There is none for the codes of the activations; nothing was written.
     """
     status = _library().hfq_int8_linear(  # type: ignore[union-attr]
-        *weight.arguments, rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
-        weight.in_features, weight.out_features, *weight.roundings, torch.get_num_threads(), most, team(),
+        weight.packed,
+        _PRODUCT.pack(
+            rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
+            torch.get_num_threads(), most,
+        ),
     )  # fmt: skip
     _check(status)
 
@@ -139,9 +153,8 @@ def _library() -> ctypes.CDLL | None:
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int, pointer]
-    loaded.hfq_int8_linear.argtypes = [
-        pointer, pointer, size, ctypes.c_int, ctypes.c_float, pointer, size, pointer, ctypes.c_int, size, size, size,
-        ctypes.c_float, ctypes.c_float, ctypes.c_int, ctypes.c_int, pointer,
-    ]  # fmt: skip
+    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int]
+    loaded.hfq_int8_linear.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    loaded.hfq_int8_use_team.argtypes = [pointer]
+    loaded.hfq_int8_use_team(team())
     return loaded

@@ -677,7 +677,7 @@ int run_all_short(const Layer &layer, int64_t rows, const char *x, int64_t x_str
 
 extern "C" {
 
-int hfq_abi() { return 6; }
+int hfq_abi() { return 7; }
 
 // The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or null for our own.
 void hfq_use_team(Team wanted) {
@@ -730,27 +730,35 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     return floats;
 }
 
-// y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number; strides in elements, the last dimension contiguous.
+// What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
+struct Product {
+    int64_t layer, x, dtype;  // addresses; y is of x's dtype, and contiguous
+    int64_t rows, x_stride;   // in elements; each row is contiguous
+    int64_t y, threads;
+};
+
+// y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number.
 // Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3 without memory.
-int hfq_linear(const Layer *layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
-               int64_t y_stride, int threads) {
+int hfq_linear(const Product *given) {
+    const Layer *layer = (const Layer *)(uintptr_t)given->layer;
+    const char *x = (const char *)(uintptr_t)given->x;
+    char *y = (char *)(uintptr_t)given->y;
+    const int64_t rows = given->rows, x_stride = given->x_stride, y_stride = layer->out_features;
+    const int32_t dtype = (int32_t)given->dtype, threads = (int32_t)given->threads;
     if (rows < 1) return -1;
     KeptSubnormals here;
 #if defined(__x86_64__)
-    if (is_short(*layer, rows, x_dtype, y_dtype)) return run_all_short(*layer, rows, x, x_stride, y, y_stride, threads);
+    if (is_short(*layer, rows, dtype, dtype)) return run_all_short(*layer, rows, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
     if (!has_groups(*layer)) return -2;
     float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
     if (!scratch || !own_scratch.get()) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
-    Call call = prepare(*layer, x, x_dtype, rows, x_stride, y, y_dtype, y_stride, scratch, wanted);
-    const int64_t each = has_faulty_rows(call) ? 1 : rows;
+    Call call = prepare(*layer, x, dtype, rows, x_stride, y, dtype, y_stride, scratch, wanted);
+    const int64_t each = has_faulty_rows(call) ? 1 : rows, size = dtype == F32 ? 4 : 2;
     for (int64_t m = 0; m < rows; m += each) {
-        if (each < rows) {
-            call = prepare(*layer, x + m * x_stride * (x_dtype == F32 ? 4 : 2), x_dtype, 1, x_stride, y + m * y_stride * (y_dtype == F32 ? 4 : 2),
-                           y_dtype, y_stride, scratch, wanted);
-        }
+        if (each < rows) call = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
         run_parts(linear_work(*layer), &call, call_parts(call), threads, wanted);
     }
     return 0;

@@ -97,6 +97,8 @@ _MOST_KEPT = 1 << 12
 
 def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
     out_features, in_features = weight_format.shape(tensors)
+    if not out_features or not in_features:
+        return None
     is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
     describe, is_held = _describer(weight_format), all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
     if describe is None or is_strided or not is_held or reason_against(weight_format, in_features, out_features) is not None:

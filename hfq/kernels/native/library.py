@@ -20,7 +20,7 @@ __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 SWITCH = "HFQ_NATIVE"
 """The environment variable that switches the compiled part off: "0"."""
 
-ABI = 6
+ABI = 7
 """What `hfq_abi` of kernels.cpp must return."""
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         function.restype = int64
     loaded.hfq_scratch.argtypes = [pointer, int64]
     loaded.hfq_is_tiled.argtypes = [pointer, int64, int32]
-    loaded.hfq_linear.argtypes = [pointer, pointer, int32, int64, int64, pointer, int32, int64, ctypes.c_int]
+    loaded.hfq_linear.argtypes = [ctypes.c_char_p]
     loaded.hfq_grouped.argtypes = [
         pointer, pointer, int64, pointer, int32, int64, pointer, int32, int64, ctypes.c_int,
     ]  # fmt: skip

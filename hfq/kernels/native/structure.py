@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 
 import torch
 
 __all__ = [
     "ADDED", "AWQ", "BYTES", "DTYPES", "E4M3", "E4M3_SCALED", "E5M2", "GPTQ", "GROUP_WORDS", "INT8", "NESTED", "NIBBLES", "NONE",
-    "OUTPUT_WORDS", "QUADS", "SCALES", "ZERO_READINGS", "NativeLayer",
+    "OUTPUT_WORDS", "PRODUCT", "QUADS", "SCALES", "ZERO_READINGS", "NativeLayer",
 ]  # fmt: skip
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -21,6 +22,9 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
 E4M3, E5M2, NIBBLES, INT8, QUADS, GPTQ, AWQ = range(7)
+PRODUCT = struct.Struct("=7q")
+"""`Product` of kernels.cpp: the addresses of layer and activations, their dtype, rows and stride, the result's address, threads."""
+
 NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
 
 
@@ -36,6 +40,11 @@ class NativeLayer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "bits", "scale_dtype", "divides", "zero_reading", "index_nbytes")),
         *((name, ctypes.c_int32) for name in ("row_zeros", "zero_dtype", "high_first", "offset")),
     )
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int]:
+        """(out_features, in_features), which take longer to read where they are."""
+        return self.out_features, self.in_features
 
     @functools.cached_property
     def here(self) -> int:
