@@ -20,12 +20,13 @@ GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
 @dataclass(frozen=True)
 class Case:
-    """A format and the size of its layer; `scatter` shuffles the groups over the input."""
+    """A format and the size of its layer; `scatter` shuffles the groups over the input, `uneven` makes some larger than others."""
 
     format: Format
     in_features: int
     out_features: int
     scatter: bool = False
+    uneven: bool = False
     dtype: torch.dtype | None = field(default=None)  # of the scales, where not the format's own
 
     def make(self):
@@ -36,6 +37,8 @@ class Case:
         if self.scatter:
             name = next(name for name in tensors if name.endswith("g_idx"))
             tensors[name] = tensors[name][torch.randperm(self.in_features, generator=generator)]
+        if self.uneven:
+            tensors["g_idx"][:5] = tensors["g_idx"][5]
         if self.dtype is not None:
             tensors["scales"] = tensors["scales"].to(self.dtype)
         return self.format.resolve("m", tensors), tensors
@@ -72,6 +75,7 @@ CASES = {
     "w4 groups of 88": gptq(4, 88),
     "w4 groups that end within a word": gptq(4, 44, out_features=40),
     "w4 act-order": gptq(4, 32, scatter=True, out_features=40),
+    "w4 act-order, uneven groups": gptq(4, 32, scatter=True, uneven=True),
     "w8 g32": gptq(8, 32),
     "w8 g32 v1, 20 outputs": gptq(8, 32, "word_plus_one", out_features=20),
     "w8 act-order": gptq(8, 32, scatter=True),

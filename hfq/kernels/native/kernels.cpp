@@ -39,7 +39,8 @@ enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 
 // nested_scales[place / nested_size] + shared.
 // Zero points of rows: GROUP_WORDS has nibbles along the groups, `zero_words` words a row; OUTPUT_WORDS nibbles less 8 along the
 // outputs, [outputs / 8, groups] words; BYTES are signed and lie as the scales do; ADDED are floats that are added.
-// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]).
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). Where there is an `index` of no bytes, it is the channels, int32, in the order of their
+// groups: the layer is sorted (sorted.h). Rows of words are `row_nbytes` apart.
 // AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
     const char *codes, *scales, *zeros, *index, *values, *integers, *nested_scales, *nested_values;
@@ -91,6 +92,9 @@ const int64_t MOST_COLUMNS = 2048;   // output columns of a part, of a multiple 
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (tiles.h)
+const int64_t SORTED_SCRATCH = 3 << 20;  // and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
+const int64_t MOST_STRIP = 64;
+const int64_t MOST_GROUPS = 1024;
 
 HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
@@ -208,6 +212,15 @@ HFQ_INLINE bool is_scattered(const Layer &layer) {
     return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
 }
 
+// Whether a layer's channels come in the order of their groups, which is not the one that they lie in.
+HFQ_INLINE bool is_sorted(const Layer &layer) { return layer.kind == GPTQ && layer.index && !layer.index_nbytes; }
+
+HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (is_sorted(layers[i])) return true;
+    return false;
+}
+
 // Whether every channel's group is one that the layer has: an index can change on disk after it was checked.
 bool has_groups(const Layer &layer) {
     if (!layer.index_nbytes) return true;
@@ -272,17 +285,7 @@ Team team = nullptr;
 
 bool has_short();
 
-struct Scratch {
-    float *memory = nullptr;
-    ~Scratch() { free(memory); }
-    float *get() {  // null where there is no memory: a thread then leaves all parts to others, and a caller computes nothing
-        if (!memory) memory = (float *)aligned_alloc(64, (size_t)(has_short() ? TILED_SCRATCH : SCRATCH * 4));
-        return memory;
-    }
-};
-thread_local Scratch own_scratch;
-
-// What a caller keeps for activations as the kernels read them; it grows to the largest call's, see hfq_scratch.
+// Memory that grows to the most that a call asks for; null where there is none.
 struct Kept {
     float *memory = nullptr;
     int64_t size = 0;
@@ -296,24 +299,34 @@ struct Kept {
         return memory;
     }
 };
-thread_local Kept kept_scratch;
+thread_local Kept own_scratch;   // of each thread: one without leaves all parts to others, and a caller without computes nothing
+thread_local Kept kept_scratch;  // of a caller, for activations as the kernels read them: see hfq_scratch
+thread_local Kept kept_orders;   // of a caller, for sorted layers
+
+// Numbered parts of a piece of work, and the floats that each thread takes for it.
+struct Parts {
+    Work work;
+    const void *context;
+    int64_t count, floats;
+};
+
+HFQ_INLINE int64_t own_floats(bool is_sorted) { return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH; }
 
 struct Pool {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, busy = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
-    Work work = nullptr;
-    const void *context = nullptr;
-    int64_t parts = 0, next = 0;
+    Parts parts = {};
+    int64_t next = 0;
     int threads = 0, wanted = 0, active = 0;
 };
 Pool *pool = nullptr;
 pthread_once_t pool_once = PTHREAD_ONCE_INIT;
 
-void take_parts(Pool *p, Work work, const void *context, int64_t parts) {
-    float *scratch = own_scratch.get();
+void take_parts(Pool *p, const Parts &parts) {
+    float *scratch = own_scratch.get(parts.floats);
     KeptSubnormals here;
     if (!scratch) return;
-    for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts;) work(context, part, scratch);
+    for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts.count;) parts.work(parts.context, part, scratch);
 }
 
 void *serve(void *argument) {
@@ -323,11 +336,9 @@ void *serve(void *argument) {
         while (p->wanted == 0) pthread_cond_wait(&p->wake, &p->mutex);
         p->wanted--;
         __atomic_add_fetch(&p->active, 1, __ATOMIC_RELAXED);
-        Work work = p->work;
-        const void *context = p->context;
-        int64_t parts = p->parts;
+        const Parts parts = p->parts;
         pthread_mutex_unlock(&p->mutex);
-        take_parts(p, work, context, parts);
+        take_parts(p, parts);
         pthread_mutex_lock(&p->mutex);
         if (__atomic_sub_fetch(&p->active, 1, __ATOMIC_RELAXED) == 0) pthread_cond_signal(&p->done);
     }
@@ -346,20 +357,19 @@ int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + p
 
 // One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one leaves over.
 struct Shared {
-    Work work;
-    const void *context;
-    int64_t parts, next;
+    Parts parts;
+    int64_t next;
     int wanted;
 };
 
 void take_shared(void *argument) {
     Shared *shared = (Shared *)argument;
     if (__atomic_load_n(&shared->wanted, __ATOMIC_RELAXED) <= 0) return;
-    float *scratch = own_scratch.get();
+    float *scratch = own_scratch.get(shared->parts.floats);
     KeptSubnormals here;
     if (!scratch || __atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
-    for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts;)
-        shared->work(shared->context, part, scratch);
+    for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts.count;)
+        shared->parts.work(shared->parts.context, part, scratch);
 }
 
 // Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is given back to a host.
@@ -372,7 +382,7 @@ void spin_while(const int *flag) {
 }
 
 // As run_parts, in our own pool; `busy` is held.
-void run_in_pool(Pool *p, Work work, const void *context, int64_t parts, int threads) {
+void run_in_pool(Pool *p, const Parts &parts, int threads) {
     pthread_mutex_lock(&p->mutex);
     while (p->threads < threads - 1) {
         pthread_t thread;
@@ -380,12 +390,12 @@ void run_in_pool(Pool *p, Work work, const void *context, int64_t parts, int thr
         pthread_detach(thread);
         p->threads++;
     }
-    p->work = work, p->context = context, p->parts = parts;
+    p->parts = parts;
     __atomic_store_n(&p->next, 0, __ATOMIC_RELAXED);
     p->wanted = (int)least(threads - 1, p->threads);
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->mutex);
-    take_parts(p, work, context, parts);
+    take_parts(p, parts);
     spin_while(&p->active);
     pthread_mutex_lock(&p->mutex);
     p->wanted = 0;  // nobody else needs to begin
@@ -395,19 +405,19 @@ void run_in_pool(Pool *p, Work work, const void *context, int64_t parts, int thr
 
 // Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone. A caller has
 // its scratch already.
-void run_parts(Work work, const void *context, int64_t parts, int threads, int wanted) {
+void run_parts(const Parts &parts, int threads, int wanted) {
     pthread_once(&pool_once, make_pool);
     Pool *p = pool;
-    wanted = (int)least(wanted, parts);
+    wanted = (int)least(wanted, parts.count);
     if (wanted <= 1 || pthread_mutex_trylock(&p->busy) != 0) {
-        for (int64_t part = 0; part < parts; part++) work(context, part, own_scratch.get());
+        for (int64_t part = 0; part < parts.count; part++) parts.work(parts.context, part, own_scratch.get(parts.floats));
         return;
     }
     if (team) {
-        Shared shared = {work, context, parts, 0, wanted};
+        Shared shared = {parts, 0, wanted};
         team(take_shared, &shared, (unsigned)threads, 0);
     } else {
-        run_in_pool(p, work, context, parts, wanted);
+        run_in_pool(p, parts, wanted);
     }
     pthread_mutex_unlock(&p->busy);
 }
@@ -533,6 +543,13 @@ void (*const orders[])(const Layer &, const float *, int64_t, int64_t, float *) 
     avx512::order_activations,
 #endif
 };
+void (*const activation_sorts[])(const Layer &, int64_t, int64_t, float *, float *) = {
+    scalar::sort_activations,
+#if defined(__x86_64__)
+    avx2::sort_activations,
+    avx512::sort_activations,
+#endif
+};
 const Work panel_works[][2] = {
     {scalar::rows_panel, scalar::columns_panel},
 #if defined(__x86_64__)
@@ -555,6 +572,7 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
              int64_t y_stride, float *scratch, int threads) {
     int64_t stride = padded_columns(layer);
     bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
+    if (is_sorted(layer)) activation_sorts[level()](layer, rows, stride, scratch, (float *)layer.index + layer.in_features);
     bool integers = finite && level() > 0 && has_integers(layer, rows);
     float *units = scratch + padded_rows(layer, rows) * stride;
     int32_t *sums = (int32_t *)(units + rows * spans(layer));
@@ -564,6 +582,43 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
     int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
+}
+
+// Whether a layer's channels can be sorted, if its groups are whole.
+bool is_sortable(const Layer &layer) {
+    if (level() < 1 || layer.kind != GPTQ || !layer.index_nbytes || layer.bits == 3) return false;
+    if (layer.in_features * layer.bits % 32 || layer.block_in * layer.bits % 32) return false;
+    return layer.in_features * MOST_STRIP * (8 + layer.bits) / 8 <= SORTED_SCRATCH;
+}
+
+// The channels in the order of their groups; false where a group has not as many as a layer's without an index.
+bool sort_channels(const Layer &layer, int32_t *order) {
+    int64_t next[MOST_GROUPS];
+    if (layer.groups > MOST_GROUPS) return false;
+    for (int64_t group = 0; group < layer.groups; group++) next[group] = group * layer.block_in;
+    for (int64_t k = 0; k < layer.in_features; k++) {
+        const int64_t group = group_of(layer, k), place = next[group]++;
+        if (place >= least((group + 1) * layer.block_in, layer.in_features)) return false;
+        order[place] = (int32_t)k;
+    }
+    return true;
+}
+
+// The layers as they are multiplied: of scattered groups, sorted where they can be. An order is followed by room for a row of activations.
+const Layer *sorted_layers(const Layer *layers, int64_t count) {
+    int64_t channels = 0;
+    for (int64_t i = 0; i < count; i++) channels += is_sortable(layers[i]) ? layers[i].in_features : 0;
+    if (!channels) return layers;
+    Layer *copies = (Layer *)kept_orders.get(2 * channels + count * (int64_t)sizeof(Layer) / 4);
+    if (!copies) return layers;
+    int32_t *order = (int32_t *)(copies + count);
+    for (int64_t i = 0; i < count; i++) {
+        copies[i] = layers[i];
+        if (!is_sortable(layers[i]) || !sort_channels(layers[i], order)) continue;
+        copies[i].index = (const char *)order, copies[i].index_nbytes = 0;
+        order += 2 * layers[i].in_features;
+    }
+    return copies;
 }
 
 // Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
@@ -639,7 +694,8 @@ int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count) {
 // One layer after the other, whose rows follow each other, at once; -3 without memory.
 int run_short(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
     float *scratch = kept_scratch.get(short_floats(layers, rows, count));
-    if (!scratch || !own_scratch.get()) return -3;
+    const int64_t own = own_floats(any_sorted(layers, count));
+    if (!scratch || !own_scratch.get(own)) return -3;
     int64_t products = 0, parts = 0;
     for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
     const int wanted = worthwhile(threads, products);
@@ -652,13 +708,13 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, const cha
         if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].width = dotted::WIDTH;
         tiled::Packing packing = {layers + i, x, rows[i], x_stride, jobs[i].depth, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
-        run_parts(tiled::pack_block, &packing, jobs[i].apart ? rows[i] : tiled::blocks(rows[i]), threads, rows[i] > MOST_ROWS ? wanted : 1);
+        run_parts({tiled::pack_block, &packing, jobs[i].apart ? rows[i] : tiled::blocks(rows[i]), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
         ends[i] = parts += (layers[i].out_features + jobs[i].width - 1) / jobs[i].width;
         scratch += up(tiled::packed_floats(layers[i], rows[i]), 16);
         x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
     }
     const Jobs all = {jobs, ends};
-    run_parts(job_part, &all, parts, threads, wanted);
+    run_parts({job_part, &all, parts, own}, threads, wanted);
     return 0;
 }
 
@@ -716,6 +772,8 @@ int64_t hfq_most_rows() { return MOST_ROWS; }
 // Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which take any number of them.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
+    if (!has_groups(*layer)) return 0;
+    layer = sorted_layers(layer, 1);
     return is_short(*layer, rows, dtype, dtype) && !is_dotted(*layer, rows);
 #else
     return 0;
@@ -746,20 +804,22 @@ int hfq_linear(const Product *given) {
     const int64_t rows = given->rows, x_stride = given->x_stride, y_stride = layer->out_features;
     const int32_t dtype = (int32_t)given->dtype, threads = (int32_t)given->threads;
     if (rows < 1) return -1;
+    if (!has_groups(*layer)) return -2;
+    layer = sorted_layers(layer, 1);
     KeptSubnormals here;
 #if defined(__x86_64__)
     if (is_short(*layer, rows, dtype, dtype)) return run_all_short(*layer, rows, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
-    if (!has_groups(*layer)) return -2;
     float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
-    if (!scratch || !own_scratch.get()) return -3;
+    const int64_t own = own_floats(is_sorted(*layer));
+    if (!scratch || !own_scratch.get(own)) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
     Call call = prepare(*layer, x, dtype, rows, x_stride, y, dtype, y_stride, scratch, wanted);
     const int64_t each = has_faulty_rows(call) ? 1 : rows, size = dtype == F32 ? 4 : 2;
     for (int64_t m = 0; m < rows; m += each) {
         if (each < rows) call = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
-        run_parts(linear_work(*layer), &call, call_parts(call), threads, wanted);
+        run_parts({linear_work(*layer), &call, call_parts(call), own}, threads, wanted);
     }
     return 0;
 }
@@ -779,6 +839,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
         if (!has_groups(layers[i])) return -2;
     }
+    layers = sorted_layers(layers, count);
     KeptSubnormals here;
     for (int64_t first = 0, next; first < count; first = next) {
 #if defined(__x86_64__)
@@ -801,7 +862,8 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
         float *scratch = kept_scratch.get(floats);
-        if (!scratch || !own_scratch.get()) return -3;
+        const int64_t own = own_floats(any_sorted(layers + first, next - first));
+        if (!scratch || !own_scratch.get(own)) return -3;
         int wanted = worthwhile(threads, products);
         Call *calls = (Call *)scratch;
         int64_t *ends = (int64_t *)(calls + (next - first));
@@ -816,7 +878,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
         }
         Group group = {calls, ends};
-        run_parts(group_part, &group, parts, threads, wanted);
+        run_parts({group_part, &group, parts, own}, threads, wanted);
     }
     return 0;
 }
@@ -825,13 +887,13 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
 // Not 0 where nothing was computed, as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (!has_groups(*layer)) return -2;
-    if (!own_scratch.get()) return -3;
+    if (!own_scratch.get(own_floats(false))) return -3;
     KeptSubnormals here;
     Panel panel = {layer, start, count, out, dtype};
     bool columns = has_columns(*layer);
     int wanted = worthwhile(threads, count * layer->in_features);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
-    run_parts(panel_works[level()][columns], &panel, (count + width - 1) / width, threads, wanted);
+    run_parts({panel_works[level()][columns], &panel, (count + width - 1) / width, own_floats(false)}, threads, wanted);
     return 0;
 }
 
@@ -1882,11 +1944,12 @@ struct Words {
     char copy[CHUNK * 4 * W];
     HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns, int64_t most_columns, int64_t most_codes) {
         int64_t rows = codes, nbytes = columns / 2, wide = most_columns / 2;
+        pitch = layer.row_nbytes;
         if (layer.kind == AWQ) {
-            pitch = 4 * layer.zero_words, at = layer.codes + k * pitch + n / 2;
+            at = layer.codes + k * pitch + n / 2;
         } else {
             rows = codes * layer.bits / 32, nbytes = 4 * columns, wide = 4 * most_columns;
-            pitch = 4 * layer.out_features, at = layer.codes + k * layer.bits / 32 * pitch + 4 * n;
+            at = layer.codes + k * layer.bits / 32 * pitch + 4 * n;
         }
         if (columns >= most_columns && codes >= most_codes) return;
         __builtin_memset(copy, 0, sizeof(copy));
@@ -2055,7 +2118,7 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
         for (int64_t m = 0; m < rows; m++) lowest[m] = lowest_digits(digits + (row + m) * each);
         if constexpr (BITS == 2 || BITS == 4)
             if (rows == 1 && stop - k >= CHUNK) {
-                const int64_t pitch = 4 * layer.out_features;
+                const int64_t pitch = layer.row_nbytes;
                 const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
                 i = lowest[0] ? add_pairs<BITS, DIGITS>(words, pitch, x, count, high, low)
                               : add_pairs<BITS, DIGITS - 1>(words, pitch, x, count, high, low);
@@ -2207,10 +2270,10 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
         for (int64_t i = 0; i < count; i++) put(call, row + m, n + i, y[m * wide + i]);
 }
 
-static void columns_part(const void *context, int64_t part, float *scratch) {
-    const Call &call = *(const Call *)context;
+#include "sorted.h"
+
+static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
     const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
-    int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
     for (int64_t row = 0, rows; row < call.rows; row += PASS) {
         rows = least(PASS, call.rows - row);
         if (!call.digits) {
@@ -2223,6 +2286,24 @@ static void columns_part(const void *context, int64_t part, float *scratch) {
         else if (bits == 4) integer_tile<4>(call, row, rows, n, count, scratch);
         else integer_tile<8>(call, row, rows, n, count, scratch);
     }
+}
+
+// The columns of a part, of a sorted layer strip by strip.
+template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void multiply_strips(const Call &call, int64_t part, float *scratch) {
+    const Layer &layer = *call.layer;
+    const int64_t first = part * call.width, stop = least(first + call.width, layer.out_features);
+    if (!is_sorted(layer)) return MULTIPLY(call, first, stop - first, scratch);
+    Call of = call;
+    for (int64_t n = first; n < stop; n += STRIP_COLUMNS) {
+        const int64_t count = least(STRIP_COLUMNS, stop - n);
+        const Layer strip = sort_strip(layer, n, count, scratch);
+        of.layer = &strip;
+        MULTIPLY(of, n, count, scratch);
+    }
+}
+
+static void columns_part(const void *context, int64_t part, float *scratch) {
+    multiply_strips<multiply_columns>(*(const Call *)context, part, scratch);
 }
 
 static void columns_panel(const void *context, int64_t part, float *scratch) {

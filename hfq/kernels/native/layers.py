@@ -164,6 +164,7 @@ def _gptq(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features
         codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(),
         index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
         in_features=in_features, out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1],
+        row_nbytes=4 * out_features,
         block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=GPTQ,
         bits=weight_format.num_bits, scale_dtype=SCALES[scales.dtype],
         zero_reading=ZERO_READINGS.index(weight_format.zero_reading),
@@ -175,5 +176,6 @@ def _awq(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: 
     return NativeLayer(
         codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(), in_features=in_features,
         out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1], bits=weight_format.num_bits, kind=AWQ,
+        row_nbytes=4 * zeros.shape[1],
         block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, scale_dtype=SCALES[scales.dtype],
     )  # fmt: skip

@@ -167,13 +167,13 @@ static inline __m512i scaled(__m512i x, const float *by) {
 #endif
 
 // 64 channels of a block of `count` rows, of which `left` are there, to two tiles.
-static void pack_two(const Packing &to, const char *x, int64_t count, int64_t left, const float (*by)[2], char *const *outs) {
+static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t count, int64_t left, const float (*by)[2], char *const *outs) {
     const bool is_left = has_columns(*to.layer);
 #if defined(HFQ_AMX)
     const __m512i first = _mm512_load_si512(to.order), second = _mm512_load_si512(to.order + 32);
     const __mmask32 low = left >= 32 ? ~0u : (1u << left) - 1, high = left >= 64 ? ~0u : left > 32 ? (1u << (left - 32)) - 1 : 0;
     __m512i tiles[2][16] = {};
-    for (int64_t m = 0; m < count; m++, x += 2 * to.x_stride) {
+    for (int64_t m = 0; m < count; m++, x += 2 * stride) {
         __m512i a = _mm512_maskz_loadu_epi16(low, x), b = _mm512_maskz_loadu_epi16(high, x + 64);
         if (by[m][0] != 1 || by[m][1] != 1) a = scaled(a, by[m]), b = scaled(b, by[m]);
         tiles[0][m] = _mm512_permutex2var_epi16(a, first, b), tiles[1][m] = _mm512_permutex2var_epi16(a, second, b);
@@ -201,25 +201,34 @@ static void pack_two(const Packing &to, const char *x, int64_t count, int64_t le
             for (int i = 0; i < 32; i++) {
                 const int64_t k = to.order[32 * t + i], lanes = to.halved ? 4 : 2;
                 const int64_t place = is_left ? 32 * m + i : lanes * count * (i / lanes) + lanes * m + i % lanes;
-                const float value = k < left ? float_at(x + 2 * m * to.x_stride, BF16, k) * by[m][0] * by[m][1] : 0;
+                const float value = k < left ? float_at(x + 2 * m * stride, BF16, k) * by[m][0] * by[m][1] : 0;
                 const uint16_t half = (uint16_t)(as_bits(value) >> 16);
                 memcpy(outs[t] + 2 * place, &half, 2);
             }
 #endif
 }
 
+// The activations of some rows in the order of a sorted layer's channels.
+void sort_rows(const Layer &layer, const char *x, int64_t rows, int64_t x_stride, uint16_t *out) {
+    const int32_t *order = (const int32_t *)layer.index;
+    for (int64_t m = 0; m < rows; m++, x += 2 * x_stride)
+        for (int64_t k = 0; k < layer.in_features; k++) *out++ = load16(x + 2 * order[k]);
+}
+
 // One block of rows.
-void pack_block(const void *context, int64_t block, float *) {
+void pack_block(const void *context, int64_t block, float *scratch) {
     const Packing &to = *(const Packing *)context;
     const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first), size = to.layer->in_features;
     const char *x = to.x + 2 * first * to.x_stride;
+    int64_t stride = to.x_stride;
+    if (is_sorted(*to.layer)) sort_rows(*to.layer, x, count, stride, (uint16_t *)scratch), x = (const char *)scratch, stride = size;
     float by[BLOCK][2];
-    for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * to.x_stride, size, by[m], to.factors + 2 * (first + m));
+    for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
     for (int64_t k = 0; k < size; k += 64) {
         char *outs[2];
         for (int t = 0; t < 2; t++)
             outs[t] = to.out + (to.apart ? 2 * (k * to.rows + block * 2 * CHANNELS + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
-        pack_two(to, x + 2 * k, count, size - k, by, outs);
+        pack_two(to, x + 2 * k, stride, count, size - k, by, outs);
     }
 }
 
@@ -541,7 +550,7 @@ static int all_integers() { return 0; }
 // 32 channels, of which `codes` are there, of 16 columns, of which `count` are.
 template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t codes, int64_t lead,
                                                        const float *zeros, const Integers &table, char *out) {
-    const int64_t pitch = 4 * (BITS == 0 ? layer.zero_words : layer.out_features), columns = least(BLOCK, count);
+    const int64_t pitch = layer.row_nbytes, columns = least(BLOCK, count);
     if (columns <= 0) { memset(out, 0, amx::TILE); return; }
 #if defined(HFQ_AMX)
     const Columns from = {layer.codes + k * BITS / 32 * pitch + 4 * n, pitch, codes * BITS / 32, (__mmask16)((1u << columns) - 1)};
@@ -569,7 +578,7 @@ template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64
 
 // AWQ's words of a part's columns, for `length` channels, one row after the other: where they lie they share few places of the first cache.
 static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, int64_t length, int64_t lead, char *out) {
-    const int64_t pitch = 4 * layer.zero_words, nbytes = up(width, 8) / 2;
+    const int64_t pitch = layer.row_nbytes, nbytes = up(width, 8) / 2;
     const char *words = layer.codes + k * pitch + n / 2;
     for (int64_t row = 0; row < length; row++, words += pitch, out += MOST_FEW / 2) {
         memcpy(out, words, nbytes);
@@ -985,7 +994,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
 template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
     const int TILES = ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
-    const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = 4 * layer.out_features;
+    const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = layer.row_nbytes;
     for (int64_t n = 0; n < width; n += BLOCK * TILES)
         for (int64_t at = k, end; at < stop; at = end) {
             const int64_t group = at / size, count = least(BLOCK * TILES, width - n);
@@ -1043,10 +1052,23 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
                              kept.totals + n / PAIR * each + 2 * b * 256);
 }
 
-void part(const Job &job, int64_t first, int64_t width, float *scratch) {
+void part_of_layer(const Job &job, int64_t first, int64_t width, float *scratch) {
     const bool columns = has_columns(*job.layer);
     if (job.by_tiles) (columns ? part_of<false, TileFlow<false>> : part_of<true, TileFlow<true>>)(job, first, width, scratch);
     else (columns ? part_of<false, VectorFlow<false>> : part_of<true, VectorFlow<true>>)(job, first, width, scratch);
+}
+
+// Of a sorted layer strip by strip: the more rows, the less often are they to be read.
+void part(const Job &job, int64_t first, int64_t width, float *scratch) {
+    if (!is_sorted(*job.layer)) return part_of_layer(job, first, width, scratch);
+    const int64_t strip_width = avx512::strip_columns(*job.layer, job.rows > 4 * BLOCK ? width : 1);
+    Job of = job;
+    for (int64_t i = 0; i < width; i += strip_width) {
+        const int64_t count = least(strip_width, width - i);
+        const Layer strip = avx512::sort_strip(*job.layer, first + i, count, scratch);
+        of.layer = &strip, of.lead = 0;  // nothing is left to be asked for
+        part_of_layer(of, first + i, count, scratch);
+    }
 }
 
 // The job of up to MOST rows, whose activations are packed at `packed`. With few rows of codes a part is as narrow as can be, and the next
@@ -1058,7 +1080,7 @@ Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char
     if (!columns && !shares_rows(layer) && !folds(layer)) width = most(PAIR, least(width, MOST_SCALES / row_groups(layer) * PAIR));
     const bool is_deep = is_few ? !by_tiles && !columns : by_tiles;  // as measured: vectors multiply many rows from the first cache
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
-    const int64_t below = layer.kind == AWQ ? depth * 4 * layer.zero_words : depth * layer.bits / 32 * 4 * layer.out_features;
+    const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
     return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }

@@ -323,7 +323,7 @@ static void multiply_part(const Layer &layer, const Span &span, int64_t rows, co
 // As integer_tile: span by span, and each of them along the columns.
 template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
-    const int64_t wide = up(count, vectors<BITS>() * W), pitch = BITS == 0 ? 4 * layer.zero_words : 4 * layer.out_features;
+    const int64_t wide = up(count, vectors<BITS>() * W), pitch = layer.row_nbytes;
     int32_t *high = (int32_t *)(scratch + rows * wide);
     Columns to = {nullptr, nullptr, scratch, high, high + rows * wide, wide, true, true};
     __builtin_memset(scratch, 0, 4 * rows * wide);
@@ -345,14 +345,16 @@ template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows
     put_columns(call, row, rows, n, count, scratch, wide, BITS == 0);
 }
 
-static void columns_part(const void *context, int64_t part, float *scratch) {
-    const Call &call = *(const Call *)context;
-    if (!call.digits) return avx512::columns_part(context, part, scratch);
+static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
+    if (!call.digits) return avx512::multiply_columns(call, n, count, scratch);
     const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
-    const int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
     for (int64_t row = 0; row < call.rows; row += PASS)
         (bits == 0 ? tile<0> : bits == 2 ? tile<2> : bits == 3 ? tile<3> : bits == 4 ? tile<4> : tile<8>)(
             call, row, least(PASS, call.rows - row), n, count, scratch);
+}
+
+static void columns_part(const void *context, int64_t part, float *scratch) {
+    multiply_strips<multiply_columns>(*(const Call *)context, part, scratch);
 }
 
 // ---- Rows of codes -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""GPTQ's act-order as a permutation that loses nothing: bit for bit the layer whose channels lie in the order of their groups."""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from kernels.layers import Case
+from kernels.test_native import misplaced, random
+from kernels.test_tiles import Mallinfo
+
+from hfq.formats.gptq import Gptq
+from hfq.kernels import cpu
+from hfq.kernels.native import library
+from hfq.kernels.native.layers import DTYPES, describe_layer
+
+SIZES = [(2, 64, 704, 304), (4, 32, 352, 40), (4, 176, 704, 1096), (4, 64, 448, 64), (8, 32, 96, 12), (8, 352, 704, 200)]
+"""(bits, group_size, in_features, out_features): with strips that end within a vector, with many of them."""
+
+ROWS = (1, 2, 3, 8, 17, 80, 129)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
+    return (words[:, None] >> shifts & (1 << bits) - 1).flatten(0, 1)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
+    return (codes.view(-1, 32 // bits, codes.shape[1]) << shifts).sum(1, dtype=torch.int32)
+
+
+def twins(bits: int, group_size: int, in_features: int, out_features: int):
+    """(format, tensors) of a layer in the order of its groups; the same, scattered; and which channel each of the second is."""
+    plain, tensors = Case(Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features).make()
+    index = torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features)) // group_size
+    order = torch.empty_like(index)
+    order[index.argsort(stable=True)] = torch.arange(in_features)
+    scattered = {**tensors, "qweight": pack(unpack(tensors["qweight"], bits)[order], bits)}
+    scattered["g_idx"] = index.to(torch.int32)
+    return (plain, tensors), (plain.resolve("m", scattered), scattered), order
+
+
+def compare(size: tuple[int, int, int, int]) -> None:
+    (plain, tensors), (weight_format, scattered), order = twins(*size)
+    assert (weight_format.act_order, plain.act_order) == (True, False)
+    assert torch.equal(weight_format.dequantize(scattered), plain.dequantize(tensors)[:, order])
+    for dtype in DTYPES:
+        for rows in ROWS:
+            given = random(rows, size[2], dtype=dtype, seed=rows)
+            found, expected = cpu.linear(given[:, order], scattered, weight_format), cpu.linear(given, tensors, plain)
+            if rows <= cpu.FUSED_ROWS[torch.bfloat16] or (dtype == torch.bfloat16 and is_tiled(weight_format, scattered)):
+                assert torch.equal(found, expected), (rows, dtype)
+
+
+def is_tiled(weight_format, tensors) -> bool:
+    return bool(library.library().hfq_is_tiled(describe_layer(weight_format, tensors).here, 17, DTYPES[torch.bfloat16]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("short", [0, 1, 2])
+@pytest.mark.parametrize("level", [1, 9])
+def test_each_bit_is_that_of_the_layer_in_order(native, size, short, level):
+    native.hfq_use(level), native.hfq_use_short(short)
+    compare(size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_the_forms_for_other_processors_do_so_too(emulated, monkeypatch, short):
+    monkeypatch.setattr(library, "_once", emulated)
+    try:
+        emulated.library.hfq_use_short(short)
+        for size in SIZES:
+            compare(size)
+    finally:
+        emulated.library.hfq_use_short(-1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_layers_are_sorted_together_wherever_their_bytes_lie(native, threads, monkeypatch):
+    made = [twins(4, 32, 352, 200)[1], twins(4, 32, 352, 200)[0], twins(8, 32, 352, 200)[1]]
+    layers = [(misplaced(tensors, 5), weight_format) for weight_format, tensors in made]
+    counts = [8, 1, 3]
+    given = random(sum(counts), 352, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = cpu.grouped_linear(given, counts, layers)
+    for result, part, (weight_format, tensors) in zip(found.split(counts), given.split(counts), made, strict=True):
+        assert torch.equal(result, cpu.linear(part, tensors, weight_format))
+
+
+def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):
+    _, (weight_format, tensors), _ = twins(4, 32, 352, 200)
+    assert is_tiled(weight_format, tensors) == (native.hfq_use_short(-1) > 0)
+    tensors["g_idx"] = torch.where(tensors["g_idx"] == 3, 4, tensors["g_idx"])
+    weight, given = weight_format.dequantize(tensors), random(5, 352)
+    assert not is_tiled(weight_format, tensors)
+    assert torch.allclose(
+        cpu.linear(given, tensors, weight_format), given @ weight.t(), rtol=0, atol=1e-4
+    )  # sums in another order
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_what_a_thread_keeps_does_not_grow_with_the_weight(native, rows, monkeypatch):
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        pytest.skip("another C library")
+    mallinfo.restype = Mallinfo
+    _, (weight_format, tensors), _ = twins(4, 32, 512, 1 << 14)
+    given, grown = random(rows, 512, dtype=torch.bfloat16), []
+
+    def work() -> None:  # a thread of its own, which has kept nothing yet
+        before = mallinfo().in_use()
+        result = cpu.linear(given, tensors, weight_format)
+        grown.append(mallinfo().in_use() - before - result.nbytes)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = threading.Thread(target=work)
+    one.start(), one.join()
+    assert grown[0] <= (4 << 20) + 16 * rows * (512 + 256)
