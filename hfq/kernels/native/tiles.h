@@ -78,6 +78,14 @@ bool folds(const Layer &layer) {
            layer.scale_step == 1 && (layer.scale_dtype == E8M0 || layer.scale_dtype == E4M3_SCALED) && has_bits(layer.values, 0xFFFFF);
 }
 
+// Whether zero points of rows are taken off their codes, nibbles that stand for neighbouring integers: -15 to 15 are left.
+bool takes_zeros(const Layer &layer) {
+    if (layer.kind != NIBBLES || layer.block_out != 1 || (layer.row_zeros != GROUP_WORDS && layer.row_zeros != OUTPUT_WORDS)) return false;
+    for (int i = 0; i < 16; i++)
+        if (float_at(layer.values, F32, i) != (float)(i - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0))) return false;
+    return true;
+}
+
 inline int64_t row_groups(const Layer &layer) { return (layer.in_features + layer.block_in - 1) / layer.block_in; }
 
 // Whether a layer's codes can be made tiles of: groups are not scattered, and end with a tile.
@@ -89,7 +97,7 @@ bool reads(const Layer &layer) {
     if (has_columns(layer)) return is_single || layer.block_in % CHANNELS == 0;
     if (!is_single && layer.block_in % (2 * CHANNELS)) return false;
     if (row_groups(layer) > MOST_SCALES) return false;
-    return layer.row_zeros == NONE && (layer.kind != NIBBLES || has_bits(layer.values, 0xFFFF));
+    return takes_zeros(layer) || (layer.row_zeros == NONE && (layer.kind != NIBBLES || has_bits(layer.values, 0xFFFF)));
 }
 
 // Channels whose sums share a scale.
@@ -248,11 +256,27 @@ struct Bytes {
     }
 };
 
+#if defined(HFQ_AMX)
+typedef __m512i Integers;
+static HFQ_INLINE Integers all_integers() {  // -16 to 15 as bfloat16
+    alignas(64) int16_t integers[32];
+    for (int i = 0; i < 32; i++) integers[i] = (int16_t)short_of((float)(i - 16));
+    return _mm512_load_si512(integers);
+}
+#else
+typedef int Integers;
+static int all_integers() { return 0; }
+#endif
+
+// NIBBLES less zero points.
+const int ZEROED = 16;
+
 // What codes are looked up in: it stays in registers.
 #if defined(HFQ_AMX)
 template <int KIND> struct Table {
     __m512i high[2], low[2];
     explicit Table(const Layer &layer) {
+        if (KIND == ZEROED) high[0] = all_integers();
         if (KIND == NIBBLES) high[0] = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(layer.values), 16)));
         if (KIND != E4M3 && KIND != E5M2) return;
         static const Bytes bytes(KIND);
@@ -267,12 +291,13 @@ template <int KIND> struct Table {
 };
 #endif
 
-// 64 codes of a row, from `p`, as rows of two tiles.
-template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, char *first, char *second) {
+// 64 codes of a row, from `p`, as rows of two tiles; `shift` is added to codes that have a zero point.
+template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, int shift, char *first, char *second) {
 #if defined(HFQ_AMX)
-    if constexpr (KIND == NIBBLES) {
+    if constexpr (KIND == NIBBLES || KIND == ZEROED) {
         const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
-        const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(codes, 4);
+        __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(codes, 4);
+        if (KIND == ZEROED) low = _mm512_add_epi16(low, _mm512_set1_epi16((short)shift)), high = _mm512_add_epi16(high, _mm512_set1_epi16((short)shift));
         _mm512_store_si512(first, _mm512_permutexvar_epi16(low, table.high[0])), _mm512_store_si512(second, _mm512_permutexvar_epi16(high, table.high[0]));
     } else if constexpr (KIND == INT8) {
         for (int i = 0; i < 64; i += 32) {
@@ -290,19 +315,25 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
     const bool high_first = table.layer.high_first != 0;
     for (int i = 0; i < 64; i++) {
         const int k = table.order[i];
-        const uint8_t byte = (uint8_t)p[KIND == NIBBLES ? k / 2 : k];
+        const bool is_nibble = KIND == NIBBLES || KIND == ZEROED;
+        const uint8_t byte = (uint8_t)p[is_nibble ? k / 2 : k], nibble = byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15;
         float value = KIND == INT8 ? (float)(int8_t)byte : code_value(byte, KIND);
-        if (KIND == NIBBLES) value = float_at(table.layer.values, F32, byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15);
+        if (is_nibble) value = KIND == ZEROED ? (float)(nibble + shift - 16) : float_at(table.layer.values, F32, nibble);
         const uint16_t half = short_of(value);
         memcpy((i < 32 ? first : second) + 2 * (i % 32), &half, 2);
     }
 #endif
 }
 
+// What is added to a row's codes, from channel k on, to find them among all_integers.
+template <int KIND> static HFQ_INLINE int shift_of(const Layer &layer, int64_t n, int64_t k) {
+    return KIND == ZEROED ? 16 - (int)row_zero(layer, n, k / layer.block_in) - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0) : 0;
+}
+
 // Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for.
 template <int KIND>
 static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
-    const int64_t line = KIND == NIBBLES ? 32 : 64, whole = length / 128 * 128;
+    const int64_t line = KIND == NIBBLES || KIND == ZEROED ? 32 : 64, whole = length / 128 * 128;
     const Table<KIND> table(layer);
     const char *row = layer.codes + n * layer.row_nbytes + k / 64 * line;
     for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {  // beyond the last, the last again
@@ -313,7 +344,7 @@ static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
             HFQ_UNROLL
             for (int j = 0; j < 2; j++) {
                 if (j == 0 || line == 64) __builtin_prefetch(codes + j * line + lead, 0, 2);
-                unpack_row<KIND>(table, codes + j * line, to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
+                unpack_row<KIND>(table, codes + j * line, shift_of<KIND>(layer, n + least(r, count - 1), k + i + 64 * j), to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
             }
         }
         for (; i < length; i += 64, codes += line, to += 4 * amx::TILE) {
@@ -323,7 +354,7 @@ static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
                 memset(rest, 0, sizeof(rest)), memcpy(rest, codes, ((length - i) * line + 63) / 64);
                 at = rest;
             }
-            unpack_row<KIND>(table, at, to, to + 2 * amx::TILE);
+            unpack_row<KIND>(table, at, shift_of<KIND>(layer, n + least(r, count - 1), k + i), to, to + 2 * amx::TILE);
         }
     }
 }
@@ -534,18 +565,6 @@ inline void find_group(const Layer &layer, int64_t group, int64_t n, int64_t cou
     avx512::group_scales(layer, group, n, count, scales, PAIR);
     avx512::group_zeros(layer, group, n, count, zeros, PAIR);
 }
-
-#if defined(HFQ_AMX)
-typedef __m512i Integers;
-static HFQ_INLINE Integers all_integers() {  // -16 to 15 as bfloat16
-    alignas(64) int16_t integers[32];
-    for (int i = 0; i < 32; i++) integers[i] = (int16_t)short_of((float)(i - 16));
-    return _mm512_load_si512(integers);
-}
-#else
-typedef int Integers;
-static int all_integers() { return 0; }
-#endif
 
 // 32 channels, of which `codes` are there, of 16 columns, of which `count` are.
 template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t codes, int64_t lead,
@@ -908,7 +927,7 @@ inline UnpackRows row_unpacker(const Layer &layer) {
         case E4M3: return unpack_rows<E4M3>;
         case E5M2: return unpack_rows<E5M2>;
         case INT8: return unpack_rows<INT8>;
-        default: return unpack_rows<NIBBLES>;
+        default: return takes_zeros(layer) ? unpack_rows<ZEROED> : unpack_rows<NIBBLES>;
     }
 }
 typedef void (*UnpackColumns)(const Layer &, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const char *, char *);
