@@ -8,13 +8,16 @@ from pathlib import Path
 from zero_launch import free_port
 
 RANK = """
-import atexit, os, time
+import atexit, os, threading, time
 import torch, torch.distributed as dist
 from leaving import leave
+
+begun = threading.Event()
 
 class Slow:
     def __del__(self):
         print("lets go", flush=True)
+        begun.set()
         time.sleep(3)
 
 is_first = os.fork() != 0
@@ -28,7 +31,7 @@ if is_first:
 work = dist.all_reduce(values, async_op=True)
 if is_first:
     del values, work
-    time.sleep(1)
+    begun.wait(60)
 else:
     work.wait()
     os._exit(0)

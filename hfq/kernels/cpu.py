@@ -1,7 +1,8 @@
 """The compiled kernel: multiplies on a CPU straight from the checkpoint's bytes, wherever and however they lie.
 
 Few activation rows are multiplied as the codes are decoded, in float32 or as integers: nothing of the weight is written to
-memory. Where a processor multiplies bfloat16, any number of rows in it are, by parts of the weight that the first cache keeps.
+memory. Where a processor multiplies bfloat16, any number of rows in it are, by parts of the weight that the first cache keeps, and
+more than 8 rows of float16, each as the sum of two.
 Other many rows are multiplied by torch with panels that the compiled part dequantizes, bit for bit as the reference does. The
 result is a function of the values, the sizes and the processor alone: not of the memory that the bytes rest in, their
 alignment, or the number of threads (torch's own product of panels is as deterministic as torch makes it).

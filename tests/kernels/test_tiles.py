@@ -1,6 +1,7 @@
 """Products in bfloat16: by Intel's tiles or by vectors where there are any, and anywhere by what stands in for them."""
 
 import ctypes
+import itertools
 import mmap
 import threading
 
@@ -113,10 +114,10 @@ def rows_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 def is_rounded(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a result is that of rounding what is exact up to float32's sums; rounding keeps the order of numbers."""
-    given, weight = activations.double(), weight.double()
-    assert (found.dtype, found.shape) == (SHORT, (activations.shape[0], weight.shape[0]))
+    given, weight, dtype = activations.double(), weight.double(), activations.dtype
+    assert (found.dtype, found.shape) == (dtype, (activations.shape[0], weight.shape[0]))
     exact, margin = given @ weight.t(), 1e-5 * (given.abs() @ weight.abs().t())
-    return bool(((found >= (exact - margin).to(SHORT)) & (found <= (exact + margin).to(SHORT))).all())
+    return bool(((found >= (exact - margin).to(dtype)) & (found <= (exact + margin).to(dtype))).all())
 
 
 def test_products_are_the_exact_ones_rounded(layer):
@@ -124,6 +125,38 @@ def test_products_are_the_exact_ones_rounded(layer):
     for rows in ROWS:
         activations = rows_of(rows, weight.shape[1], rows)
         assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight), rows
+
+
+def test_float16_of_more_than_8_rows_is_multiplied_as_two_bfloat16(layer):
+    weight_format, tensors, weight = layer
+    given = random(529, weight.shape[1], dtype=torch.float16)
+    given[3] *= 2.0**-14  # subnormal numbers
+    given[4] *= 2.0**12
+    if weight.abs().max() > 100:
+        given *= 2.0**-9  # for results that are numbers
+    few = cpu.linear(given[:9], tensors, weight_format)
+    for rows in (9, 15, 16, 64, 65, 129, 257, 529):
+        found = cpu.linear(given[:rows], tensors, weight_format)
+        assert is_rounded(found, given[:rows], weight), rows
+        assert torch.equal(found[:9], few), rows  # whatever rows are beside them
+    assert torch.equal(cpu.linear(given[::2][:40], tensors, weight_format), found[::2][:40])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -65504.0])
+def test_float16_that_is_not_finite_reaches_its_own_row_alone(tiles, value):
+    weight_format, tensors = TILED["w4 g128, 264 outputs"].make()
+    weight = weight_format.dequantize(tensors)
+    given = random(20, 384, dtype=torch.float16)
+    expected = cpu.linear(given, tensors, weight_format)
+    given[7, 5] = value
+    found = cpu.linear(given, tensors, weight_format)
+    assert torch.equal(found[[*range(7), *range(8, 20)]], expected[[*range(7), *range(8, 20)]])
+    alone = (given[7].double() @ weight.double().t()).to(torch.float16)
+    if abs(value) == 65504:
+        assert torch.allclose(found[7], alone, rtol=2e-3, atol=1)  # one rounding, of sums of large numbers
+    else:
+        assert torch.equal(found[7].isnan(), alone.isnan())
+        assert torch.equal(found[7][~alone.isnan()], alone[~alone.isnan()])
 
 
 @pytest.mark.parametrize("lowest", [0, 1, 2, 120, 240])
@@ -240,7 +273,9 @@ def test_forms_are_chosen_and_chosen_back(form):
         assert not tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT])
     finally:
         tiles.hfq_use_short(wanted), tiles.hfq_use(-1)
-    assert not any(tiles.hfq_is_tiled(described.here, 40, DTYPES[other]) for other in (torch.float32, torch.float16))
+    assert tiles.hfq_is_tiled(described.here, 40, DTYPES[torch.float16])
+    assert not tiles.hfq_is_tiled(described.here, 8, DTYPES[torch.float16])
+    assert not tiles.hfq_is_tiled(described.here, 40, DTYPES[torch.float32])
 
 
 def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
@@ -250,9 +285,14 @@ def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
     made = [case.make() for case in cases]
     assert {is_tiled(tiles, *one) for one in made} == {False, True}
     layers = [(tensors, weight_format) for weight_format, tensors in made]
-    for counts in ([1] * 10, [8, 1, 2, 3, 4, 5, 6, 7, 8, 1], [2] * 10):
-        activations = rows_of(sum(counts), GPTQ_IN)
+    for counts, dtype in itertools.product(
+        ([1] * 10, [8, 1, 2, 3, 4, 5, 6, 7, 8, 1], [2] * 10, [9, 20, 3] * 3 + [64]), DTYPES
+    ):
+        activations = random(sum(counts), GPTQ_IN, dtype=dtype)
         found = cpu.grouped_linear(activations, counts, layers)
+        if max(counts) > 8 and dtype == SHORT:
+            assert found is None
+            continue
         for result, part, one in zip(found.split(counts), activations.split(counts), layers, strict=True):
             assert torch.equal(result, cpu.linear(part, *one))
 

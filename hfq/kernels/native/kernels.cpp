@@ -657,10 +657,12 @@ int64_t least_short(const Layer &layer) {
 }
 #endif
 
-// Whether activations in bfloat16 are multiplied in it, by tiles or vectors.
-bool is_short(const Layer &layer, int64_t rows, int32_t x_dtype, int32_t y_dtype) {
+// Whether activations are multiplied in bfloat16, by tiles or vectors: those in it, and of float16 so many rows that two of it for each take no
+// longer than integers.
+bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
-    if (!short_forms || level() < 2 || !has_short() || x_dtype != BF16 || y_dtype != BF16) return false;
+    if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;
+    if (dtype == F16) return rows > DIGIT_ROWS && tiled::reads(layer);
     if (is_dotted(layer, rows)) return true;
     return rows >= least_short(layer) && tiled::reads(layer);
 #else
@@ -685,16 +687,18 @@ void job_part(const void *context, int64_t part, float *scratch) {
 }
 
 // Floats that run_short keeps for layers that it takes together.
-int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count) {
+int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
     int64_t floats = up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
-    for (int64_t i = 0; i < count; i++) floats += up(tiled::packed_floats(layers[i], rows[i]), 16);
+    for (int64_t i = 0; i < count; i++) floats += up(tiled::packed_floats(layers[i], rows[i] * tiled::rows_of(dtype)), 16);
     return floats;
 }
 
 // One layer after the other, whose rows follow each other, at once; -3 without memory.
-int run_short(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
-    float *scratch = kept_scratch.get(short_floats(layers, rows, count));
-    const int64_t own = own_floats(any_sorted(layers, count));
+int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride,
+              int threads) {
+    float *scratch = kept_scratch.get(short_floats(layers, rows, count, dtype));
+    int64_t own = own_floats(any_sorted(layers, count));
+    for (int64_t i = 0; i < count; i++) own = most(own, tiled::brought_floats(layers[i], dtype));
     if (!scratch || !own_scratch.get(own)) return -3;
     int64_t products = 0, parts = 0;
     for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
@@ -703,14 +707,15 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, const cha
     int64_t *ends = (int64_t *)(jobs + count);
     scratch += up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
     for (int64_t i = 0; i < count; i++) {
-        float *factors = scratch + up(tiled::packed_floats(layers[i], rows[i]), 16) - 2 * rows[i];
-        jobs[i] = tiled::plan(layers[i], rows[i], y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
+        const int64_t packed = rows[i] * tiled::rows_of(dtype), floats = up(tiled::packed_floats(layers[i], packed), 16);
+        float *factors = scratch + floats - 2 * packed;
+        jobs[i] = tiled::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
         if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].width = dotted::WIDTH;
-        tiled::Packing packing = {layers + i, x, rows[i], x_stride, jobs[i].depth, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
+        tiled::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
-        run_parts({tiled::pack_block, &packing, jobs[i].apart ? rows[i] : tiled::blocks(rows[i]), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
+        run_parts({tiled::pack_block, &packing, jobs[i].apart ? packed : tiled::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
         ends[i] = parts += (layers[i].out_features + jobs[i].width - 1) / jobs[i].width;
-        scratch += up(tiled::packed_floats(layers[i], rows[i]), 16);
+        scratch += floats;
         x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
     }
     const Jobs all = {jobs, ends};
@@ -718,11 +723,12 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, const cha
     return 0;
 }
 
-int run_all_short(const Layer &layer, int64_t rows, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
+int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
+    const int64_t together = tiled::MOST / tiled::rows_of(dtype);
     for (int64_t first = 0, count; first < rows; first += count) {
         const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
-        count = left > tiled::MOST && left <= tiled::MOST + tiled::HALF ? tiled::MOST / 2 : least(tiled::MOST, left);
-        const int status = run_short(&layer, &count, 1, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
+        count = left > together && left <= together + tiled::HALF ? together / 2 : least(together, left);
+        const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
         if (status != 0) return status;
     }
     return 0;
@@ -774,7 +780,7 @@ int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (!has_groups(*layer)) return 0;
     layer = sorted_layers(layer, 1);
-    return is_short(*layer, rows, dtype, dtype) && !is_dotted(*layer, rows);
+    return is_short(*layer, rows, dtype) && !(dtype == BF16 && is_dotted(*layer, rows));
 #else
     return 0;
 #endif
@@ -808,7 +814,7 @@ int hfq_linear(const Product *given) {
     layer = sorted_layers(layer, 1);
     KeptSubnormals here;
 #if defined(__x86_64__)
-    if (is_short(*layer, rows, dtype, dtype)) return run_all_short(*layer, rows, x, x_stride, y, y_stride, threads);
+    if (is_short(*layer, rows, dtype)) return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
     float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
@@ -843,14 +849,14 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
     KeptSubnormals here;
     for (int64_t first = 0, next; first < count; first = next) {
 #if defined(__x86_64__)
-        if (is_short(layers[first], rows[first], x_dtype, y_dtype)) {
+        if (is_short(layers[first], rows[first], x_dtype)) {
             int64_t floats = 0, taken = 0;
-            for (next = first; next < count && is_short(layers[next], rows[next], x_dtype, y_dtype); next++) {
-                floats += short_floats(layers + next, rows + next, 1);
+            for (next = first; next < count && is_short(layers[next], rows[next], x_dtype); next++) {
+                floats += short_floats(layers + next, rows + next, 1, x_dtype);
                 if (next > first && floats > GROUPED_FLOATS) break;
                 taken += rows[next];
             }
-            if (run_short(layers + first, rows + first, next - first, x, x_stride, y, y_stride, threads)) return -3;
+            if (run_short(layers + first, rows + first, next - first, x_dtype, x, x_stride, y, y_stride, threads)) return -3;
             x += 2 * taken * x_stride, y += 2 * taken * y_stride;
             continue;
         }
@@ -858,7 +864,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
         int64_t floats = 0, products = 0, parts = 0;
         for (next = first; next < count; next++) {
             int64_t more = hfq_grouped_scratch(layers + next, rows + next, 1);
-            if (next > first && (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype, y_dtype))) break;
+            if (next > first && (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype))) break;
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
         float *scratch = kept_scratch.get(floats);

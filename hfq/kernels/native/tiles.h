@@ -1,4 +1,4 @@
-// Products by tiles (amx.h) of activations in bfloat16. Included by kernels.cpp, after its instruction sets.
+// Products by tiles (amx.h) of activations in bfloat16, or in float16 as the sum of two of it. Included by kernels.cpp, after its instruction sets.
 //
 // Codes become bfloat16 without a loss: floats of 8 and 4 bits as they are, integers less their zero points. Products of two bfloat16
 // are exact in float32, in which a tile sums them; the sum of a group is multiplied with its scale, and groups are added up, in float32.
@@ -127,6 +127,7 @@ struct Packing {
     const Layer *layer;
     const char *x;
     int64_t rows, x_stride, depth;
+    int32_t dtype;
     bool apart;  // each row by itself, for dots.h: [64 channels][row][64]
     bool halved;
     char *out;
@@ -216,20 +217,58 @@ static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t c
 #endif
 }
 
-// The activations of some rows in the order of a sorted layer's channels.
-void sort_rows(const Layer &layer, const char *x, int64_t rows, int64_t x_stride, uint16_t *out) {
-    const int32_t *order = (const int32_t *)layer.index;
-    for (int64_t m = 0; m < rows; m++, x += 2 * x_stride)
-        for (int64_t k = 0; k < layer.in_features; k++) *out++ = load16(x + 2 * order[k]);
+// Rows of bfloat16 that a row of activations is packed as.
+inline int64_t rows_of(int32_t dtype) { return dtype == F16 ? 2 : 1; }
+
+// Float16 as two bfloat16, whose sum it is: of its 11 bits the first 8, rounded, and the rest.
+void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest) {
+    int64_t k = 0;
+#if defined(HFQ_AMX)
+    for (; k + 16 <= count; k += 16) {
+        const __m512 value = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + 2 * k)));
+        const __m256i high = (__m256i)_mm512_cvtneps_pbh(value);
+        const __m512 taken = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+        const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(65504), _CMP_LE_OQ);
+        _mm256_storeu_si256((__m256i *)(first + k), high);
+        _mm256_storeu_si256((__m256i *)(rest + k), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, value, taken)));
+    }
+#endif
+    for (; k < count; k++) {
+        const float value = float_at(x, F16, k);
+        first[k] = float_to_bfloat(value);
+        rest[k] = float_to_bfloat(value - value == 0 ? value - as_float((uint32_t)first[k] << 16) : 0);
+    }
+}
+
+// Whether a block's activations are brought together before they are packed, and the floats that takes.
+inline bool is_brought(const Layer &layer, int32_t dtype) { return is_sorted(layer) || dtype == F16; }
+inline int64_t brought_floats(const Layer &layer, int32_t dtype) { return is_brought(layer, dtype) ? up((BLOCK + 1) * layer.in_features, 2) / 2 : 0; }
+
+// Packed rows from `first` on, in the order of the layer's channels and in bfloat16.
+void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) {
+    const Layer &layer = *of.layer;
+    const int64_t size = layer.in_features, each = rows_of(of.dtype);
+    const int32_t *order = is_sorted(layer) ? (const int32_t *)layer.index : nullptr;
+    uint16_t *row = out + BLOCK * size;
+    for (int64_t m = 0; m < count; m += each, out += each * size) {
+        const char *x = of.x + 2 * (first + m) / each * of.x_stride;
+        if (order) {
+            uint16_t *to = each == 1 ? out : row;
+            for (int64_t k = 0; k < size; k++) to[k] = load16(x + 2 * order[k]);
+            x = (const char *)to;
+        }
+        if (each == 2) split_halves(x, size, out, out + size);
+    }
 }
 
 // One block of rows.
 void pack_block(const void *context, int64_t block, float *scratch) {
     const Packing &to = *(const Packing *)context;
     const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first), size = to.layer->in_features;
-    const char *x = to.x + 2 * first * to.x_stride;
-    int64_t stride = to.x_stride;
-    if (is_sorted(*to.layer)) sort_rows(*to.layer, x, count, stride, (uint16_t *)scratch), x = (const char *)scratch, stride = size;
+    const bool is_there = !is_brought(*to.layer, to.dtype);
+    const char *x = is_there ? to.x + 2 * first * to.x_stride : (const char *)scratch;
+    const int64_t stride = is_there ? to.x_stride : size;
+    if (!is_there) bring_rows(to, first, count, (uint16_t *)scratch);
     float by[BLOCK][2];
     for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
     for (int64_t k = 0; k < size; k += 64) {
@@ -631,6 +670,7 @@ struct Job {
     int64_t rows, width, depth, lead;
     char *y;
     int64_t y_stride;
+    int32_t dtype;  // of x, as it was, and of y
     bool divides;   // sums by their scales
     bool by_tiles;  // or else by vectors
     bool halved;    // the rows are few, and their sums take two lanes each
@@ -863,9 +903,10 @@ template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow
     }
 }
 
-// One block of rows by the outputs of a pair, from `totals`, as bfloat16.
+// One block of rows by the outputs of a pair, from `totals`, in the activations' dtype.
 template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t columns, int64_t row, int64_t rows, const float *totals) {
     const float shared = job.layer->kind == INT8 ? job.layer->shared : 1.0f;
+    const bool is_two = job.halved || job.dtype == F16;  // sums
 #if defined(HFQ_AMX)
     __m512i tiles[2][16];
     for (int t = 0; t < 2; t++) {
@@ -874,13 +915,17 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
         if (LEFT) amx::transpose(tiles[t]);
     }
     for (int64_t m = 0; m < rows; m++) {
-        const float *factors = job.factors + 2 * (row + m);
+        const float *factors = job.factors + 2 * (row + m) * rows_of(job.dtype);
         __m256i halves[2];
         HFQ_UNROLL
         for (int t = 0; t < 2; t++) {
-            __m512 value = _mm512_castsi512_ps(tiles[t][job.halved ? 2 * m : m]);
-            if (job.halved) value = _mm512_add_ps(value, _mm512_castsi512_ps(tiles[t][2 * m + 1]));
+            __m512 value = _mm512_castsi512_ps(tiles[t][is_two ? 2 * m : m]);
+            if (is_two) value = _mm512_add_ps(value, _mm512_castsi512_ps(tiles[t][2 * m + 1]));
             value = _mm512_mul_ps(value, _mm512_set1_ps(shared));
+            if (job.dtype == F16) {
+                halves[t] = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+                continue;
+            }
             value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(factors[0])), _mm512_set1_ps(factors[1]));
             const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
             __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
@@ -893,10 +938,11 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
 #else
     for (int64_t m = 0; m < rows; m++)
         for (int64_t j = 0; j < columns; j++) {
-            const float *factors = job.factors + 2 * (row + m), *tile = totals + j / BLOCK * 256;
-            float value = tile[LEFT ? 16 * (j % BLOCK) + (job.halved ? 2 * m : m) : 16 * m + j % BLOCK];
-            if (job.halved) value += tile[16 * (j % BLOCK) + 2 * m + 1];
-            const uint16_t half = float_to_bfloat(value * shared * factors[0] * factors[1]);
+            const float *factors = job.factors + 2 * (row + m) * rows_of(job.dtype), *tile = totals + j / BLOCK * 256;
+            const int64_t i = is_two ? 2 * m : m, place = LEFT ? 16 * (j % BLOCK) + i : 16 * i + j % BLOCK;
+            float value = tile[place];
+            if (is_two) value += tile[place + (LEFT ? 1 : 16)];
+            const uint16_t half = job.dtype == F16 ? float_to_half(value * shared) : float_to_bfloat(value * shared * factors[0] * factors[1]);
             memcpy(job.y + 2 * ((row + m) * job.y_stride + n + j), &half, 2);
         }
 #endif
@@ -1067,7 +1113,7 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     flow.finish();
     for (int64_t b = 0; b < blocks(job.rows); b++)
         for (int64_t n = 0; n < width; n += PAIR)
-            write_pair<LEFT>(job, first + n, least(PAIR, width - n), b * BLOCK, least(BLOCK, job.rows - b * BLOCK),
+            write_pair<LEFT>(job, first + n, least(PAIR, width - n), b * BLOCK / rows_of(job.dtype), least(BLOCK, job.rows - b * BLOCK) / rows_of(job.dtype),
                              kept.totals + n / PAIR * each + 2 * b * 256);
 }
 
@@ -1092,7 +1138,7 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
 
 // The job of up to MOST rows, whose activations are packed at `packed`. With few rows of codes a part is as narrow as can be, and the next
 // part is asked for; else the next channels.
-Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char *packed, const float *factors, int threads, bool by_tiles) {
+Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_stride, const char *packed, const float *factors, int threads, bool by_tiles) {
     const bool columns = has_columns(layer), is_few = rows <= 2 * BLOCK;
     const int64_t size = group_size(layer), share = up(layer.out_features / (4 * most(threads, 1)), PAIR);
     int64_t width = is_few && !columns ? PAIR : most(PAIR, least(is_few ? MOST_FEW : MOST_WIDTH, share));
@@ -1101,7 +1147,7 @@ Job plan(const Layer &layer, int64_t rows, char *y, int64_t y_stride, const char
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }
 
 }  // namespace tiled
