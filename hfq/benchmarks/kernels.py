@@ -50,7 +50,9 @@ FORMATS: dict[str, Format] = {
     "int8 tensor": IntQuantized(codes_dtype="I8", scale_shape=(1,)),
     ROUNDED: IntQuantized(codes_dtype="I8", scale_shape=(-1, 1)),
 }
-READ, DENSE, WIDE = "read", "bf16 F.linear", "f32 F.linear"
+READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
+OF_HALVES, HALVES = "native, of float16", ("fp8 128x128", "gptq4 g128", "awq g128")
+"""The method whose activations are float16, and the weights that it multiplies."""
 FLUSH_NBYTES = 128 << 20
 FLUSHED_ROWS = 16
 REFERENCE_ROWS = 16
@@ -101,12 +103,16 @@ def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds
     out_features, in_features = shape
     layers = {weights: HeldTensors(random_layer(weight_format, *shape)) for weights, weight_format in FORMATS.items()}
     dense = torch.randn(out_features, in_features).to(torch.bfloat16)
-    wide, flush = dense.to(torch.float32), torch.zeros(FLUSH_NBYTES // 4)
+    wide, half, flush = dense.to(torch.float32), dense.to(torch.float16), torch.zeros(FLUSH_NBYTES // 4)
     peers = make_peers(dense)
     records: list[Record] = []
     for count in rows:
         activations = torch.randn(count, in_features).to(torch.bfloat16)
-        methods = [*_methods(activations, dense, wide, layers, peers), Method(READ, "-", FLUSH_NBYTES, flush.sum)]
+        methods = [
+            *_methods(activations, dense, wide, layers, peers),
+            *_of_halves(activations, half, layers),
+            Method(READ, "-", FLUSH_NBYTES, flush.sum),
+        ]
         for record in _measure(methods, rounds, flush if count <= FLUSHED_ROWS else None):
             records.append(record | {"shape": name, "rows": count})
     return records
@@ -161,6 +167,21 @@ def _methods(
         for (tool, weights), (nbytes, call) in peers.items()
     ]
     return methods + others
+
+
+def _of_halves(
+    activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[Method]:
+    given, kernel = activations.to(torch.float16), KERNELS["native"]
+    methods = [Method(HALF, "f16", dense.nbytes, lambda: torch.nn.functional.linear(given, dense))]
+    for weights in HALVES:
+        if _is_readable(kernel, FORMATS[weights], dense):
+            tensors = layers[weights]
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            methods.append(
+                Method(OF_HALVES, weights, nbytes, functools.partial(kernel.linear, given, tensors, FORMATS[weights]))
+            )
+    return methods
 
 
 def _is_readable(kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None) -> bool:

@@ -26,7 +26,7 @@ _ROUNDED = 1.7
 
 def report(records: list[Record], rounds: int) -> Report:
     """The report of these records, each with its threads, shape, rows, method, weights, round, nbytes and seconds."""
-    weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32")]
+    weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32", "f16")]
     groups, least = [f"M={rows}" for rows in _in_order(records, "rows")], min((r["threads"] for r in records), default=1)
     series = {
         name: [_over_dense(records, name, "native", rows, least) for rows in _in_order(records, "rows")] for name in weights
@@ -55,7 +55,7 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "bfloat16 panels are multiplied in": str(product_dtype(torch.bfloat16)).removeprefix("torch."),
         "memory read": ", ".join(rates),
         "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
-        "activations": "bfloat16",
+        "activations": "bfloat16, unless a method names others",
         f"gptq4 g128, native, over {GGML} {REPACKED}": _over_ggml(records),
         "not measured": ", ".join(f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()) or "none",
     }

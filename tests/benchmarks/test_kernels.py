@@ -22,6 +22,7 @@ def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(smal
     assert found >= {(weights, kernel) for weights in floats for kernel in ("native", "panels", "reference")}
     assert {kernel for weights, kernel in found if weights == kernels.ROUNDED} == {"int8"}
     assert found >= {("bf16", kernels.DENSE), ("f32", kernels.WIDE), ("-", kernels.READ)}
+    assert found >= {("f16", kernels.HALF), *((weights, kernels.OF_HALVES) for weights in kernels.HALVES)}
     assert {record["rows"] for record in report.records} == {1, 8}
     assert all(record["seconds"] > 0 for record in report.records)
     assert said == ["small, 1 threads"]
