@@ -70,14 +70,16 @@ def grouped_linear(
         layers: (tensors, format) of each, all of one size.
 
     Returns:
-        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this.
+        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this, or sizes do not match.
     """
     native = library()
     if native is None or not layers or max(counts) > _most_fused(activations.dtype):
         return None
     described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
     found = [layer for layer in described if layer is not None]
-    if len(found) < len(layers) or len({(layer.in_features, layer.out_features) for layer in found}) != 1:
+    if len(found) < len(layers) or {layer.sizes for layer in found} != {(found[0].sizes[0], activations.shape[1])}:
+        return None
+    if sum(counts) != activations.shape[0] or len(counts) != len(layers):
         return None
     rows, out_features, number = activations.contiguous(), found[0].out_features, len(found)
     result = rows.new_empty(rows.shape[0], out_features)

@@ -1,5 +1,6 @@
 """GPTQ's act-order as a permutation that loses nothing: bit for bit the layer whose channels lie in the order of their groups."""
 
+import contextlib
 import ctypes
 import threading
 
@@ -9,6 +10,7 @@ from kernels.layers import Case
 from kernels.test_native import misplaced, random
 from kernels.test_tiles import Mallinfo
 
+from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
 from hfq.kernels import cpu
 from hfq.kernels.native import library
@@ -87,6 +89,40 @@ def test_layers_are_sorted_together_wherever_their_bytes_lie(native, threads, mo
     found = cpu.grouped_linear(given, counts, layers)
     for result, part, (weight_format, tensors) in zip(found.split(counts), given.split(counts), made, strict=True):
         assert torch.equal(result, cpu.linear(part, tensors, weight_format))
+
+
+def test_sizes_that_do_not_match_are_left_to_torch(native):
+    _, (weight_format, tensors), _ = twins(4, 32, 352, 40)
+    layers = [(tensors, weight_format)] * 2
+    for given, counts in ((random(2, 351), [1, 1]), (random(2, 353), [1, 1]), (random(3, 352), [1, 1]), (random(2, 352), [2])):
+        assert cpu.grouped_linear(given, counts, layers) is None
+    with pytest.raises(RuntimeError):
+        cpu.linear(random(2, 351), tensors, weight_format)
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+@pytest.mark.parametrize("index", [-500, 40000])
+def test_an_index_that_changes_while_it_is_read_is_never_followed(native, index, is_uneven):
+    """A thread writes it as fast as it can, while others look at it, sort and multiply: what they would follow was looked at."""
+    _, (weight_format, tensors), _ = twins(4, 32, 2048, 64)
+    if is_uneven:
+        tensors["g_idx"][7] = tensors["g_idx"][8]
+    right, ends, given = int(tensors["g_idx"][5]), threading.Event(), random(1, 2048)
+    expected = cpu.linear(given, tensors, weight_format)
+    changes = ctypes.cast(tensors["g_idx"].data_ptr(), ctypes.POINTER(ctypes.c_int32))
+
+    def change() -> None:
+        while not ends.is_set():
+            changes[5] = index
+            changes[5] = right
+
+    writer = threading.Thread(target=change)
+    writer.start()
+    for _ in range(2000):
+        with contextlib.suppress(CheckpointError):
+            cpu.linear(given, tensors, weight_format)
+    ends.set(), writer.join()
+    assert torch.equal(cpu.linear(given, tensors, weight_format), expected)
 
 
 def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):

@@ -928,13 +928,13 @@ struct Room {
 
 extern "C" {
 
-// The best engine that there is, by its number; dot products and tiles take any number of rows.
 // The threads to work on.
 void hfq_int8_use_team(Team wanted) {
     pthread_once(&team_once, watch_forks);
     team = wanted;
 }
 
+// The best engine that there is, by its number; dot products and tiles take any number of rows.
 int hfq_int8_engine() { return (int)engine_of((int)Engine::tiles); }
 
 // result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range.

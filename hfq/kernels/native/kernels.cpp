@@ -221,17 +221,6 @@ HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
     return false;
 }
 
-// Whether every channel's group is one that the layer has: an index can change on disk after it was checked.
-bool has_groups(const Layer &layer) {
-    if (!layer.index_nbytes) return true;
-    uint64_t largest = 0;
-    for (int64_t k = 0; k < layer.in_features; k++) {
-        uint64_t group = (uint64_t)group_of(layer, k);
-        if (group > largest) largest = group;
-    }
-    return largest < (uint64_t)layer.groups;
-}
-
 // Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
 HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
@@ -604,21 +593,30 @@ bool sort_channels(const Layer &layer, int32_t *order) {
     return true;
 }
 
-// The layers as they are multiplied: of scattered groups, sorted where they can be. An order is followed by room for a row of activations.
-const Layer *sorted_layers(const Layer *layers, int64_t count) {
+// The layers as they are multiplied: with an index of their own, which is checked and never read again, since that on disk can change; and sorted,
+// where they can be and `sorts`. An order is followed by room for a row of activations. -2 for an index that leaves its range, -3 without memory.
+int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     int64_t channels = 0;
-    for (int64_t i = 0; i < count; i++) channels += is_sortable(layers[i]) ? layers[i].in_features : 0;
-    if (!channels) return layers;
-    Layer *copies = (Layer *)kept_orders.get(2 * channels + count * (int64_t)sizeof(Layer) / 4);
-    if (!copies) return layers;
-    int32_t *order = (int32_t *)(copies + count);
+    for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
+    if (!channels) return 0;
+    Layer *copies = (Layer *)kept_orders.get(3 * channels + count * (int64_t)sizeof(Layer) / 4);
+    if (!copies) return -3;
+    int32_t *next = (int32_t *)(copies + count);
     for (int64_t i = 0; i < count; i++) {
-        copies[i] = layers[i];
-        if (!is_sortable(layers[i]) || !sort_channels(layers[i], order)) continue;
-        copies[i].index = (const char *)order, copies[i].index_nbytes = 0;
-        order += 2 * layers[i].in_features;
+        Layer &layer = copies[i] = layers[i];
+        if (!layer.index_nbytes) continue;
+        int32_t *order = next, *index = order + 2 * layer.in_features;
+        for (int64_t k = 0; k < layer.in_features; k++) {
+            const int64_t group = group_of(layer, k);
+            if (group < 0 || group >= layer.groups) return -2;
+            index[k] = (int32_t)group;
+        }
+        layer.index = (const char *)index, layer.index_nbytes = 4;
+        if (sorts && is_sortable(layer) && sort_channels(layer, order)) layer.index = (const char *)order, layer.index_nbytes = 0;
+        next = index + layer.in_features;
     }
-    return copies;
+    layers = copies;
+    return 0;
 }
 
 // Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
@@ -778,8 +776,7 @@ int64_t hfq_most_rows() { return MOST_ROWS; }
 // Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which take any number of them.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
-    if (!has_groups(*layer)) return 0;
-    layer = sorted_layers(layer, 1);
+    if (settle(layer, 1) != 0) return 0;
     return is_short(*layer, rows, dtype) && !(dtype == BF16 && is_dotted(*layer, rows));
 #else
     return 0;
@@ -810,8 +807,7 @@ int hfq_linear(const Product *given) {
     const int64_t rows = given->rows, x_stride = given->x_stride, y_stride = layer->out_features;
     const int32_t dtype = (int32_t)given->dtype, threads = (int32_t)given->threads;
     if (rows < 1) return -1;
-    if (!has_groups(*layer)) return -2;
-    layer = sorted_layers(layer, 1);
+    if (const int status = settle(layer, 1)) return status;
     KeptSubnormals here;
 #if defined(__x86_64__)
     if (is_short(*layer, rows, dtype)) return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
@@ -841,11 +837,9 @@ int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t co
 // at once as GROUPED_FLOATS of activations allow. -4 where rows would go one by one: those are for hfq_linear.
 int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
                 int32_t y_dtype, int64_t y_stride, int threads) {
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++)
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
-        if (!has_groups(layers[i])) return -2;
-    }
-    layers = sorted_layers(layers, count);
+    if (const int status = settle(layers, count)) return status;
     KeptSubnormals here;
     for (int64_t first = 0, next; first < count; first = next) {
 #if defined(__x86_64__)
@@ -892,7 +886,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
 // Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features, count]; float32 or bfloat16.
 // Not 0 where nothing was computed, as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
-    if (!has_groups(*layer)) return -2;
+    if (const int status = settle(layer, 1, false)) return status;
     if (!own_scratch.get(own_floats(false))) return -3;
     KeptSubnormals here;
     Panel panel = {layer, start, count, out, dtype};
