@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels.layers import Case
 from kernels.test_native import misplaced, random
-from kernels.test_tiles import Mallinfo
+from kernels.test_tiles import kept_by_a_thread
 
 from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
@@ -138,19 +138,6 @@ def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_what_a_thread_keeps_does_not_grow_with_the_weight(native, rows, monkeypatch):
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:
-        pytest.skip("another C library")
-    mallinfo.restype = Mallinfo
     _, (weight_format, tensors), _ = twins(4, 32, 512, 1 << 14)
-    given, grown = random(rows, 512, dtype=torch.bfloat16), []
-
-    def work() -> None:  # a thread of its own, which has kept nothing yet
-        before = mallinfo().in_use()
-        result = cpu.linear(given, tensors, weight_format)
-        grown.append(mallinfo().in_use() - before - result.nbytes)
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    one = threading.Thread(target=work)
-    one.start(), one.join()
-    assert grown[0] <= (4 << 20) + 16 * rows * (512 + 256)
+    given = random(rows, 512, dtype=torch.bfloat16)
+    assert kept_by_a_thread(given, tensors, weight_format, monkeypatch) <= (4 << 20) + 16 * rows * (512 + 256)

@@ -304,6 +304,24 @@ class Mallinfo(ctypes.Structure):
         return self.field7 + self.field4  # uordblks and hblkhd: in arenas, and in maps of their own
 
 
+def kept_by_a_thread(activations, tensors, weight_format, monkeypatch) -> int:
+    """Bytes that a thread of its own, which has kept nothing yet, keeps after a product, beside the result."""
+    mallinfo, grown = getattr(ctypes.CDLL(None), "mallinfo2", None), []
+    if mallinfo is None:
+        pytest.skip("another C library")
+    mallinfo.restype = Mallinfo
+
+    def work() -> None:
+        before = mallinfo().in_use()
+        result = cpu.linear(activations, tensors, weight_format)
+        grown.append(mallinfo().in_use() - before - result.nbytes)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = threading.Thread(target=work)
+    one.start(), one.join()
+    return grown[0]
+
+
 LARGE = {
     "fp8": fp8(2048, 4096, strategy="channel"),
     "gptq": words(4, 32, 512, 1 << 14),
@@ -315,23 +333,11 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_thread_keeps_does_not_grow_with_the_weight(tiles, name, monkeypatch):
-    mallinfo, case = getattr(ctypes.CDLL(None), "mallinfo2", None), LARGE[name]
-    if mallinfo is None:
-        pytest.skip("another C library")
-    mallinfo.restype = Mallinfo
+    case = LARGE[name]
     weight_format, tensors = case.make()
-    activations, grown = rows_of(64, case.in_features), []
+    activations = rows_of(64, case.in_features)
     cpu.linear(activations[:2], tensors, weight_format)
-
-    def work() -> None:  # a thread of its own, which has kept nothing yet
-        before = mallinfo().in_use()
-        result = cpu.linear(activations, tensors, weight_format)
-        grown.append(mallinfo().in_use() - before - result.nbytes)
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    one = threading.Thread(target=work)
-    one.start(), one.join()
-    assert grown[0] <= (1 << 20) + 16 * 64 * (case.in_features + 256)
+    assert kept_by_a_thread(activations, tensors, weight_format, monkeypatch) <= (1 << 20) + 16 * 64 * (case.in_features + 256)
 
 
 class Guarded:

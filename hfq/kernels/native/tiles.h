@@ -251,7 +251,7 @@ void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) 
     const int32_t *order = is_sorted(layer) ? (const int32_t *)layer.index : nullptr;
     uint16_t *row = out + BLOCK * size;
     for (int64_t m = 0; m < count; m += each, out += each * size) {
-        const char *x = of.x + 2 * (first + m) / each * of.x_stride;
+        const char *x = of.x + 2 * ((first + m) / each) * of.x_stride;
         if (order) {
             uint16_t *to = each == 1 ? out : row;
             for (int64_t k = 0; k < size; k++) to[k] = load16(x + 2 * order[k]);
@@ -922,7 +922,7 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
             __m512 value = _mm512_castsi512_ps(tiles[t][is_two ? 2 * m : m]);
             if (is_two) value = _mm512_add_ps(value, _mm512_castsi512_ps(tiles[t][2 * m + 1]));
             value = _mm512_mul_ps(value, _mm512_set1_ps(shared));
-            if (job.dtype == F16) {
+            if (job.dtype == F16) {  // none of whose numbers is so small or large that a row is normalized
                 halves[t] = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
                 continue;
             }
