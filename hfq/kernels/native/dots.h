@@ -9,7 +9,8 @@ const int64_t WIDTH = 32;   // output rows of a part
 const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by
 const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
-const int64_t FAR = 8192;   // and to the second
+const int64_t FAR = 8192;   // and to the second, of each row, at the same channels of rows that are multiplied later
+const int64_t USUAL = 128;  // channels of a block that needs no loop
 const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
 
 bool reads(const Layer &layer) {
@@ -39,14 +40,28 @@ static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const
     }
 }
 
+// The next up to 64 channels of OUT output rows. `later` is what is asked for meanwhile, of the first row.
+template <int KIND, int ROWS, int OUT>
+static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *codes, int64_t pitch, __mmask64 there, const char *later, const char *x,
+                                 __m512 (*sums)[ROWS]) {
+    if (ROWS <= 2) avx512::keep_place(codes), avx512::keep_place(later);
+    HFQ_UNROLL
+    for (int r = 0; r < OUT; r++) {
+        const char *at = codes + r * pitch;
+        if (ROWS > 2) __builtin_prefetch(later + r * pitch);
+        else __builtin_prefetch(at + NEAR), __builtin_prefetch(later + r * pitch, 0, 2);
+        dot<KIND, ROWS>(table, _mm512_maskz_loadu_epi8(there, at), x, sums[r]);
+    }
+}
+
 // Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's. The sums of a
 // group that ends later are kept as they are: what channels are passed at once depends on the activation rows, and no bit may.
 template <int KIND, int ROWS, int OUT>
 static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t k, int64_t last, const float *scales, int64_t apart,
                      const char *ahead, __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
-    const int64_t pitch = layer.row_nbytes, far = FAR * OUT;
-    const char *codes = layer.codes + n * pitch, *x = job.x;
+    const int64_t pitch = layer.row_nbytes;
+    const char *codes = layer.codes + n * pitch, *later = ROWS > 2 ? ahead : codes + OUT * pitch * most(FAR / pitch, 1), *x = job.x;
     const bool divides = job.divides, is_single = layer.block_in >= layer.in_features;
     __m512 totals[OUT][ROWS];
     HFQ_UNROLL
@@ -56,15 +71,13 @@ static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int
         __m512 sums[OUT][ROWS] = {};
         HFQ_UNROLL
         for (int i = 0; i < OUT * ROWS && is_single; i++) sums[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS], totals[i / ROWS][i % ROWS] = _mm512_setzero_ps();
-        for (int64_t i = k; i < stop; i += 64) {
+        if (stop - k == USUAL) {
+            add_codes<KIND, ROWS, OUT>(table, codes + k, pitch, ~0ull, later + k, x + 2 * ROWS * k, sums);
+            add_codes<KIND, ROWS, OUT>(table, codes + k + 64, pitch, ~0ull, later + k + 64, x + 2 * ROWS * (k + 64), sums);
+        }
+        for (int64_t i = stop - k == USUAL ? stop : k; i < stop; i += 64) {
             const __mmask64 there = stop - i < 64 ? (1ull << (stop - i)) - 1 : ~0ull;
-            HFQ_UNROLL
-            for (int r = 0; r < OUT; r++) {
-                const char *at = codes + r * pitch + i;
-                if (ROWS > 2) __builtin_prefetch(ahead + r * pitch + i);
-                else __builtin_prefetch(at + NEAR), __builtin_prefetch(at + far, 0, 2);
-                dot<KIND, ROWS>(table, _mm512_maskz_loadu_epi8(there, at), x + 2 * ROWS * i, sums[r]);
-            }
+            add_codes<KIND, ROWS, OUT>(table, codes + i, pitch, there, later + i, x + 2 * ROWS * i, sums);
         }
         HFQ_UNROLL
         for (int i = 0; i < OUT * ROWS; i++) {

@@ -1025,6 +1025,13 @@ template <class V> static HFQ_INLINE void keep_here(V &value) {
 #endif
 }
 
+// The same of a place in memory, which is gone to from the last: the compiler would keep one for each step.
+static HFQ_INLINE void keep_place(const char *&place) {
+#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
+    __asm__("" : "+r"(place));
+#endif
+}
+
 // What the sums of the highest digits, and of the two others, stand for.
 static HFQ_INLINE vf of_digits(vi high, vi low) {
     return fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));

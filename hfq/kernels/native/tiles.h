@@ -1036,6 +1036,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
     }
     for (int64_t row = 0; row < rows; row += UNIT<BITS>, words += UNIT<BITS> * pitch) {
         const char *left = x + row / BITS * x_step + row % BITS * (64 / BITS);
+        avx512::keep_place(left);
         HFQ_UNROLL
         for (int t = 0; t < TILES; t++) {
             const Columns from = {words + 64 * t, pitch, rows - row, there[t]};

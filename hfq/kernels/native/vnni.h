@@ -19,8 +19,12 @@ namespace vnni {
 using namespace avx512;
 
 const int64_t STRIP = 256;      // columns of a part whose scales and zero points are made together
-const int64_t DEPTH = 16;       // rows of words that are taken together, but of AWQ's; as many more are asked for before they are read
+const int64_t DEPTH = 16;       // rows of words that are taken together, but of AWQ's
+const int64_t BELOW = 24;       // rows of words after which those are read that are brought to the second cache, but of AWQ's
+const int64_t NEAR = 256;       // bytes of words, along a row, after which those are read that are brought to the first cache
 const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
+const int64_t FOUR = 4;         // channels whose codes are multiplied, and added up, at once
+const int MOST_ALONE = 2;       // fours of a chunk whose lowest digits are multiplied by themselves
 const int64_t TOGETHER = 2;     // output rows of codes that are read side by side
 
 bool detect() {
@@ -54,10 +58,11 @@ struct Span {
     const int32_t *totals;
     const float *units;
     int64_t digits_apart, totals_apart, units_apart, chunks;
-    uint32_t lowest;  // which chunks have lowest digits, in any row
+    uint32_t whole;   // which chunks' lowest digits are multiplied with the others
+    uint32_t lowest;  // and of other chunks, which fours of channels have lowest digits, in any row
     HFQ_INLINE Span from(int64_t row) const {
         return {digits + row * digits_apart, totals + row * totals_apart, units + row * units_apart,
-                digits_apart, totals_apart, units_apart, chunks, lowest};
+                digits_apart, totals_apart, units_apart, chunks, whole, lowest};
     }
 };
 
@@ -74,12 +79,19 @@ struct Columns {
     }
 };
 
-static uint32_t find_lowest(const Span &span, int64_t rows) {
-    uint32_t found = 0;
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t c = 0; c < span.chunks; c++)
-            found |= (uint32_t)(lowest_digits(span.digits + m * span.digits_apart + c * DIGITS * CHUNK) != 0) << c;
-    return found;
+// Activations of bfloat16 have lowest digits where they are below 2**-7 of a span's largest: a few of a row, in many of its chunks.
+template <int BITS> static void find_lowest(Span &span, int64_t rows) {
+    static_assert(CHUNK / FOUR == 8 && SPAN / FOUR <= 32, "a byte of marks for a chunk, and a word for a span");
+    const int most_alone = BITS == 0 ? 8 : BITS == 3 ? 0 : MOST_ALONE;  // AWQ's are looked up one by one, three bits unpacked by chunks
+    span.whole = span.lowest = 0;
+    for (int64_t c = 0; c < span.chunks; c++) {
+        const char *digits = span.digits + (c * DIGITS + DIGITS - 1) * CHUNK;
+        uint32_t marks = 0;
+        for (int64_t m = 0; m < rows; m++)
+            for (int i = 0; i < 8; i++) marks |= (uint32_t)(load32(digits + m * span.digits_apart + FOUR * i) != 0) << i;
+        if (__builtin_popcount(marks) > most_alone) span.whole |= 1u << c;
+        else span.lowest |= marks << 8 * c;
+    }
 }
 
 // Chunks that are taken together: a span's, or with eight bits half of them.
@@ -103,12 +115,12 @@ template <int ROWS, int VECTORS> struct Sums {
             }
         }
     }
-    // Codes of the same four channels of each column, times the first COUNT digits.
-    template <int COUNT> HFQ_INLINE void add(const vb *codes, const char *digits, int64_t apart) {
+    // Codes of the same four channels of each column, times their digits from FIRST up to LAST.
+    template <int FIRST, int LAST> HFQ_INLINE void add(const vb *codes, const char *digits, int64_t apart) {
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++)
             HFQ_UNROLL
-            for (int d = 0; d < COUNT; d++) {
+            for (int d = FIRST; d < LAST; d++) {
                 const vsb x = spread(digits + m * apart + d * CHUNK);
                 HFQ_UNROLL
                 for (int v = 0; v < VECTORS; v++) of[d][m][v] = dot_four(of[d][m][v], codes[v], x);
@@ -143,35 +155,51 @@ template <int ROWS, int VECTORS> struct Sums {
     }
 };
 
-// A chunk of codes, straight from their words.
+template <int BITS> constexpr uint32_t mask() { return BITS == 2 ? 0x03030303u : BITS == 4 ? 0x0F0F0F0Fu : ~0u; }
+
+// A chunk of codes, straight from their words. Later words are asked for between the products: all at once they would wait for each other.
 template <int BITS, int ROWS, int COUNT>
 static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
     const int VECTORS = vectors<BITS>();
-    vb codes[VECTORS];
-    if constexpr (BITS == 3) {
-        vb all_codes[VECTORS][8];
+    const char *below = words + BELOW * pitch;
+    vb codes[VECTORS], all_codes[VECTORS][8];
+    HFQ_UNROLL
+    for (int v = 0; v < VECTORS && BITS == 3; v++) unpack<3>(words + 4 * W * v, pitch, all_codes[v]);
+    HFQ_UNROLL
+    for (int r = 0; r < BITS; r++, words += pitch, below += pitch) {
+        keep_place(words), keep_place(below);
+        vu word[VECTORS];
         HFQ_UNROLL
-        for (int v = 0; v < VECTORS; v++) unpack<3>(words + 4 * W * v, pitch, all_codes[v]);
-        HFQ_UNROLL
-        for (int i = 0; i < 8; i++) {
-            HFQ_UNROLL
-            for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
-            sums.template add<COUNT>(codes, digits + 4 * i, apart);
+        for (int v = 0; v < VECTORS; v++) {
+            if (BITS != 3) { word[v] = load<vu>(words + 4 * W * v); keep_here(word[v]); }
+            ask_for(below + 4 * W * v), __builtin_prefetch(words + NEAR + 4 * W * v);
         }
-    } else {
-        const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
         HFQ_UNROLL
-        for (int r = 0; r < BITS; r++) {
-            vu word[VECTORS];
+        for (int part = 0; part < 8 / BITS && BITS != 3; part++) {
             HFQ_UNROLL
-            for (int v = 0; v < VECTORS; v++) { word[v] = load<vu>(words + r * pitch + 4 * W * v); keep_here(word[v]); }
-            HFQ_UNROLL
-            for (int part = 0; part < 8 / BITS; part++) {
-                HFQ_UNROLL
-                for (int v = 0; v < VECTORS; v++) codes[v] = BITS == 8 ? (vb)word[v] : (vb)(word[v] >> BITS * part & mask);
-                sums.template add<COUNT>(codes, digits + 4 * (r * (8 / BITS) + part), apart);
-            }
+            for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(word[v] >> BITS * part & mask<BITS>());
+            sums.template add<0, COUNT>(codes, digits + FOUR * (r * (8 / BITS) + part), apart);
         }
+    }
+    HFQ_UNROLL
+    for (int i = 0; i < 8 && BITS == 3; i++) {
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
+        sums.template add<0, COUNT>(codes, digits + FOUR * i, apart);
+    }
+}
+
+// The lowest digits of the fours of channels that are marked, of a span's.
+template <int BITS, int ROWS>
+static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
+    const int VECTORS = vectors<BITS>(), in_word = 8 / BITS;
+    for (; marks; marks &= marks - 1) {
+        const int four = __builtin_ctz(marks);
+        const char *row = words + four / in_word * pitch;
+        vb codes[VECTORS];
+        HFQ_UNROLL
+        for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(load<vu>(row + 4 * W * v) >> four % in_word * BITS & mask<BITS>());
+        sums.template add<DIGITS - 1, DIGITS>(codes, digits + four / 8 * DIGITS * CHUNK + four % 8 * FOUR, apart);
     }
 }
 
@@ -213,16 +241,17 @@ template <int BITS, int ROWS> static void multiply(const Span &span, const char 
     if (BITS != 8 || to.begins) sums.begin(span, to.zeros);
     else sums.go_on(to);
     const char *digits = span.digits;
+    if constexpr (BITS != 0 && BITS != 3) add_lowest<BITS, ROWS>(span.lowest, words, pitch, digits, span.digits_apart, sums);
     for (int64_t c = 0; c < span.chunks; c++, digits += DIGITS * CHUNK) {
         if constexpr (BITS == 0) {
-            for (int64_t k = 0; k < CHUNK; k += 4, words += 4 * pitch) {
+            for (int64_t k = 0; k < CHUNK; k += FOUR, words += FOUR * pitch) {
                 HFQ_UNROLL
-                for (int i = 0; i < 4 && later; i++) later->ask_for_next();
-                if (load32(digits + (DIGITS - 1) * CHUNK + k)) add_four<DIGITS>(words, pitch, digits + k, sums);
+                for (int i = 0; i < FOUR && later; i++) later->ask_for_next();
+                if (span.lowest >> (c * CHUNK + k) / FOUR & 1) add_four<DIGITS>(words, pitch, digits + k, sums);
                 else add_four<DIGITS - 1>(words, pitch, digits + k, sums);
             }
         } else {
-            if (span.lowest >> c & 1) add_chunk<BITS, ROWS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
+            if (span.whole >> c & 1) add_chunk<BITS, ROWS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
             else add_chunk<BITS, ROWS, DIGITS - 1>(words, pitch, digits, span.digits_apart, sums);
             words += BITS * pitch;
         }
@@ -306,8 +335,6 @@ static void multiply_part(const Layer &layer, const Span &span, int64_t rows, co
         const int64_t i = block * columns, place = i % STRIP;
         if (place == 0) find_scales<BITS>(layer, group, n + i, least(STRIP, count - i), scales, zeros);
         to.scales = scales + place, to.zeros = zeros + place;
-        for (int64_t r = 0; BITS != 0 && r < words.rows; r++)
-            for (int64_t line = 0; line < width; line += 64) ask_for(words.at + (DEPTH + r) * words.pitch + block * width + line);
         if (is_whole && i + columns <= count) {
             multiply_rows<BITS>(span, rows, words.at + block * width, words.pitch, &later, to);
         } else {
@@ -328,12 +355,12 @@ template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows
     Columns to = {nullptr, nullptr, scratch, high, high + rows * wide, wide, true, true};
     __builtin_memset(scratch, 0, 4 * rows * wide);
     Span span = {call.digits + row * digits_nbytes(layer), call.totals + row * totals(layer), call.units + row * spans(layer),
-                 digits_nbytes(layer), totals(layer), spans(layer), 0, 0};
+                 digits_nbytes(layer), totals(layer), spans(layer), 0, 0, 0};
     for (int64_t group = 0; group < layer.groups; group++)
         for (int64_t chunk = 0; chunk < group_chunks(layer); chunk += span.chunks) {
             const int64_t first = chunk % (SPAN / CHUNK), k = group * layer.block_in + chunk * CHUNK;
             const int64_t left = least(group_chunks(layer) - chunk, SPAN / CHUNK - first);
-            span.chunks = least(left, most_chunks<BITS>()), span.lowest = find_lowest(span, rows);
+            span.chunks = least(left, most_chunks<BITS>()), find_lowest<BITS>(span, rows);
             const int64_t codes = least(span.chunks * CHUNK, least((group + 1) * layer.block_in, layer.in_features) - k);
             to.begins = first == 0, to.ends = span.chunks == left;
             const Block words = {layer.codes + (BITS == 0 ? k * pitch + n / 2 : k * BITS / 32 * pitch + 4 * n), pitch,
