@@ -9,7 +9,7 @@ const int64_t WIDTH = 32;   // output rows of a part
 const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by
 const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
-const int64_t FAR = 8192;   // and to the second, of each row, at the same channels of rows that are multiplied later
+const int64_t FAR = 8192;   // and to the second, rounded down to whole rows, or one: both for up to two activation rows
 const int64_t USUAL = 128;  // channels of a block that needs no loop
 const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
 
@@ -71,11 +71,13 @@ static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int
         __m512 sums[OUT][ROWS] = {};
         HFQ_UNROLL
         for (int i = 0; i < OUT * ROWS && is_single; i++) sums[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS], totals[i / ROWS][i % ROWS] = _mm512_setzero_ps();
+        int64_t i = k;
         if (stop - k == USUAL) {
             add_codes<KIND, ROWS, OUT>(table, codes + k, pitch, ~0ull, later + k, x + 2 * ROWS * k, sums);
             add_codes<KIND, ROWS, OUT>(table, codes + k + 64, pitch, ~0ull, later + k + 64, x + 2 * ROWS * (k + 64), sums);
+            i = stop;
         }
-        for (int64_t i = stop - k == USUAL ? stop : k; i < stop; i += 64) {
+        for (; i < stop; i += 64) {
             const __mmask64 there = stop - i < 64 ? (1ull << (stop - i)) - 1 : ~0ull;
             add_codes<KIND, ROWS, OUT>(table, codes + i, pitch, there, later + i, x + 2 * ROWS * i, sums);
         }

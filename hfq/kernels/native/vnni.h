@@ -19,7 +19,7 @@ namespace vnni {
 using namespace avx512;
 
 const int64_t STRIP = 256;      // columns of a part whose scales and zero points are made together
-const int64_t DEPTH = 16;       // rows of words that are taken together, but of AWQ's
+const int64_t DEPTH = 16;       // rows of words that are taken together at most, but of AWQ's
 const int64_t BELOW = 24;       // rows of words after which those are read that are brought to the second cache, but of AWQ's
 const int64_t NEAR = 256;       // bytes of words, along a row, after which those are read that are brought to the first cache
 const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
@@ -59,7 +59,7 @@ struct Span {
     const float *units;
     int64_t digits_apart, totals_apart, units_apart, chunks;
     uint32_t whole;   // which chunks' lowest digits are multiplied with the others
-    uint32_t lowest;  // and of other chunks, which fours of channels have lowest digits, in any row
+    uint32_t lowest;  // and of other chunks, which fours of channels have lowest digits, in any row; AWQ's rows are looked up one by one
     HFQ_INLINE Span from(int64_t row) const {
         return {digits + row * digits_apart, totals + row * totals_apart, units + row * units_apart,
                 digits_apart, totals_apart, units_apart, chunks, whole, lowest};
@@ -82,9 +82,9 @@ struct Columns {
 // Activations of bfloat16 have lowest digits where they are below 2**-7 of a span's largest: a few of a row, in many of its chunks.
 template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     static_assert(CHUNK / FOUR == 8 && SPAN / FOUR <= 32, "a byte of marks for a chunk, and a word for a span");
-    const int most_alone = BITS == 0 ? 8 : BITS == 3 ? 0 : MOST_ALONE;  // AWQ's are looked up one by one, three bits unpacked by chunks
+    const int most_alone = BITS == 3 ? 0 : MOST_ALONE;  // three bits are unpacked by chunks
     span.whole = span.lowest = 0;
-    for (int64_t c = 0; c < span.chunks; c++) {
+    for (int64_t c = 0; c < span.chunks && BITS != 0; c++) {
         const char *digits = span.digits + (c * DIGITS + DIGITS - 1) * CHUNK;
         uint32_t marks = 0;
         for (int64_t m = 0; m < rows; m++)
@@ -161,31 +161,36 @@ template <int BITS> constexpr uint32_t mask() { return BITS == 2 ? 0x03030303u :
 template <int BITS, int ROWS, int COUNT>
 static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
     const int VECTORS = vectors<BITS>();
-    const char *below = words + BELOW * pitch;
-    vb codes[VECTORS], all_codes[VECTORS][8];
-    HFQ_UNROLL
-    for (int v = 0; v < VECTORS && BITS == 3; v++) unpack<3>(words + 4 * W * v, pitch, all_codes[v]);
-    HFQ_UNROLL
-    for (int r = 0; r < BITS; r++, words += pitch, below += pitch) {
-        keep_place(words), keep_place(below);
-        vu word[VECTORS];
+    vb codes[VECTORS];
+    if constexpr (BITS == 3) {
+        vb all_codes[VECTORS][8];
         HFQ_UNROLL
-        for (int v = 0; v < VECTORS; v++) {
-            if (BITS != 3) { word[v] = load<vu>(words + 4 * W * v); keep_here(word[v]); }
-            ask_for(below + 4 * W * v), __builtin_prefetch(words + NEAR + 4 * W * v);
-        }
+        for (int v = 0; v < VECTORS; v++) unpack<3>(words + 4 * W * v, pitch, all_codes[v]);
         HFQ_UNROLL
-        for (int part = 0; part < 8 / BITS && BITS != 3; part++) {
+        for (int i = 0; i < 8; i++) {
             HFQ_UNROLL
-            for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(word[v] >> BITS * part & mask<BITS>());
-            sums.template add<0, COUNT>(codes, digits + FOUR * (r * (8 / BITS) + part), apart);
+            for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
+            sums.template add<0, COUNT>(codes, digits + FOUR * i, apart);
         }
-    }
-    HFQ_UNROLL
-    for (int i = 0; i < 8 && BITS == 3; i++) {
+    } else {
+        const char *below = words + BELOW * pitch;
         HFQ_UNROLL
-        for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
-        sums.template add<0, COUNT>(codes, digits + FOUR * i, apart);
+        for (int r = 0; r < BITS; r++, words += pitch, below += pitch) {
+            keep_place(words), keep_place(below);
+            vu word[VECTORS];
+            HFQ_UNROLL
+            for (int v = 0; v < VECTORS; v++) {
+                word[v] = load<vu>(words + 4 * W * v);
+                keep_here(word[v]);
+                ask_for(below + 4 * W * v), __builtin_prefetch(words + NEAR + 4 * W * v);
+            }
+            HFQ_UNROLL
+            for (int part = 0; part < 8 / BITS; part++) {
+                HFQ_UNROLL
+                for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(word[v] >> BITS * part & mask<BITS>());
+                sums.template add<0, COUNT>(codes, digits + FOUR * (r * (8 / BITS) + part), apart);
+            }
+        }
     }
 }
 
@@ -247,7 +252,7 @@ template <int BITS, int ROWS> static void multiply(const Span &span, const char 
             for (int64_t k = 0; k < CHUNK; k += FOUR, words += FOUR * pitch) {
                 HFQ_UNROLL
                 for (int i = 0; i < FOUR && later; i++) later->ask_for_next();
-                if (span.lowest >> (c * CHUNK + k) / FOUR & 1) add_four<DIGITS>(words, pitch, digits + k, sums);
+                if (load32(digits + (DIGITS - 1) * CHUNK + k)) add_four<DIGITS>(words, pitch, digits + k, sums);
                 else add_four<DIGITS - 1>(words, pitch, digits + k, sums);
             }
         } else {
@@ -335,6 +340,8 @@ static void multiply_part(const Layer &layer, const Span &span, int64_t rows, co
         const int64_t i = block * columns, place = i % STRIP;
         if (place == 0) find_scales<BITS>(layer, group, n + i, least(STRIP, count - i), scales, zeros);
         to.scales = scales + place, to.zeros = zeros + place;
+        for (int64_t r = 0; BITS == 3 && r < words.rows; r++)
+            for (int64_t line = 0; line < width; line += 64) ask_for(words.at + (DEPTH + r) * words.pitch + block * width + line);
         if (is_whole && i + columns <= count) {
             multiply_rows<BITS>(span, rows, words.at + block * width, words.pitch, &later, to);
         } else {
