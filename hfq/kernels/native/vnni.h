@@ -84,7 +84,7 @@ template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     static_assert(CHUNK / FOUR == 8 && SPAN / FOUR <= 32, "a byte of marks for a chunk, and a word for a span");
     const int most_alone = BITS == 3 ? 0 : MOST_ALONE;  // three bits are unpacked by chunks
     span.whole = span.lowest = 0;
-    for (int64_t c = 0; c < span.chunks && BITS != 0; c++) {
+    for (int64_t c = 0; c < span.chunks; c++) {
         const char *digits = span.digits + (c * DIGITS + DIGITS - 1) * CHUNK;
         uint32_t marks = 0;
         for (int64_t m = 0; m < rows; m++)
@@ -367,7 +367,8 @@ template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows
         for (int64_t chunk = 0; chunk < group_chunks(layer); chunk += span.chunks) {
             const int64_t first = chunk % (SPAN / CHUNK), k = group * layer.block_in + chunk * CHUNK;
             const int64_t left = least(group_chunks(layer) - chunk, SPAN / CHUNK - first);
-            span.chunks = least(left, most_chunks<BITS>()), find_lowest<BITS>(span, rows);
+            span.chunks = least(left, most_chunks<BITS>());
+            if (BITS != 0) find_lowest<BITS>(span, rows);
             const int64_t codes = least(span.chunks * CHUNK, least((group + 1) * layer.block_in, layer.in_features) - k);
             to.begins = first == 0, to.ends = span.chunks == left;
             const Block words = {layer.codes + (BITS == 0 ? k * pitch + n / 2 : k * BITS / 32 * pitch + 4 * n), pitch,
