@@ -19,6 +19,7 @@ import torch
 
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.bitsandbytes import BnbInt8
+from hfq.formats.buffers import thread_buffer
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels import panels
@@ -52,6 +53,10 @@ dtypes."""
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
 """`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
 multiple of, since it reads whole vectors, past the end of a row (torch 2.13)."""
+
+_PACK_ALIGNMENT, _PACK_PART = 16, 1 << 18
+"""What its weight must be aligned to: with AVX-512 it ends the process where four rows or more find another (torch 2.13), and files
+align tensors to 8 bytes. Such weights are copied by parts of about so many codes."""
 
 
 def reason_against(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
@@ -177,9 +182,21 @@ def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
     if count >= _VNNI_ROWS and _has_exact_dots():
         return lambda codes, weight: torch._int_mm(codes, weight.t())
     if count <= _PACK_ROWS and rows.dtype == torch.bfloat16 and in_features % _PACK_MULTIPLE == 0:
-        ones = _ones(weight.shape[0])
-        return lambda codes, weight: torch._weight_int8pack_mm(codes.to(torch.bfloat16).contiguous(), weight, ones)
+        return lambda codes, weight: _multiply_packed(codes.to(torch.bfloat16).contiguous(), weight)
     return None
+
+
+def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`codes @ weight.T`, bfloat16 [rows, out_features], summed in float32."""
+    ones = _ones(weight.shape[0])
+    if weight.data_ptr() % _PACK_ALIGNMENT == 0:
+        return torch._weight_int8pack_mm(codes, weight, ones)
+    product, step = codes.new_empty(codes.shape[0], weight.shape[0]), max(_PACK_PART // weight.shape[1] // 64, 1) * 64
+    for start in range(0, weight.shape[0], step):
+        part = weight[start : start + step]
+        aligned = thread_buffer("int8", torch.int8, part.device, part.numel()).view(part.shape).copy_(part)
+        product[:, start : start + step] = torch._weight_int8pack_mm(codes, aligned, ones[: part.shape[0]])
+    return product
 
 
 def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Tensor) -> None:

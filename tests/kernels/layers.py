@@ -1,5 +1,8 @@
 """Layers in every layout that the compiled kernel claims, with odd sizes wherever the layout allows them."""
 
+import ctypes
+import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -128,3 +131,28 @@ CASES = {
     "fp8 e5m2": fp8(300, 37, codes_dtype="F8_E5M2", strategy="channel"),
     "fp8 e5m2 blocks": fp8(300, 37, codes_dtype="F8_E5M2", strategy="block", block_structure=(16, 48)),
 }
+
+
+def misplaced(tensors: Mapping[str, torch.Tensor], shift: int) -> dict[str, torch.Tensor]:
+    """The same tensors, each so many bytes off an address of 64; perhaps not even aligned to its own elements."""
+    moved = {}
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        memory = (ctypes.c_char * (nbytes + 128))()
+        start = -ctypes.addressof(memory) % 64 + shift
+        ctypes.memmove(ctypes.addressof(memory) + start, tensor.data_ptr(), nbytes)
+        moved[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+    return moved
+
+
+def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    """The same tensor in read-only pages, `left` bytes before one that must not be touched: a write, or a read beyond, ends the process."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    size = -(-(len(data) + left) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory, start = mmap.mmap(-1, size + mmap.PAGESIZE), size - left - len(data)
+    memory[start : start + len(data)] = data
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for place, nbytes, allowed in ((0, size, mmap.PROT_READ), (size, mmap.PAGESIZE, 0)):
+        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + place), ctypes.c_size_t(nbytes), allowed):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from kernels.layers import misplaced
 from kernels.test_reference_memory import Allocations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -348,6 +349,20 @@ def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monke
     found = int8.linear(activations, tensors, weight_format, TOKEN)  # wrong sums are not used
     assert torch.equal(found, panels.linear(quantize_activations(activations, TOKEN, tensors), tensors, weight_format))
     int8._has_exact_dots.cache_clear()
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_lie_anywhere_in_a_file(compiled, is_compiled, dtype, monkeypatch):
+    """torch's `_weight_int8pack_mm` ends the process where it finds a weight, as most are, that is not aligned to 16 bytes."""
+    monkeypatch.setattr(int8, "is_built", lambda: is_compiled)
+    monkeypatch.setattr(int8, "_PACK_PART", 64 * 96)
+    weight_format, tensors = layer(300, 96)
+    for rows in (1, 4, 7, 16, 40):
+        activations = random_rows(rows, 96, dtype=dtype)
+        expected = int8.linear(activations, misplaced(tensors, 0), weight_format, TOKEN)
+        for shift in (8, 16, 36):
+            assert torch.equal(int8.linear(activations, misplaced(tensors, shift), weight_format, TOKEN), expected)
 
 
 @pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])

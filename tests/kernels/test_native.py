@@ -4,14 +4,13 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import mmap
 import os
 import threading
 import weakref
 
 import pytest
 import torch
-from kernels.layers import CASES, fp8, gptq
+from kernels.layers import CASES, at_the_end_of_a_page, fp8, gptq, misplaced
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -246,18 +245,6 @@ def test_strided_and_3d_activations_are_multiplied_like_their_copies(native, lay
     assert cpu.linear(wide[:0, 0, :size], tensors, weight_format).shape == (0, weight.shape[0])
 
 
-def misplaced(tensors, shift: int):
-    """The same tensors, each so many bytes off an address of 64; not even aligned to its own elements."""
-    moved = {}
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        memory = (ctypes.c_char * (nbytes + 128))()
-        start = -ctypes.addressof(memory) % 64 + shift
-        ctypes.memmove(ctypes.addressof(memory) + start, tensor.data_ptr(), nbytes)
-        moved[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-    return moved
-
-
 def test_results_do_not_depend_on_where_the_bytes_lie_or_on_threads(native, layer):
     weight_format, tensors, weight = layer
     threads = torch.get_num_threads()
@@ -274,18 +261,9 @@ def test_results_do_not_depend_on_where_the_bytes_lie_or_on_threads(native, laye
             torch.set_num_threads(threads)
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer, tmp_path):
+def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer):
     weight_format, tensors, weight = layer
-    mapped = {}
-    for name, tensor in tensors.items():
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        file = tmp_path / name
-        file.write_bytes(bytes(-len(data) % mmap.PAGESIZE) + data)  # a read beyond the last byte leaves the map
-        with file.open("rb") as opened:
-            memory = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-        mapped[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=-len(data) % mmap.PAGESIZE)
-        mapped[name] = mapped[name].view(tensor.shape)
+    mapped = {name: at_the_end_of_a_page(tensor) for name, tensor in tensors.items()}
     for rows in (1, 8, 65):
         activations = random(rows, weight.shape[1])
         assert torch.equal(cpu.linear(activations, mapped, weight_format), cpu.linear(activations, tensors, weight_format))

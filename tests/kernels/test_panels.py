@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.layers import CASES
+from kernels.layers import CASES, misplaced
 
 from hfq.formats.fp8_codes import widen_into
 from hfq.kernels import panels, reference
@@ -38,6 +38,18 @@ def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes,
                 assert found.dtype == expected.dtype == dtype
                 assert found.shape == expected.shape
                 assert (found.double() - expected.double()).norm() <= bound * expected.double().norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", [panels, reference], ids=["panels", "reference"])
+def test_weights_lie_anywhere_in_a_file(kernel, name):
+    """Which aligns tensors to 8 bytes; torch's own code may take more for granted."""
+    weight_format, tensors = CASES[name].make()
+    for rows in (1, 4, 17):
+        for dtype in RELATIVE:
+            activations = torch.randn(rows, weight_format.shape(tensors)[1]).to(dtype)
+            expected = kernel.linear(activations, misplaced(tensors, 0), weight_format)
+            assert torch.equal(kernel.linear(activations, misplaced(tensors, 8), weight_format), expected)
 
 
 def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
