@@ -146,7 +146,7 @@ def misplaced(tensors: Mapping[str, torch.Tensor], shift: int) -> dict[str, torc
 
 
 def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
-    """The same tensor in read-only pages, `left` bytes before one that must not be touched: a write, or a read beyond, ends the process."""
+    """The same tensor in read-only pages, `left` bytes before one that ends the process if it is read."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     size = -(-(len(data) + left) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory, start = mmap.mmap(-1, size + mmap.PAGESIZE), size - left - len(data)

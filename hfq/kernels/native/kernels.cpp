@@ -52,12 +52,20 @@ struct Layer {
     int32_t row_zeros, zero_dtype, high_first, offset;
 };
 
+// A layer's outputs in numbered parts of `width`: the first begins at 0, and the last takes what is left.
+struct Cut {
+    int64_t outputs, begin, width, parts;  // the first would begin at `begin`, which is 0 or less
+    int64_t first(int64_t part) const { return part == 0 ? 0 : begin + part * width; }
+    int64_t count(int64_t part) const { return (part + 1 == parts ? outputs : begin + (part + 1) * width) - first(part); }
+};
+
 // One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `digits` are the activations as integers, three
 // bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of digits.
 struct Call {
     const Layer *layer;
     const float *x32;
-    int64_t rows, stride, width;
+    int64_t rows, stride;
+    Cut cut;
     char *y;
     int64_t y_stride;
     int32_t y_dtype;
@@ -261,6 +269,17 @@ HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, b
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
     const int64_t widest = rows == 1 ? MOST_COLUMNS : 256, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
     return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
+}
+
+// Columns from where a line of the cache begins to the word of column n, in each row of words; files align tensors to 8 bytes.
+HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
+    const int64_t nbytes = (int64_t)((uintptr_t)layer.codes + (uintptr_t)(layer.kind == AWQ ? n / 2 : 4 * n)) & 63;
+    return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
+}
+
+// Parts of `width` outputs: the first is `before` shorter and the last as much longer, so that the others begin with a line where -before would.
+HFQ_INLINE Cut cut_outputs(const Layer &layer, int64_t width, int64_t before) {
+    return {layer.out_features, -before, width, (layer.out_features + width - 1) / width};
 }
 
 // Output columns of a part of a panel.
@@ -569,8 +588,11 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
-    int64_t width = has_columns(layer) ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
-    return {&layer, scratch, rows, stride, width, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
+    const bool columns = has_columns(layer);
+    const int64_t width = columns ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
+    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
+    const Cut cut = cut_outputs(layer, width, by_lines ? after_line(layer, 0) : 0);
+    return {&layer, scratch, rows, stride, cut, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
 }
 
 // Whether a layer's channels can be sorted, if its groups are whole.
@@ -622,8 +644,6 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
 // Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
 // not finite must leave as they are: rows go one by one.
 bool has_faulty_rows(const Call &call) { return call.rows > 1 && level() > 0 && !call.digits && has_integers(*call.layer, call.rows); }
-
-int64_t call_parts(const Call &call) { return (call.layer->out_features + call.width - 1) / call.width; }
 
 struct Group {
     const Call *calls;
@@ -679,7 +699,7 @@ void job_part(const void *context, int64_t part, float *scratch) {
     int64_t i = 0;
     while (all.ends[i] <= part) i++;
     const tiled::Job &job = all.jobs[i];
-    const int64_t first = (part - (i ? all.ends[i - 1] : 0)) * job.width, width = least(job.width, job.layer->out_features - first);
+    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.cut.first(own), width = job.cut.count(own);
     if (job.apart) dotted::part(job, first, width, scratch);
     else tiled::part(job, first, width, scratch);
 }
@@ -708,11 +728,11 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
         const int64_t packed = rows[i] * tiled::rows_of(dtype), floats = up(tiled::packed_floats(layers[i], packed), 16);
         float *factors = scratch + floats - 2 * packed;
         jobs[i] = tiled::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].width = dotted::WIDTH;
+        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::WIDTH, 0);
         tiled::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
         run_parts({tiled::pack_block, &packing, jobs[i].apart ? packed : tiled::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
-        ends[i] = parts += (layers[i].out_features + jobs[i].width - 1) / jobs[i].width;
+        ends[i] = parts += jobs[i].cut.parts;
         scratch += floats;
         x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
     }
@@ -821,7 +841,7 @@ int hfq_linear(const Product *given) {
     const int64_t each = has_faulty_rows(call) ? 1 : rows, size = dtype == F32 ? 4 : 2;
     for (int64_t m = 0; m < rows; m += each) {
         if (each < rows) call = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
-        run_parts({linear_work(*layer), &call, call_parts(call), own}, threads, wanted);
+        run_parts({linear_work(*layer), &call, call.cut.parts, own}, threads, wanted);
     }
     return 0;
 }
@@ -873,7 +893,7 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             const int64_t m = rows[first + i];
             calls[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
             if (has_faulty_rows(calls[i])) return -4;
-            ends[i] = parts += call_parts(calls[i]);
+            ends[i] = parts += calls[i].cut.parts;
             scratch += hfq_scratch(&layer, m);
             x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
         }
@@ -1769,7 +1789,7 @@ static void integers_of(const Call &call, int64_t n, int64_t count, float *scrat
 
 static void rows_part(const void *context, int64_t part, float *scratch) {
     const Call &call = *(const Call *)context;
-    int64_t n = part * call.width, count = least(call.width, call.layer->out_features - n);
+    const int64_t n = call.cut.first(part), count = call.cut.count(part);
     if (call.digits) return integers_of(call, n, count, scratch);
     if (call.ordered) return ordered_of(call, n, count, scratch);
     switch (call.layer->kind) {
@@ -1878,69 +1898,69 @@ static Decode decoder(const Layer &layer) {
 // The scales of `count` columns of a group, padded with zeros to `wide` columns.
 static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
     int64_t place = group * layer.out_features + n, i = 0;
-    if (layer.scale_dtype == F16)
-        for (; i + W <= count; i += W) store(out + i, from_half(load<vuh>(layer.scales + 2 * (place + i))));
+    for (; i + W <= count && layer.scale_dtype <= F16; i += W)
+        if (layer.scale_dtype == F32) store(out + i, load<vf>(layer.scales + 4 * (place + i)));
+        else if (layer.scale_dtype == F16) store(out + i, from_half(load<vuh>(layer.scales + 2 * (place + i))));
+        else store(out + i, __builtin_convertvector(load<vuh>(layer.scales + 2 * (place + i)), vu) << 16);
     for (; i < count; i++) out[i] = scale_at(layer, place + i);
     for (; i < wide; i++) out[i] = 0;
 }
 
-// Zero points of W columns, which begin with a whole byte.
-static HFQ_INLINE vu zeros_at(const Layer &layer, const char *bytes) {
-    const uint32_t mask = (1u << layer.bits) - 1;
-    vu out, shifts;
-    for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? 4 * awq_place(j % 8) : j % 8 * layer.bits);
-    if (layer.bits == 8) {
-        out = from_bytes(bytes);
-    } else {
-        for (int half = 0; half < W; half += 8, bytes += layer.bits) {
-            uint32_t word = 0;
-            if (layer.bits == 4) word = load32(bytes);
-            else for (int i = 0; i < layer.bits; i++) word |= (uint32_t)(uint8_t)bytes[i] << 8 * i;
-            if (layer.zero_reading == WORD_PLUS_ONE) word += word_ones(4);
-            for (int j = half; j < half + 8; j++) out[j] = word;
-        }
-        out = out >> shifts & mask;
+// Zero points of W columns, which begin with a whole byte, from their packed words.
+struct Zeros {
+    const int bits;
+    vu added, shifts, mask, more, kept;
+    HFQ_INLINE Zeros(const Layer &layer) : bits(layer.bits) {
+        const uint32_t most_value = (1u << bits) - 1;
+        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? 4 * awq_place(j % 8) : bits == 8 ? 0 : j % 8 * bits);
+        added = (vu){} + (layer.zero_reading == WORD_PLUS_ONE ? word_ones(4) : 0);
+        more = (vu){} + (layer.zero_reading == FIELD_PLUS_ONE || layer.zero_reading == MASKED_PLUS_ONE ? 1u : 0u);
+        mask = (vu){} + most_value, kept = (vu){} + (layer.zero_reading == MASKED_PLUS_ONE ? most_value : ~0u);
     }
-    if (layer.zero_reading == FIELD_PLUS_ONE) out += 1;
-    if (layer.zero_reading == MASKED_PLUS_ONE) out = (out + 1) & mask;
-    return out;
-}
+    HFQ_INLINE vu fields(vu words) const { return (((words + added) >> shifts & mask) + more) & kept; }
+    HFQ_INLINE uint32_t eight(const char *p) const {
+        if (bits == 4) return load32(p);
+        return bits == 3 ? load16(p) | (uint32_t)(uint8_t)p[2] << 16 : load16(p);
+    }
+    HFQ_INLINE vu take(const char *bytes) const {
+        if (bits == 8) return fields(from_bytes(bytes));
+        vu words = (vu){} + eight(bytes), first;
+        for (int j = 0; j < W; j++) first[j] = j < 8 ? ~0u : 0;
+        if (W > 8) words = (words & first) | (((vu){} + eight(bytes + bits)) & ~first);
+        return fields(words);
+    }
+    // The columns from n on whose zero points can be taken.
+    static HFQ_INLINE int64_t whole(const Layer &layer, int64_t n, int64_t count) {
+        return n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4) ? count / W * W : 0;  // there one is added to 32 bits
+    }
+};
 
 static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
-    int64_t i = 0;
     const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
-    const bool is_whole = n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4);  // there one is added to 32 bits
-    for (; i + W <= count && is_whole; i += W) store(out + i, to_float(zeros_at(layer, row + i * layer.bits / 8)));
+    const int64_t whole = Zeros::whole(layer, n, count);
+    const Zeros zeros(layer);
+    int64_t i = 0;
+    for (; i < whole; i += W) store(out + i, to_float(zeros.take(row + i * zeros.bits / 8)));
     for (; i < count; i++) out[i] = zero_at(layer, group, n + i);
     for (; i < wide; i++) out[i] = 0;
 }
 
-// Zero points of a group's columns as integers; of four bits straight from their words, several times as fast.
-static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out, int64_t wide, float *loose) {
-    int64_t first = 0;
-    if (layer.kind != AWQ && layer.bits == 4 && n % 8 == 0) {
-        const char *row = layer.zeros + 4 * group * layer.zero_words + n / 2;
-        const bool carries = layer.zero_reading == WORD_PLUS_ONE, wraps = layer.zero_reading == MASKED_PLUS_ONE;
-        const vu added = (vu){} + (carries ? word_ones(4) : 0), more = (vu){} + (wraps || layer.zero_reading == FIELD_PLUS_ONE ? 1u : 0u);
-        const vu mask = (vu){} + (wraps ? 15u : 31u);
-        vu shifts, words;
-        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
-        for (vi places; W == 16 && first + 8 * W <= count; first += 8 * W) {
-            const vf table = load<vf>(row + first / 2);
-            for (int j = 0; j < W; j++) places[j] = j / 8;
-            HFQ_UNROLL
-            for (int v = 0; v < 8; v++)
-                store(out + first + v * W, ((((vu)pick_floats(table, places + 2 * v) + added) >> shifts & 15u) + more) & mask);
-        }
-        for (; first + W <= count; first += W) {
-            if (W == 8) words = (vu){} + load32(row + first / 2);
-            else
-                for (int j = 0; j < W; j++) words[j] = load32(row + first / 2 + j / 8 * 4);
-            store(out + first, (((words + added) >> shifts & 15u) + more) & mask);
-        }
+// Zero points of a group's columns as integers; of four bits eight vectors' at once.
+static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out, int64_t wide) {
+    const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
+    const int64_t whole = Zeros::whole(layer, n, count);
+    const Zeros zeros(layer);
+    int64_t i = 0;
+    vi places;
+    for (int j = 0; j < W; j++) places[j] = j / 8;
+    for (; W == 16 && zeros.bits == 4 && i + 8 * W <= whole; i += 8 * W) {
+        const vf table = load<vf>(row + i / 2);
+        HFQ_UNROLL
+        for (int v = 0; v < 8; v++) store(out + i + v * W, zeros.fields((vu)pick_floats(table, places + 2 * v)));
     }
-    group_zeros(layer, group, n + first, count - first, loose, wide - first);
-    for (int64_t i = first; i < wide; i++) out[i] = (int32_t)loose[i - first];
+    for (; i < whole; i += W) store(out + i, zeros.take(row + i * zeros.bits / 8));
+    for (; i < count; i++) out[i] = (int32_t)zero_at(layer, group, n + i);
+    for (; i < wide; i++) out[i] = 0;
 }
 
 // The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last column, or the end of a
@@ -2151,15 +2171,15 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
     }
 }
 
-// The results of a tile's columns; AWQ's have an order of their own.
-static void put_columns(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, const float *y, int64_t wide, bool is_awq) {
+// The results of a tile's columns, of which `skipped` are none; AWQ's have an order of their own.
+static void put_columns(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t skipped, int64_t count, const float *y, int64_t wide, bool is_awq) {
     for (int64_t m = 0; m < rows; m++, y += wide)
         for (int64_t i = 0; i < count; i += 8 * W) {
             float ordered[8 * W];
             const float *from = y + i;
             for (int j = 0; is_awq && j < 8 * W; j++) ordered[awq_order.column[j]] = from[j];
             if (is_awq) from = ordered;
-            int64_t j = 0, there = least(8 * W, count - i);
+            int64_t j = i ? 0 : skipped, there = least(8 * W, count - i);
             char *to = call.y + 2 * ((row + m) * call.y_stride + n + i);
             for (; call.y_dtype == BF16 && j + W <= there; j += W) store(to + 2 * j, to_short(load<vf>(from + j)));
             for (; j < there; j++) put(call, row + m, n + i + j, from[j]);
@@ -2183,7 +2203,7 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
             group_zeros(layer, group, n, count, loose, wide);
             for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
         } else {
-            integer_zeros(layer, group, n, count, zeros, wide, loose);
+            integer_zeros(layer, group, n, count, zeros, wide);
         }
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
             int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
@@ -2206,7 +2226,7 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
             }
         }
     }
-    put_columns(call, row, rows, n, count, y, wide, BITS == 0);
+    put_columns(call, row, rows, n, 0, count, y, wide, BITS == 0);
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
@@ -2298,7 +2318,7 @@ static void multiply_columns(const Call &call, int64_t n, int64_t count, float *
 // The columns of a part, of a sorted layer strip by strip.
 template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void multiply_strips(const Call &call, int64_t part, float *scratch) {
     const Layer &layer = *call.layer;
-    const int64_t first = part * call.width, stop = least(first + call.width, layer.out_features);
+    const int64_t first = call.cut.first(part), stop = first + call.cut.count(part);
     if (!is_sorted(layer)) return MULTIPLY(call, first, stop - first, scratch);
     Call of = call;
     for (int64_t n = first; n < stop; n += STRIP_COLUMNS) {

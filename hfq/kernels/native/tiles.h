@@ -667,7 +667,8 @@ struct Job {
     const Layer *layer;
     const char *x;
     const float *factors;
-    int64_t rows, width, depth, lead;
+    int64_t rows, depth, lead;
+    Cut cut;
     char *y;
     int64_t y_stride;
     int32_t dtype;  // of x, as it was, and of y
@@ -903,8 +904,8 @@ template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow
     }
 }
 
-// One block of rows by the outputs of a pair, from `totals`, in the activations' dtype.
-template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t columns, int64_t row, int64_t rows, const float *totals) {
+// One block of rows by the outputs of a pair but the first `skipped`, from `totals`, in the activations' dtype.
+template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t skipped, int64_t columns, int64_t row, int64_t rows, const float *totals) {
     const float shared = job.layer->kind == INT8 ? job.layer->shared : 1.0f;
     const bool is_two = job.halved || job.dtype == F16;  // sums
 #if defined(HFQ_AMX)
@@ -933,11 +934,11 @@ template <bool LEFT> static void write_pair(const Job &job, int64_t n, int64_t c
             halves[t] = _mm512_cvtepi32_epi16(rounded);
         }
         const __m512i line = _mm512_inserti64x4(_mm512_castsi256_si512(halves[0]), halves[1], 1);
-        _mm512_mask_storeu_epi16(job.y + 2 * ((row + m) * job.y_stride + n), columns < PAIR ? (1u << columns) - 1 : ~0u, line);
+        _mm512_mask_storeu_epi16(job.y + 2 * ((row + m) * job.y_stride + n), (columns < PAIR ? (1u << columns) - 1 : ~0u) & ~0u << skipped, line);
     }
 #else
     for (int64_t m = 0; m < rows; m++)
-        for (int64_t j = 0; j < columns; j++) {
+        for (int64_t j = skipped; j < columns; j++) {
             const float *factors = job.factors + 2 * (row + m) * rows_of(job.dtype), *tile = totals + j / BLOCK * 256;
             const int64_t i = is_two ? 2 * m : m, place = LEFT ? 16 * (j % BLOCK) + i : 16 * i + j % BLOCK;
             float value = tile[place];
@@ -1020,11 +1021,16 @@ inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 #endif
 }
 
+// Columns that are skipped, from where a line of the cache begins to the n-th; more rows take no longer where words lie across lines.
+inline int64_t skipped_before(const Layer &layer, int64_t rows, bool by_tiles, int64_t n) {
+    return is_unstored(layer, rows, by_tiles) && rows <= HALF ? after_line(layer, n) : 0;
+}
+
 #if defined(HFQ_AMX)
-// totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which `count` columns are there.
+// totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which those from `skipped` to `count` are there.
 template <int BITS, int ROWS, int TILES>
-static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows, int64_t count, int64_t lead, const float *zeros, const char *x,
-                                 int64_t x_step, const float *scales, float *totals) {
+static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows, int64_t skipped, int64_t count, int64_t lead, const float *zeros,
+                                 const char *x, int64_t x_step, const float *scales, float *totals) {
     const __m512i table = all_integers();
     __mmask16 there[TILES];
     __m512i shifts[TILES];
@@ -1032,7 +1038,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
     HFQ_UNROLL
     for (int t = 0; t < TILES; t++) {
         const int64_t columns = most(0, least(BLOCK, count - BLOCK * t));
-        there[t] = (__mmask16)((1u << columns) - 1), shifts[t] = shifts_of<BITS>(zeros + BLOCK * t);
+        there[t] = (__mmask16)(((1u << columns) - 1) & (t ? ~0u : ~0u << skipped)), shifts[t] = shifts_of<BITS>(zeros + BLOCK * t);
     }
     for (int64_t row = 0; row < rows; row += UNIT<BITS>, words += UNIT<BITS> * pitch) {
         const char *left = x + row / BITS * x_step + row % BITS * (64 / BITS);
@@ -1057,7 +1063,7 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
 }
 
 // The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
-template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
     const int TILES = ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = layer.row_nbytes;
@@ -1065,28 +1071,30 @@ template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept
         for (int64_t at = k, end; at < stop; at = end) {
             const int64_t group = at / size, count = least(BLOCK * TILES, width - n);
             end = least(least(stop, (group + 1) * size), at + PIECE);
-            avx512::group_scales(layer, group, first + n, count, kept.scales, BLOCK * TILES);
-            avx512::group_zeros(layer, group, first + n, count, kept.zeros, BLOCK * TILES);
+            const int64_t none = n ? 0 : skipped, there = count - none, column = first + n + none, before = column % 8;
+            const int64_t known = least(up(before + there, BLOCK), layer.out_features - column + before);  // zero points are read from whole words
+            avx512::group_scales(layer, group, column, there, kept.scales + none, there);
+            avx512::group_zeros(layer, group, column - before, known, kept.zeros + 8 + none - before, known);
             const char *words = layer.codes + at * BITS / 32 * pitch + 4 * (first + n), *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
-            dot_words<BITS, ROWS, TILES>(words, pitch, (end - at) * BITS / 32, count, job.lead, kept.zeros, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
+            dot_words<BITS, ROWS, TILES>(words, pitch, (end - at) * BITS / 32, none, count, job.lead, kept.zeros + 8, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
         }
 }
 
-template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
     switch ((job.rows + 1) / 2) {
-        case 1: return dot_columns<BITS, 2>(job, kept, first, width, k);
-        case 2: return dot_columns<BITS, 4>(job, kept, first, width, k);
-        case 3: return dot_columns<BITS, 6>(job, kept, first, width, k);
-        case 4: return dot_columns<BITS, 8>(job, kept, first, width, k);
-        case 5: case 6: return dot_columns<BITS, 12>(job, kept, first, width, k);
-        default: return dot_columns<BITS, 16>(job, kept, first, width, k);
+        case 1: return dot_columns<BITS, 2>(job, kept, first, skipped, width, k);
+        case 2: return dot_columns<BITS, 4>(job, kept, first, skipped, width, k);
+        case 3: return dot_columns<BITS, 6>(job, kept, first, skipped, width, k);
+        case 4: return dot_columns<BITS, 8>(job, kept, first, skipped, width, k);
+        case 5: case 6: return dot_columns<BITS, 12>(job, kept, first, skipped, width, k);
+        default: return dot_columns<BITS, 16>(job, kept, first, skipped, width, k);
     }
 }
 #endif
 
-static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t k) {
+static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
 #if defined(HFQ_AMX)
-    (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, kept, first, width, k);
+    (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, kept, first, skipped, width, k);
 #endif
 }
 
@@ -1095,14 +1103,16 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     const Layer &layer = *job.layer;
     Kept &kept = *(Kept *)scratch;
     Flow flow(job, kept);
+    const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
+    const int64_t skipped = skipped_before(layer, job.rows, job.by_tiles, first);
+    first -= skipped, width += skipped;
     const int64_t each = blocks(job.rows) * 2 * 256;
     int64_t slots = 0, turn = 0;
     Step steps[2];
     memset(kept.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
     if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, kept.scales, kept.zeros);
-    const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
     for (int64_t k = 0; k < layer.in_features; k += job.depth) {
-        if (!stores) dot_step(job, kept, first, width, k);
+        if (!stores) dot_step(job, kept, first, skipped, width, k);
         for (int64_t n = 0; stores && n < width; n += PAIR, turn++) {
             Step &step = steps[turn % 2];
             step.k = k, step.totals = kept.totals + n / PAIR * each;
@@ -1114,7 +1124,7 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     flow.finish();
     for (int64_t b = 0; b < blocks(job.rows); b++)
         for (int64_t n = 0; n < width; n += PAIR)
-            write_pair<LEFT>(job, first + n, least(PAIR, width - n), b * BLOCK / rows_of(job.dtype), least(BLOCK, job.rows - b * BLOCK) / rows_of(job.dtype),
+            write_pair<LEFT>(job, first + n, n ? 0 : skipped, least(PAIR, width - n), b * BLOCK / rows_of(job.dtype), least(BLOCK, job.rows - b * BLOCK) / rows_of(job.dtype),
                              kept.totals + n / PAIR * each + 2 * b * 256);
 }
 
@@ -1148,7 +1158,7 @@ Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_str
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    return {&layer, packed, factors, rows, width, depth, lead, y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    return {&layer, packed, factors, rows, depth, lead, cut_outputs(layer, width, skipped_before(layer, rows, by_tiles, 0)), y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }
 
 }  // namespace tiled

@@ -223,10 +223,12 @@ template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t 
     }
 }
 
-// The words of some chunks of a part's columns, in bytes.
+// The words of some chunks of a part's columns, in bytes, and where all of the layer's begin and end.
 struct Block {
     const char *at;
     int64_t pitch, rows, width;
+    const char *begin, *end;
+    HFQ_INLINE bool holds(int64_t place, int64_t nbytes) const { return at + place >= begin && at + (rows - 1) * pitch + place + nbytes <= end; }
 };
 
 // Lines in the order that they lie in.
@@ -299,70 +301,91 @@ static HFQ_INLINE void ask_for_scales(const Layer &layer, int64_t group, int64_t
     for (int64_t i = 0; i < count * layer.bits / 8; i += 64) ask_for(layer.zeros + 4 * (group + 1) * layer.zero_words + n * layer.bits / 8 + i);
 }
 
-// Scales and zero points of up to STRIP columns of a group, in the order that sums come in.
+// Scales and zero points of up to STRIP columns of a group, in the order that sums come in; `skipped` of them are none. Zero points are read from
+// the first of eight columns on: up to 7 before them, and W after them, are written, too.
 template <int BITS>
-static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales, int32_t *zeros) {
-    float loose[STRIP];
-    const int64_t wide = up(count, vectors<BITS>() * W);
-    ask_for_scales(layer, group, n, count);
+static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t skipped, int64_t count, float *scales, int32_t *zeros) {
+    const int64_t wide = up(count, vectors<BITS>() * W), first = n + skipped, there = count - skipped;
+    ask_for_scales(layer, group, first, there);
     if constexpr (BITS != 0) {
-        group_scales(layer, group, n, count, scales, wide);
-        integer_zeros(layer, group, n, count, zeros, wide, loose);
+        const int64_t before = first % 8, known = least(up(before + there, W), layer.out_features - first + before);
+        for (int64_t i = 0; i < skipped; i++) scales[i] = 0, zeros[i] = 0;
+        group_scales(layer, group, first, there, scales + skipped, wide - skipped);
+        integer_zeros(layer, group, first - before, known, zeros + skipped - before, most(known, before + wide - skipped));
     } else {
-        group_scales(layer, group, n, count, loose, wide);
+        float loose[STRIP];
+        for (int64_t i = 0; i < skipped; i++) loose[i] = 0;
+        group_scales(layer, group, first, there, loose + skipped, wide - skipped);
         for (int64_t i = 0; i < wide; i += 8 * W) put_in_order(loose + i, scales + i);
+        const char *row = layer.zeros + 4 * (group * layer.zero_words + n / 8);
         int64_t i = 0;
-        for (vb places; i + 8 * W <= count && layer.zero_reading == STORED; i += 8 * W) {
-            const vb words = load<vb>(layer.zeros + 4 * (group * layer.zero_words + (n + i) / 8));
+        for (vb places; i < count && layer.zero_reading == STORED; i += 8 * W) {
+            char cut[4 * W] = {};
+            const int64_t begin = i ? 0 : skipped, end = least(8 * W, count - i);
+            const bool is_whole = end - begin == 8 * W;
+            if (!is_whole) __builtin_memcpy(cut + begin / 2, row + (i + begin) / 2, (end - begin) / 2);
+            const vb words = load<vb>(is_whole ? row + i / 2 : cut);
             HFQ_UNROLL
             for (int v = 0; v < 8; v++) {
                 for (int j = 0; j < 4 * W; j++) places[j] = (uint8_t)(v % 4 * 4 + j / 4 % 4);
                 store(zeros + i + v * W, (vu)pick_bytes(words, places) >> v / 4 * 4 & 15u);
             }
         }
-        group_zeros(layer, group, n + i, count - i, loose, wide - i);
-        for (int64_t j = i; j < wide; j++) zeros[j] = (int32_t)loose[(j - i) / (8 * W) * 8 * W + awq_order.column[j % (8 * W)]];
+        if (i < count) group_zeros(layer, group, first, there, loose + skipped, wide - skipped);
+        for (; i < wide; i++) zeros[i] = (int32_t)loose[i / (8 * W) * 8 * W + awq_order.column[i % (8 * W)]];
     }
 }
 
-// Some chunks of a span times all columns of a part.
+template <int BITS> constexpr int64_t word_nbytes(int64_t columns) { return BITS == 0 ? columns / 2 : 4 * columns; }
+
+// Some chunks of a span times all columns of a part, of which `skipped` are none. Blocks of columns that are not all there are multiplied with what
+// lies there in the layer's memory; where that ends they are copied.
 template <int BITS>
-static void multiply_part(const Layer &layer, const Span &span, int64_t rows, const Block &words, int64_t group, int64_t n, int64_t count, Columns to) {
-    const int64_t columns = vectors<BITS>() * W, width = BITS == 0 ? 4 * W : 4 * columns, blocks = up(count, columns) / columns;
+static void multiply_part(const Layer &layer, const Span &span, int64_t rows, const Block &words, int64_t group, int64_t n, int64_t skipped, int64_t count,
+                          Columns to) {
+    const int64_t columns = vectors<BITS>() * W, width = word_nbytes<BITS>(columns), blocks = up(count, columns) / columns;
     const bool is_whole = words.rows == span.chunks * word_rows<BITS>();
     alignas(64) float scales[STRIP];
-    alignas(64) int32_t zeros[STRIP];
+    alignas(64) int32_t room[STRIP + 2 * W], *zeros = room;
     char cut[SPAN * 4 * W];
     Lines later = {words, 0};
     later.of.at += words.rows * words.pitch;
     static_assert(SPAN / CHUNK * 8 * 2 <= SPAN, "of AWQ it is that many rows of a vector, of eight bits so many of two");
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t i = block * columns, place = i % STRIP;
-        if (place == 0) find_scales<BITS>(layer, group, n + i, least(STRIP, count - i), scales, zeros);
+        const int64_t i = block * columns, place = i % STRIP, first = i ? 0 : skipped, there = least(columns, count - i) - first;
+        const char *at = words.at + block * width;
+        if (place == 0) {
+            zeros = room + (BITS == 0 ? 0 : (n + i + first) % 8);
+            find_scales<BITS>(layer, group, n + i, first, least(STRIP, count - i), scales, zeros);
+        }
         to.scales = scales + place, to.zeros = zeros + place;
         for (int64_t r = 0; BITS == 3 && r < words.rows; r++)
-            for (int64_t line = 0; line < width; line += 64) ask_for(words.at + (DEPTH + r) * words.pitch + block * width + line);
-        if (is_whole && i + columns <= count) {
-            multiply_rows<BITS>(span, rows, words.at + block * width, words.pitch, &later, to);
+            for (int64_t line = 0; line < width; line += 64) ask_for(at + (DEPTH + r) * words.pitch + line);
+        if (is_whole && (there == columns || words.holds(block * width, width))) {
+            multiply_rows<BITS>(span, rows, at, words.pitch, &later, to);
         } else {
             __builtin_memset(cut, 0, sizeof(cut));
             for (int64_t r = 0; r < words.rows; r++)
-                __builtin_memcpy(cut + r * width, words.at + r * words.pitch + block * width, least(width, words.width - block * width));
+                __builtin_memcpy(cut + r * width + word_nbytes<BITS>(first), at + r * words.pitch + word_nbytes<BITS>(first), word_nbytes<BITS>(there));
             multiply_rows<BITS>(span, rows, cut, width, &later, to);
         }
         to.y += columns, to.high += columns, to.low += columns;
     }
 }
 
-// As integer_tile: span by span, and each of them along the columns.
+// As integer_tile: span by span, and each of them along the columns, from where a line of the cache begins.
 template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
+    const int64_t skipped = after_line(layer, n);
+    n -= skipped, count += skipped;
     const int64_t wide = up(count, vectors<BITS>() * W), pitch = layer.row_nbytes;
     int32_t *high = (int32_t *)(scratch + rows * wide);
     Columns to = {nullptr, nullptr, scratch, high, high + rows * wide, wide, true, true};
     __builtin_memset(scratch, 0, 4 * rows * wide);
     Span span = {call.digits + row * digits_nbytes(layer), call.totals + row * totals(layer), call.units + row * spans(layer),
                  digits_nbytes(layer), totals(layer), spans(layer), 0, 0, 0};
+    const auto words_of = [](int64_t channels) { return BITS == 0 ? channels : channels * BITS / 32; };
+    const char *end = layer.codes + words_of(layer.in_features) * pitch;
     for (int64_t group = 0; group < layer.groups; group++)
         for (int64_t chunk = 0; chunk < group_chunks(layer); chunk += span.chunks) {
             const int64_t first = chunk % (SPAN / CHUNK), k = group * layer.block_in + chunk * CHUNK;
@@ -371,13 +394,12 @@ template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows
             if (BITS != 0) find_lowest<BITS>(span, rows);
             const int64_t codes = least(span.chunks * CHUNK, least((group + 1) * layer.block_in, layer.in_features) - k);
             to.begins = first == 0, to.ends = span.chunks == left;
-            const Block words = {layer.codes + (BITS == 0 ? k * pitch + n / 2 : k * BITS / 32 * pitch + 4 * n), pitch,
-                           BITS == 0 ? codes : codes * BITS / 32, BITS == 0 ? count / 2 : 4 * count};
-            multiply_part<BITS>(layer, span, rows, words, group, n, count, to);
+            const Block words = {layer.codes + words_of(k) * pitch + word_nbytes<BITS>(n), pitch, words_of(codes), word_nbytes<BITS>(count), layer.codes, end};
+            multiply_part<BITS>(layer, span, rows, words, group, n, skipped, count, to);
             span.digits += span.chunks * DIGITS * CHUNK;
             if (to.ends) span.totals += 2, span.units++;
         }
-    put_columns(call, row, rows, n, count, scratch, wide, BITS == 0);
+    put_columns(call, row, rows, n, skipped, count, scratch, wide, BITS == 0);
 }
 
 static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
@@ -485,7 +507,7 @@ static void rows_part(const void *context, int64_t part, float *scratch) {
     if (!call.digits) return avx512::rows_part(context, part, scratch);
     const IntegerCodes of(*call.layer);
     if (2 * of.floats() > SCRATCH) return avx512::rows_part(context, part, scratch);
-    const int64_t n = part * call.width, stop = n + least(call.width, call.layer->out_features - n);
+    const int64_t n = call.cut.first(part), stop = n + call.cut.count(part);
     (of.has_table ? rows_of<true, false> : of.has_shifts ? rows_of<false, true> : rows_of<false, false>)(call, of, n, stop, scratch);
 }
 

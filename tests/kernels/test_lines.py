@@ -1,0 +1,77 @@
+"""Columns whose words lie across lines of the cache, as in most files: they are computed alike, and nothing beyond them is read."""
+
+import itertools
+
+import pytest
+import torch
+from kernels.layers import Case, at_the_end_of_a_page, misplaced
+
+from hfq.formats.awq import Awq
+from hfq.formats.gptq import Gptq
+from hfq.kernels import cpu
+from hfq.kernels.native import library
+
+LAYERS = {  # rows of words are whole lines; columns are several parts for one row, and end within what is taken together
+    **{
+        f"w{bits} {reading}": Case(Gptq(bits, 128, False, reading, g_idx_length=384), 384, 2144)
+        for bits, reading in (
+            *itertools.product((2, 3, 4, 8), ("stored", "field_plus_one")),
+            *itertools.product((2, 4, 8), ("word_plus_one",)),
+        )
+    },
+    "w4 act-order": Case(Gptq(4, 128, False, "field_plus_one", g_idx_length=384), 384, 336, scatter=True),
+    "w4 bf16 scales": Case(Gptq(4, 128, False, "masked_plus_one", g_idx_length=384), 384, 48, dtype=torch.bfloat16),
+    "w4 f32 scales": Case(Gptq(4, 64, False, "stored", g_idx_length=384), 384, 16, dtype=torch.float32),
+    "awq": Case(Awq(group_size=128), 384, 2304),
+    "awq of one line": Case(Awq(group_size=128), 384, 128),
+}
+ROWS = (1, 2, 3, 5, 8, 12)
+
+
+@pytest.fixture(params=list(LAYERS))
+def layer(request):
+    return LAYERS[request.param].make()
+
+
+def products(tensors, weight_format) -> list[torch.Tensor]:
+    found = []
+    for rows, dtype in itertools.product(ROWS, (torch.bfloat16, torch.float32)):
+        activations = torch.randn(rows, 384, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        found.append(cpu.linear(activations, tensors, weight_format))
+    return found
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("level", [1, -1])
+def test_results_do_not_depend_on_where_lines_begin(native, layer, level):
+    weight_format, tensors = layer
+    native.hfq_use(level)
+    expected = products(misplaced(tensors, 0), weight_format)
+    for shift in (4, 8, 24, 32, 56, 61):
+        assert_equal(products(misplaced(tensors, shift), weight_format), expected)
+
+
+def test_nor_where_bfloat16_is_counted_as_integers(native, layer):
+    weight_format, tensors = layer
+    native.hfq_use_short(0)
+    expected = products(misplaced(tensors, 0), weight_format)
+    for shift in (8, 36):
+        assert_equal(products(misplaced(tensors, shift), weight_format), expected)
+
+
+@pytest.mark.parametrize("left", [8, 40])
+def test_nothing_beyond_the_last_line_is_read(native, layer, left):
+    weight_format, tensors = layer
+    mapped = {name: at_the_end_of_a_page(tensor, left) for name, tensor in tensors.items()}
+    assert_equal(products(mapped, weight_format), products(tensors, weight_format))
+
+
+@pytest.mark.slow
+def test_the_form_for_other_processors_computes_the_same(emulated, monkeypatch):
+    monkeypatch.setattr(library, "_once", emulated)
+    for case in LAYERS.values():
+        weight_format, tensors = case.make()
+        assert_equal(products(misplaced(tensors, 24), weight_format), products(misplaced(tensors, 0), weight_format))
