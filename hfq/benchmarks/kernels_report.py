@@ -56,6 +56,7 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "memory read": ", ".join(rates),
         "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
         "activations": "bfloat16, unless a method names others",
+        "packed tensors": "8 bytes after a line of the cache begins, as files align them",
         f"gptq4 g128, native, over {GGML} {REPACKED}": _over_ggml(records),
         "not measured": ", ".join(f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()) or "none",
     }

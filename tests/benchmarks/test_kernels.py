@@ -50,6 +50,14 @@ def test_the_number_of_threads_is_put_back(small):
     assert torch.get_num_threads() == before
 
 
+def test_packed_tensors_lie_as_in_a_file():
+    for weight_format in kernels.FORMATS.values():
+        tensors = kernels.random_layer(weight_format, 128, 256)
+        placed = kernels.as_in_a_file(tensors)
+        assert all(torch.equal(placed[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+        assert {tensor.data_ptr() % 64 for tensor in placed.values()} == {8}
+
+
 def test_random_layers_hold_finite_weights():
     for weight_format in kernels.FORMATS.values():
         tensors = kernels.random_layer(weight_format, 128, 256)

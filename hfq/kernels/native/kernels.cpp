@@ -2321,8 +2321,8 @@ template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void
     const int64_t first = call.cut.first(part), stop = first + call.cut.count(part);
     if (!is_sorted(layer)) return MULTIPLY(call, first, stop - first, scratch);
     Call of = call;
-    for (int64_t n = first; n < stop; n += STRIP_COLUMNS) {
-        const int64_t count = least(STRIP_COLUMNS, stop - n);
+    for (int64_t n = first, count; n < stop; n += count) {
+        count = least(STRIP_COLUMNS - after_line(layer, n), stop - n);  // the others begin with a line of the cache
         const Layer strip = sort_strip(layer, n, count, scratch);
         of.layer = &strip;
         MULTIPLY(of, n, count, scratch);

@@ -28,6 +28,7 @@ const int64_t PAIR = 32;          // outputs of two tiles
 const int64_t MOST_WIDTH = 256;   // outputs of a part
 const int64_t MOST_FEW = 512;     // columns of a part, for few rows: the more, the more of them lie together
 const int64_t MOST_DEPTH = 256;   // channels that are unpacked together
+const int64_t ROWS_AHEAD = 8;     // rows of codes that are asked for before they are unpacked
 const int64_t PIECE = 128;        // channels that are summed by themselves, in a tile
 const int64_t MOST_SCALES = 512;  // groups of a row
 
@@ -35,7 +36,7 @@ const int64_t MOST_SCALES = 512;  // groups of a row
 struct Kept {
     alignas(64) float totals[MOST_WIDTH * MOST];
     alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];
-    alignas(64) float scales[MOST_SCALES * PAIR], zeros[MOST_SCALES];
+    alignas(64) float scales[MOST_SCALES * PAIR], zeros[MOST_SCALES + 4 * PAIR];
     alignas(64) float sums[4][256];
     alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];
 };
@@ -369,7 +370,8 @@ template <int KIND> static HFQ_INLINE int shift_of(const Layer &layer, int64_t n
     return KIND == ZEROED ? 16 - (int)row_zero(layer, n, k / layer.block_in) - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0) : 0;
 }
 
-// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for.
+// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for, by where they end: the line that they
+// begin in was asked for with those before them.
 template <int KIND>
 static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
     const int64_t line = KIND == NIBBLES || KIND == ZEROED ? 32 : 64, whole = length / 128 * 128;
@@ -379,10 +381,11 @@ static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
         char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
         const char *codes = row;
         int64_t i = 0;
+        __builtin_prefetch(row + ROWS_AHEAD * layer.row_nbytes);  // a line that codes before these lie in, too, may have left the second cache
         for (; i < whole; i += 128, codes += 2 * line, to += 8 * amx::TILE) {
             HFQ_UNROLL
             for (int j = 0; j < 2; j++) {
-                if (j == 0 || line == 64) __builtin_prefetch(codes + j * line + lead, 0, 2);
+                if (j == 0 || line == 64) __builtin_prefetch(codes + j * line + lead + 63, 0, 2);
                 unpack_row<KIND>(table, codes + j * line, shift_of<KIND>(layer, n + least(r, count - 1), k + i + 64 * j), to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
             }
         }
@@ -477,7 +480,7 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
         for (int64_t i = 0; i < length; i += 64, to += 4 * amx::TILE) {
             char rest[32];
             const char *codes = row + i / 2;
-            if (i % 128 == 0) __builtin_prefetch(codes + lead, 0, 2);
+            if (i % 128 == 0) __builtin_prefetch(codes + lead + 63, 0, 2);
             if (length - i < 64) memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
 #if defined(HFQ_AMX)
             const float *of = factors + (i >> shift);
@@ -641,6 +644,7 @@ static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, 
     for (int64_t row = 0; row < length; row++, words += pitch, out += MOST_FEW / 2) {
         memcpy(out, words, nbytes);
         for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(words + lead + i, 0, 2);
+        __builtin_prefetch(words + lead + nbytes - 1, 0, 2);
     }
 }
 
@@ -1067,17 +1071,18 @@ template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept
     const int TILES = ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = layer.row_nbytes;
-    for (int64_t n = 0; n < width; n += BLOCK * TILES)
-        for (int64_t at = k, end; at < stop; at = end) {
-            const int64_t group = at / size, count = least(BLOCK * TILES, width - n);
-            end = least(least(stop, (group + 1) * size), at + PIECE);
-            const int64_t none = n ? 0 : skipped, there = count - none, column = first + n + none, before = column % 8;
-            const int64_t known = least(up(before + there, BLOCK), layer.out_features - column + before);  // zero points are read from whole words
-            avx512::group_scales(layer, group, column, there, kept.scales + none, there);
-            avx512::group_zeros(layer, group, column - before, known, kept.zeros + 8 + none - before, known);
-            const char *words = layer.codes + at * BITS / 32 * pitch + 4 * (first + n), *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
-            dot_words<BITS, ROWS, TILES>(words, pitch, (end - at) * BITS / 32, none, count, job.lead, kept.zeros + 8, x, 64 * job.rows, kept.scales, kept.totals + 16 * n);
-        }
+    const int64_t column = first + skipped, there = width - skipped, before = column % 8, wide = up(width, 2 * PAIR) - skipped;
+    const int64_t known = least(up(before + there, BLOCK), layer.out_features - column + before);  // zero points are read from whole words
+    for (int64_t at = k, end; at < stop; at = end) {
+        const int64_t group = at / size;
+        const char *words = layer.codes + at * BITS / 32 * pitch + 4 * first, *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
+        end = least(least(stop, (group + 1) * size), at + PIECE);
+        avx512::group_scales(layer, group, column, there, kept.scales + skipped, wide);
+        avx512::group_zeros(layer, group, column - before, known, kept.zeros + 8 + skipped - before, before + wide);
+        for (int64_t n = 0; n < width; n += BLOCK * TILES)
+            dot_words<BITS, ROWS, TILES>(words + 4 * n, pitch, (end - at) * BITS / 32, n ? 0 : skipped, least(BLOCK * TILES, width - n), job.lead,
+                                         kept.zeros + 8 + n, x, 64 * job.rows, kept.scales + n, kept.totals + 16 * n);
+    }
 }
 
 template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
@@ -1139,8 +1144,8 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
     if (!is_sorted(*job.layer)) return part_of_layer(job, first, width, scratch);
     const int64_t strip_width = avx512::strip_columns(*job.layer, job.rows > 4 * BLOCK ? width : 1);
     Job of = job;
-    for (int64_t i = 0; i < width; i += strip_width) {
-        const int64_t count = least(strip_width, width - i);
+    for (int64_t i = 0, count; i < width; i += count) {
+        count = least(strip_width - skipped_before(*job.layer, job.rows, job.by_tiles, first + i), width - i);
         const Layer strip = avx512::sort_strip(*job.layer, first + i, count, scratch);
         of.layer = &strip, of.lead = 0;  // nothing is left to be asked for
         part_of_layer(of, first + i, count, scratch);
