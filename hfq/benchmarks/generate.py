@@ -1,7 +1,9 @@
 """`hfq bench generate`: tokens per second of a whole model on the CPU, packed weights in hfq against bfloat16 in plain transformers.
 
 All models are in memory at once and take turns within a round; ratios are taken within a round and their medians are reported.
-The model that `hfq bench load` loads is used: a Llama with random weights, in three formats.
+The model that `hfq bench load` loads is used: a Llama with random weights, in three formats. After the tokens that are counted the
+linear layers of a few more are timed by themselves, against a plain read of memory in the same round: layer after layer finds other
+bytes in the caches, and the interpreter's own code, as no product called by itself does.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import torch
 
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.models import FORMATS, Architecture, make_checkpoint
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, median, rotated, select
+from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
 
 __all__ = ["PROMPT", "TOKENS", "bench_generate", "measure_model"]
 
-PROMPT, TOKENS = 128, 16
-PREFILL, DECODE = "prefill", "decode"
+PROMPT, TOKENS, TIMED_TOKENS = 128, 16, 8
+PREFILL, DECODE, LAYERS, READ = "prefill", "decode", "layers", "read"
+READ_NBYTES = 128 << 20
 STOCK = "bf16"
 """The format that plain transformers multiplies."""
 
@@ -39,7 +42,7 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
         SetupError: The disk has too little room.
     """
     architecture, before, records = Architecture.of_size(nbytes), torch.get_num_threads(), []
-    models = {}
+    models, memory = {}, torch.zeros(READ_NBYTES // 4)
     for weights in FORMATS:
         say(f"{weights}: loading")
         models[weights] = _load(make_checkpoint(folder, architecture, weights), weights)
@@ -50,6 +53,7 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
                 measure_model(models[weights], 2)  # the first call makes what is kept
             for number in range(rounds):
                 say(f"{count} threads: round {number + 1} of {rounds}")
+                records += [{"weights": "-", "round": number, "threads": count} | record for record in _read_memory(memory)]
                 for weights in rotated(list(models), number):
                     label = {"weights": weights, "round": number, "threads": count}
                     records += [label | record for record in measure_model(models[weights], TOKENS)]
@@ -62,7 +66,7 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
 
 
 def measure_model(model: Any, tokens: int) -> list[Record]:
-    """Seconds of a prompt's forward, and of each greedily chosen token after it, with a cache of keys and values."""
+    """Seconds of a prompt's forward, of each token after it (keys and values are cached), and of more tokens' layers."""
     vocabulary = model.config.vocab_size
     prompt = torch.randint(0, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -70,10 +74,42 @@ def measure_model(model: Any, tokens: int) -> list[Record]:
         out = model(prompt, use_cache=True, logits_to_keep=1)
         records: list[Record] = [{"step": PREFILL, "tokens": PROMPT, "seconds": time.perf_counter() - started}]
         for _ in range(tokens):
-            token = out.logits[:, -1:].argmax(-1)
             started = time.perf_counter()
-            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            out = _next(model, out)
             records.append({"step": DECODE, "tokens": 1, "seconds": time.perf_counter() - started})
+        return records + _time_layers(model, out)
+
+
+def _next(model: Any, out: Any) -> Any:
+    return model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+
+
+def _time_layers(model: Any, out: Any) -> list[Record]:
+    """Bytes and seconds of a token's linear layers, but for the head, which is in bfloat16 in every model."""
+    layers = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    nbytes = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+    begun: list[float] = []
+    taken: list[float] = []
+    hooks = [layer.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter())) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda *_: taken.append(time.perf_counter() - begun[-1])) for layer in layers]
+    records = []
+    try:
+        for _ in range(TIMED_TOKENS):
+            taken.clear()
+            out = _next(model, out)
+            records.append({"step": LAYERS, "nbytes": nbytes, "seconds": sum(taken)})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return records
+
+
+def _read_memory(memory: torch.Tensor) -> list[Record]:
+    records = []
+    for _ in range(TIMED_TOKENS):
+        started = time.perf_counter()
+        memory.sum()
+        records.append({"step": READ, "nbytes": memory.nbytes, "seconds": time.perf_counter() - started})
     return records
 
 
@@ -92,6 +128,10 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
     threads = sorted({record["threads"] for record in records})
     facts = machine_facts(Path()) | {
         "model": f"{model}; bf16 in plain transformers, the others in hfq with kernel='auto'",
+        "memory read": ", ".join(
+            f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], step=READ, threads=count))} ({count} threads)"
+            for count in threads
+        ),
         "rounds": f"{rounds}, interleaved in one process; a prompt of {PROMPT} tokens, then {TOKENS} greedy ones; medians",
     }
     least = threads[0] if threads else 1
@@ -104,6 +144,9 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
         Target(f"{weights}, {step}, {count} threads: tokens per second over bf16 in transformers", ratio, 1.0, True)
         for count in threads for weights in packed for step in (PREFILL, DECODE)
         for ratio in (_over_stock(records, weights, step, count),)
+    ] + [
+        Target(f"{weights}, layers, {count} threads: share of the read rate", _share_of_read(records, weights, count), 0.85, True)
+        for count in threads for weights in packed
     ]  # fmt: skip
     tables = [_table(records, count) for count in threads]
     return Report("Generation: tokens per second on a CPU", facts, tables, targets, records, chart)
@@ -117,9 +160,25 @@ def _table(records: list[Record], threads: int) -> Table:
             rate = median(records, lambda r: r["tokens"] / r["seconds"], weights=weights, step=step, threads=threads)
             ratio = _over_stock(records, weights, step, threads)
             cells.append("-" if rate is None or ratio is None else f"{rate:.2f} tokens/s, {ratio:.2f}x")
-        rows.append((weights, *cells))
-    note = "Tokens per second, and times those of bf16 in the same round."
-    return Table(f"{threads} thread{'s' if threads > 1 else ''}", note, ("weights", PREFILL, DECODE), rows)
+        share = _share_of_read(records, weights, threads)
+        rows.append((weights, *cells, "-" if share is None else f"{share:.2f}"))
+    note = """Tokens per second, and times those of bf16 in the same round. The last column is the rate at which a token's linear
+layers, but for the head, read their weights, over that of a plain read of memory in the same round."""
+    header = ("weights", PREFILL, DECODE, "layers, of the read rate")
+    return Table(f"{threads} thread{'s' if threads > 1 else ''}", note, header, rows)
+
+
+def _share_of_read(records: list[Record], weights: str, threads: int) -> float | None:
+    """The median over rounds of the rate at which layers read their weights over that of a read beside them."""
+    shares: list[float] = []
+    for number in sorted({record["round"] for record in select(records, weights=weights, threads=threads)}):
+        theirs, ours = (
+            median(records, lambda r: r["nbytes"] / r["seconds"], round=number, threads=threads, **where)
+            for where in ({"step": READ}, {"step": LAYERS, "weights": weights})
+        )
+        if theirs is not None and ours is not None:
+            shares.append(ours / theirs)
+    return sorted(shares)[len(shares) // 2] if shares else None
 
 
 def _over_stock(records: list[Record], weights: str, step: str, threads: int) -> float | None:
