@@ -671,7 +671,8 @@ bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) &
 // The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few rows of codes whose unpacking does.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
-    return layer.kind != GPTQ ? DIGIT_ROWS + 1 : layer.bits == 3 ? 4 : 2;
+    if (!has_columns(layer)) return DIGIT_ROWS + 1;
+    return layer.kind == AWQ ? 6 : layer.bits == 3 ? 4 : 2;
 }
 #endif
 

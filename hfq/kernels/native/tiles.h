@@ -579,25 +579,34 @@ template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, con
     }
 }
 
-// AWQ's: 32 channels of a pair's columns, whose words hold eight of them. Two channels' words, in turns by their halves, are those of the even
+// What is added to AWQ's codes of 16 columns, less their zero points, to find them among all_integers.
+static HFQ_INLINE __m512i awq_shifts(const float *zeros) {
+    return _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros))), _mm512_set1_epi32(0x10001));
+}
+
+// AWQ's: two channels of a pair's columns, whose words hold eight of them. The channels' words, in turns by their halves, are those of the even
 // columns and of the odd ones; each shifted by its own nibbles gives pairs of channels.
-static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns, const float *zeros, __m512i table, char *out) {
+static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool are_two, __mmask8 there, const __m512i *added, __m512i table, __m512i *pairs) {
     const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12), fifteen = _mm512_set1_epi32(0xF000F);
-    const __m512i places = _mm512_setr_epi32(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3), sixteen = _mm512_set1_epi32(16);
+    const __m512i places = _mm512_setr_epi32(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3);
+    const __m128i first = _mm_maskz_loadu_epi32(there, words), second = are_two ? _mm_maskz_loadu_epi32(there, words + pitch) : _mm_setzero_si128();
+    const __m128i turns[2] = {_mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second)};
+    HFQ_UNROLL
+    for (int t = 0; t < 2; t++) {
+        const __m512i spread = _mm512_permutexvar_epi32(places, _mm512_castsi128_si512(turns[t]));
+        const __m512i codes = _mm512_and_si512(_mm512_srlv_epi32(spread, shifts), fifteen);
+        pairs[t] = _mm512_permutexvar_epi16(_mm512_add_epi16(codes, added[t]), table);
+    }
+}
+
+// 32 channels of a pair's columns.
+static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns, const float *zeros, __m512i table, char *out) {
     const __mmask8 there = (__mmask8)((1u << (columns + 7) / 8) - 1);
-    __m512i added[2];
-    for (int t = 0; t < 2; t++)
-        added[t] = _mm512_mullo_epi32(_mm512_sub_epi32(sixteen, _mm512_cvtps_epi32(_mm512_loadu_ps(zeros + BLOCK * t))), _mm512_set1_epi32(0x10001));
+    const __m512i added[2] = {awq_shifts(zeros), awq_shifts(zeros + BLOCK)};
     for (int64_t i = 0; i < CHANNELS; i += 2, words += 2 * pitch, out += 64) {
-        const __m128i first = i < rows ? _mm_maskz_loadu_epi32(there, words) : _mm_setzero_si128();
-        const __m128i second = i + 1 < rows ? _mm_maskz_loadu_epi32(there, words + pitch) : _mm_setzero_si128();
-        const __m128i turns[2] = {_mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second)};
-        HFQ_UNROLL
-        for (int t = 0; t < 2; t++) {
-            const __m512i spread = _mm512_permutexvar_epi32(places, _mm512_castsi128_si512(turns[t]));
-            const __m512i pairs = _mm512_and_si512(_mm512_srlv_epi32(spread, shifts), fifteen);
-            _mm512_store_si512(out + t * amx::TILE, _mm512_permutexvar_epi16(_mm512_add_epi16(pairs, added[t]), table));
-        }
+        __m512i pairs[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        unpack_awq_pairs(words, pitch, i + 1 < rows, i < rows ? there : 0, added, table, pairs);
+        for (int t = 0; t < 2; t++) _mm512_store_si512(out + t * amx::TILE, pairs[t]);
     }
 }
 #endif
@@ -1019,7 +1028,7 @@ template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t
 // would make of them.
 inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 #if defined(HFQ_AMX)
-    return !by_tiles && rows <= BLOCK && layer.kind == GPTQ && reads(layer);
+    return !by_tiles && rows <= BLOCK && has_columns(layer) && reads(layer);
 #else
     return false;
 #endif
@@ -1027,7 +1036,7 @@ inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 
 // Columns that are skipped, from where a line of the cache begins to the n-th; more rows take no longer where words lie across lines.
 inline int64_t skipped_before(const Layer &layer, int64_t rows, bool by_tiles, int64_t n) {
-    return is_unstored(layer, rows, by_tiles) && rows <= HALF ? after_line(layer, n) : 0;
+    return layer.kind == GPTQ && is_unstored(layer, rows, by_tiles) && rows <= HALF ? after_line(layer, n) : 0;
 }
 
 #if defined(HFQ_AMX)
@@ -1066,22 +1075,58 @@ static HFQ_INLINE void dot_words(const char *words, int64_t pitch, int64_t rows,
     VectorFlow<false>::add_up<ROWS, TILES>(sums, scales, false, totals);
 }
 
+// The same for AWQ's words, of which `rows` are there of each 8 columns: two channels' at a time.
+template <int ROWS, int TILES>
+static HFQ_INLINE void dot_awq(const char *words, int64_t pitch, int64_t rows, int64_t count, int64_t lead, const float *zeros, const char *x,
+                               int64_t x_step, const float *scales, float *totals) {
+    const __m512i table = all_integers();
+    __mmask8 there[TILES / 2];
+    __m512i added[TILES];
+    __m512 sums[ROWS][TILES] = {};
+    HFQ_UNROLL
+    for (int t = 0; t < TILES; t++) added[t] = awq_shifts(zeros + BLOCK * t);
+    HFQ_UNROLL
+    for (int p = 0; p < TILES / 2; p++) there[p] = (__mmask8)((1u << most(0, least(PAIR, count - PAIR * p)) / 8) - 1);
+    for (int64_t row = 0; row < rows; row += 2, words += 2 * pitch) {
+        const char *left = x + row / CHANNELS * x_step + row % CHANNELS * 2;
+        avx512::keep_place(left);
+        __builtin_prefetch(words + lead, 0, 2), __builtin_prefetch(words + lead + pitch, 0, 2);
+        HFQ_UNROLL
+        for (int p = 0; p < TILES / 2; p++) {
+            __m512i pairs[2];
+            unpack_awq_pairs(words + PAIR / 2 * p, pitch, row + 1 < rows, there[p], added + 2 * p, table, pairs);
+            HFQ_UNROLL
+            for (int t = 0; t < 2; t++)
+                HFQ_UNROLL
+                for (int m = 0; m < ROWS; m++) dot_pairs(sums[m][2 * p + t], (__m512bh)pairs[t], left + 64 * m);
+        }
+    }
+    VectorFlow<false>::add_up<ROWS, TILES>(sums, scales, false, totals);
+}
+
 // The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
-template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
-    const int TILES = ROWS == 2 ? 4 : ROWS <= HALF ? 2 : 1;
+template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k, int64_t m = 0) {
+    const int TILES = ROWS == 2 || (BITS == 0 && ROWS == 4) ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = layer.row_nbytes;
     const int64_t column = first + skipped, there = width - skipped, before = column % 8, wide = up(width, 2 * PAIR) - skipped;
     const int64_t known = least(up(before + there, BLOCK), layer.out_features - column + before);  // zero points are read from whole words
     for (int64_t at = k, end; at < stop; at = end) {
         const int64_t group = at / size;
-        const char *words = layer.codes + at * BITS / 32 * pitch + 4 * first, *x = job.x + place_of(layer, job.rows, job.depth, 0, at);
+        const char *words = layer.codes + (BITS == 0 ? at * pitch + first / 2 : at * BITS / 32 * pitch + 4 * first);
+        const char *x = job.x + place_of(layer, job.rows, job.depth, 0, at) + 64 * m;
         end = least(least(stop, (group + 1) * size), at + PIECE);
         avx512::group_scales(layer, group, column, there, kept.scales + skipped, wide);
         avx512::group_zeros(layer, group, column - before, known, kept.zeros + 8 + skipped - before, before + wide);
-        for (int64_t n = 0; n < width; n += BLOCK * TILES)
-            dot_words<BITS, ROWS, TILES>(words + 4 * n, pitch, (end - at) * BITS / 32, n ? 0 : skipped, least(BLOCK * TILES, width - n), job.lead,
-                                         kept.zeros + 8 + n, x, 64 * job.rows, kept.scales + n, kept.totals + 16 * n);
+        for (int64_t n = 0; n < width; n += BLOCK * TILES) {
+            const int64_t count = least(BLOCK * TILES, width - n);
+            float *totals = kept.totals + 16 * (n + m);
+            if constexpr (BITS == 0)
+                dot_awq<ROWS, TILES>(words + n / 2, pitch, end - at, count, job.lead, kept.zeros + 8 + n, x, 64 * job.rows, kept.scales + n, totals);
+            else
+                dot_words<BITS, ROWS, TILES>(words + 4 * n, pitch, (end - at) * BITS / 32, n ? 0 : skipped, count, job.lead, kept.zeros + 8 + n, x,
+                                             64 * job.rows, kept.scales + n, totals);
+        }
     }
 }
 
@@ -1095,10 +1140,22 @@ template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t
         default: return dot_columns<BITS, 16>(job, kept, first, skipped, width, k);
     }
 }
+
+// Of AWQ up to eight rows at a time: its codes are unpacked for two tiles at once, whose sums are as many as registers hold.
+template <> void dot_unstored<0>(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
+    for (int64_t m = 0; m < job.rows; m += HALF)
+        switch ((least(HALF, job.rows - m) + 1) / 2) {
+            case 1: dot_columns<0, 2>(job, kept, first, skipped, width, k, m); break;
+            case 2: dot_columns<0, 4>(job, kept, first, skipped, width, k, m); break;
+            case 3: dot_columns<0, 6>(job, kept, first, skipped, width, k, m); break;
+            default: dot_columns<0, 8>(job, kept, first, skipped, width, k, m);
+        }
+}
 #endif
 
 static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
 #if defined(HFQ_AMX)
+    if (job.layer->kind == AWQ) return dot_unstored<0>(job, kept, first, skipped, width, k);
     (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, kept, first, skipped, width, k);
 #endif
 }
