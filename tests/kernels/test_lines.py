@@ -69,6 +69,27 @@ def test_nothing_beyond_the_last_line_is_read(native, layer, left):
     assert_equal(products(mapped, weight_format), products(tensors, weight_format))
 
 
+@pytest.mark.parametrize("name", ["w4 stored", "w4 act-order", "awq"])
+def test_experts_lie_anywhere(native, name):
+    weight_format, tensors = LAYERS[name].make()
+    layers = [(misplaced(tensors, shift), weight_format) for shift in (0, 8, 40)]
+    for dtype in (torch.bfloat16, torch.float32):
+        activations = torch.randn(7, 384, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = torch.cat([cpu.linear(part, *layers[0]) for part in activations.split([1, 2, 4])])
+        assert torch.equal(cpu.grouped_linear(activations, [1, 2, 4], layers), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_nor_on_threads(native, layer, count):
+    weight_format, tensors = layer
+    expected, before = products(misplaced(tensors, 0), weight_format), torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        assert_equal(products(misplaced(tensors, 24), weight_format), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.slow
 def test_the_form_for_other_processors_computes_the_same(emulated, monkeypatch):
     monkeypatch.setattr(library, "_once", emulated)

@@ -277,10 +277,16 @@ HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
     return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
 }
 
-// Parts of `width` outputs: the first is `before` shorter and the last as much longer, so that the others begin with a line where -before would.
-HFQ_INLINE Cut cut_outputs(const Layer &layer, int64_t width, int64_t before) {
-    return {layer.out_features, -before, width, (layer.out_features + width - 1) / width};
+// Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the others begin with a line of the cache; not
+// where threads have so few columns each that one would be long at what its part has more.
+HFQ_INLINE Cut cut_outputs(const Layer &layer, int64_t width, int threads = 1, bool by_lines = false) {
+    const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns
+    const bool is_even = threads <= 1 || layer.out_features >= 16 * together * threads;
+    return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width, (layer.out_features + width - 1) / width};
 }
+
+// Columns from where a line begins to the n-th, with which a part or strip begins; they are nobody's.
+HFQ_INLINE int64_t skipped_before(const Layer &layer, const Cut &cut, int64_t n) { return cut.begin ? after_line(layer, n) : 0; }
 
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
@@ -591,7 +597,7 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     const bool columns = has_columns(layer);
     const int64_t width = columns ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
-    const Cut cut = cut_outputs(layer, width, by_lines ? after_line(layer, 0) : 0);
+    const Cut cut = cut_outputs(layer, width, threads, by_lines);
     return {&layer, scratch, rows, stride, cut, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
 }
 
@@ -729,7 +735,7 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
         const int64_t packed = rows[i] * tiled::rows_of(dtype), floats = up(tiled::packed_floats(layers[i], packed), 16);
         float *factors = scratch + floats - 2 * packed;
         jobs[i] = tiled::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::WIDTH, 0);
+        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::WIDTH);
         tiled::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
         run_parts({tiled::pack_block, &packing, jobs[i].apart ? packed : tiled::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
@@ -2323,7 +2329,7 @@ template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void
     if (!is_sorted(layer)) return MULTIPLY(call, first, stop - first, scratch);
     Call of = call;
     for (int64_t n = first, count; n < stop; n += count) {
-        count = least(STRIP_COLUMNS - after_line(layer, n), stop - n);  // the others begin with a line of the cache
+        count = least(STRIP_COLUMNS - skipped_before(layer, call.cut, n), stop - n);
         const Layer strip = sort_strip(layer, n, count, scratch);
         of.layer = &strip;
         MULTIPLY(of, n, count, scratch);

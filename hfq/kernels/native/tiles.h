@@ -1034,11 +1034,6 @@ inline bool is_unstored(const Layer &layer, int64_t rows, bool by_tiles) {
 #endif
 }
 
-// Columns that are skipped, from where a line of the cache begins to the n-th; more rows take no longer where words lie across lines.
-inline int64_t skipped_before(const Layer &layer, int64_t rows, bool by_tiles, int64_t n) {
-    return layer.kind == GPTQ && is_unstored(layer, rows, by_tiles) && rows <= HALF ? after_line(layer, n) : 0;
-}
-
 #if defined(HFQ_AMX)
 // totals += ROWS activation rows times `rows` words of each of 16 columns of TILES tiles, of which those from `skipped` to `count` are there.
 template <int BITS, int ROWS, int TILES>
@@ -1166,7 +1161,7 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     Kept &kept = *(Kept *)scratch;
     Flow flow(job, kept);
     const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
-    const int64_t skipped = skipped_before(layer, job.rows, job.by_tiles, first);
+    const int64_t skipped = stores ? 0 : skipped_before(layer, job.cut, first);
     first -= skipped, width += skipped;
     const int64_t each = blocks(job.rows) * 2 * 256;
     int64_t slots = 0, turn = 0;
@@ -1202,7 +1197,7 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
     const int64_t strip_width = avx512::strip_columns(*job.layer, job.rows > 4 * BLOCK ? width : 1);
     Job of = job;
     for (int64_t i = 0, count; i < width; i += count) {
-        count = least(strip_width - skipped_before(*job.layer, job.rows, job.by_tiles, first + i), width - i);
+        count = least(strip_width - skipped_before(*job.layer, job.cut, first + i), width - i);
         const Layer strip = avx512::sort_strip(*job.layer, first + i, count, scratch);
         of.layer = &strip, of.lead = 0;  // nothing is left to be asked for
         part_of_layer(of, first + i, count, scratch);
@@ -1220,7 +1215,9 @@ Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_str
     const int64_t deep = is_deep ? MOST_DEPTH : PIECE, depth = size % PIECE == 0 || size == layer.in_features ? deep : most(size, deep / size * size);
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
-    return {&layer, packed, factors, rows, depth, lead, cut_outputs(layer, width, skipped_before(layer, rows, by_tiles, 0)), y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    const bool by_lines = layer.kind == GPTQ && rows <= HALF && is_unstored(layer, rows, by_tiles);  // others take no longer across them
+    const Cut cut = cut_outputs(layer, width, threads, by_lines);
+    return {&layer, packed, factors, rows, depth, lead, cut, y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }
 
 }  // namespace tiled

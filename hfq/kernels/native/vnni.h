@@ -376,7 +376,7 @@ static void multiply_part(const Layer &layer, const Span &span, int64_t rows, co
 // As integer_tile: span by span, and each of them along the columns, from where a line of the cache begins.
 template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
-    const int64_t skipped = after_line(layer, n);
+    const int64_t skipped = skipped_before(layer, call.cut, n);
     n -= skipped, count += skipped;
     const int64_t wide = up(count, vectors<BITS>() * W), pitch = layer.row_nbytes;
     int32_t *high = (int32_t *)(scratch + rows * wide);
