@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from attacks.builders import cache_model, copy_model, edit_config, load, shard_model
@@ -130,18 +131,24 @@ def test_a_refused_load_leaves_nothing_behind(model):
 # 14. No checkpoint ends the process, whatever its size claims to be, and wherever it was cut.
 
 
-def test_a_damaged_file_of_the_hub_cache_is_named(gptq, tmp_path):
+@pytest.fixture
+def offline(monkeypatch):
+    """The hub is not asked: where nobody answers, that is tried again for half a minute."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_damaged_file_of_the_hub_cache_is_named(offline, gptq, tmp_path):
     os.truncate(gptq / "model.safetensors", 100_000)
     with refused("truncated by", "models--o--n/snapshots/abc/model.safetensors"):
         load("o/n", **cache_model(gptq, tmp_path))
 
 
 @pytest.mark.parametrize("subfolder", ["", "sub"])
-def test_a_model_of_the_hub_cache_loads(gptq, tmp_path, subfolder):
+def test_a_model_of_the_hub_cache_loads(offline, gptq, tmp_path, subfolder):
     assert load("o/n", **cache_model(gptq, tmp_path, subfolder)).config.num_hidden_layers == 4
 
 
-def test_sizes_of_a_model_of_the_hub_cache_are_checked_before_it_is_built(gptq, tmp_path):
+def test_sizes_of_a_model_of_the_hub_cache_are_checked_before_it_is_built(offline, gptq, tmp_path):
     with refused("config.json says num_hidden_layers=500", kind=FormatError):
         load("o/n", **cache_model(edit_config(gptq, num_hidden_layers=500), tmp_path))
 
