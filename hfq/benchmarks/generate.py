@@ -169,26 +169,22 @@ layers, but for the head, read their weights, over that of a plain read of memor
 
 
 def _share_of_read(records: list[Record], weights: str, threads: int) -> float | None:
-    """The median over rounds of the rate at which layers read their weights over that of a read beside them."""
-    shares: list[float] = []
-    for number in sorted({record["round"] for record in select(records, weights=weights, threads=threads)}):
-        theirs, ours = (
-            median(records, lambda r: r["nbytes"] / r["seconds"], round=number, threads=threads, **where)
-            for where in ({"step": READ}, {"step": LAYERS, "weights": weights})
-        )
-        if theirs is not None and ours is not None:
-            shares.append(ours / theirs)
-    return sorted(shares)[len(shares) // 2] if shares else None
+    """The rate at which layers read their weights, over that of a read beside them."""
+    layers, read = {"step": LAYERS, "weights": weights, "threads": threads}, {"step": READ, "threads": threads}
+    return _ratio(records, lambda record: record["nbytes"] / record["seconds"], layers, read)
 
 
 def _over_stock(records: list[Record], weights: str, step: str, threads: int) -> float | None:
-    """The median over rounds of the stock model's median seconds over this one's."""
-    where = {"step": step, "threads": threads}
+    """The stock model's seconds over this one's."""
+    theirs, ours = ({"step": step, "weights": name, "threads": threads} for name in (STOCK, weights))
+    return _ratio(records, lambda record: record["seconds"], theirs, ours)
+
+
+def _ratio(records: list[Record], value: Callable[[Record], float], above: Record, below: Record) -> float | None:
+    """The median over rounds of a median within a round over another's."""
     ratios: list[float] = []
-    for number in sorted({record["round"] for record in select(records, **where)}):
-        theirs, ours = (
-            median(records, lambda r: r["seconds"], weights=name, round=number, **where) for name in (STOCK, weights)
-        )
-        if theirs is not None and ours is not None:
-            ratios.append(theirs / ours)
+    for number in sorted({record["round"] for record in select(records, **below)}):
+        one, other = (median(records, value, round=number, **where) for where in (above, below))
+        if one is not None and other is not None:
+            ratios.append(one / other)
     return sorted(ratios)[len(ratios) // 2] if ratios else None

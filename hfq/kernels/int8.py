@@ -82,6 +82,7 @@ def linear(
     """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32.
 
     What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight and `_OUTLIER_ROWS` of their sums.
+    Without a compiler, `_PACK_PART` codes of a weight that is not aligned are kept as well, or 64 rows where those are more.
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
