@@ -3,13 +3,16 @@
 All that is compared runs in one process, in turns within a round; ratios are taken within a round and their medians are reported.
 Where few rows are multiplied, a buffer larger than the caches is read in between, since a model's next layer is not in them either.
 Packed tensors lie as in most files, where they are aligned to 8 bytes, and not to a line of the cache.
+
+After such a read, Python's own code comes from memory, too. What a token's products read is measured beside it: one row times as many
+layers, one after another, as have the bytes of that buffer.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +55,9 @@ FORMATS: dict[str, Format] = {
     ROUNDED: IntQuantized(codes_dtype="I8", scale_shape=(-1, 1)),
 }
 READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
+IN_TURN, READ_IN_TURN = "native, layer after layer", ("fp8 128x128", "gptq4 g128")
+"""The method that multiplies one row by layers that are not in the caches, without anything in between; and their weights."""
+
 OF_HALVES, HALVES = "native, of float16", ("fp8 128x128", "gptq4 g128", "awq g128")
 """The method whose activations are float16, and the weights that it multiplies."""
 FLUSH_NBYTES = 128 << 20
@@ -115,6 +121,7 @@ def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds
         methods = [
             *_methods(activations, dense, wide, layers, peers),
             *_of_halves(activations, half, layers),
+            *(_in_turn(activations, dense, layers) if count == 1 else ()),
             Method(READ, "-", FLUSH_NBYTES, flush.sum),
         ]
         for record in _measure(methods, rounds, flush if count <= FLUSHED_ROWS else None):
@@ -196,6 +203,25 @@ def _of_halves(
                 Method(OF_HALVES, weights, nbytes, functools.partial(kernel.linear, given, tensors, FORMATS[weights]))
             )
     return methods
+
+
+def _in_turn(
+    activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Iterator[Method]:
+    kernel = KERNELS["native"]
+    for weights in READ_IN_TURN:
+        if _is_readable(kernel, FORMATS[weights], dense):
+            nbytes = sum(tensor.nbytes for tensor in layers[weights].values())
+            each = [HeldTensors(as_in_a_file(layers[weights])) for _ in range(-(-FLUSH_NBYTES // nbytes))]
+            run = functools.partial(_multiply_each, kernel, activations, each, FORMATS[weights])
+            yield Method(IN_TURN, weights, nbytes * len(each), run)
+
+
+def _multiply_each(
+    kernel: Kernel, activations: torch.Tensor, layers: Sequence[Mapping[str, torch.Tensor]], weight_format: Format
+) -> None:
+    for tensors in layers:
+        kernel.linear(activations, tensors, weight_format)
 
 
 def _is_readable(kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None) -> bool:

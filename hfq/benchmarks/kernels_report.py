@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfq.benchmarks.ggml import compiled_for
 from hfq.benchmarks.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
-from hfq.benchmarks.kernels import DENSE, READ, ROUNDED, WIDE
+from hfq.benchmarks.kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
 from hfq.kernels.native.library import library, reason_missing
@@ -34,7 +34,7 @@ def report(records: list[Record], rounds: int) -> Report:
     return Report(
         "Kernels: products with packed weights on a CPU",
         machine_facts(Path()) | _facts(records, rounds),
-        [_table(records, threads) for threads in _in_order(records, "threads")],
+        [table(records, threads) for threads in _in_order(records, "threads") for table in (_table, _read_table)],
         [target for threads in _in_order(records, "threads") for target in _targets(records, threads)],
         records,
         Chart("Times as fast as bf16 F.linear, compiled kernel (higher is better)", groups, series),
@@ -102,8 +102,26 @@ def _table(records: list[Record], threads: int) -> Table:
         "of the read rate, M=1",
     )
     note = f"""Milliseconds, and times as fast as {DENSE} in the same round. The last column is the rate at which one row's product
-reads the weight, over that of a plain read of memory in the same round."""
-    return Table(f"{threads} thread{'s' if threads > 1 else ''}", note, header, rows)
+reads the weight, after all caches were emptied, of Python's own code, too; over that of a plain read of memory in the same round."""
+    return Table(_named(threads), note, header, rows)
+
+
+def _read_table(records: list[Record], threads: int) -> Table:
+    of_threads = select(records, method=IN_TURN, threads=threads)
+    rows = []
+    for shape in _in_order(of_threads, "shape"):
+        for weights in _in_order(select(of_threads, shape=shape), "weights"):
+            where = {"shape": shape, "weights": weights}
+            rate = median(of_threads, lambda r: r["nbytes"] / r["seconds"], **where)
+            share = _share_of_read(select(records, threads=threads), where | {"method": IN_TURN})
+            rows.append((shape, weights, "-" if rate is None else as_rate(rate), "-" if share is None else f"{share:.2f}"))
+    note = """One row times different layers of a shape, one after another, as many as have the bytes of the plain read in the same round
+that they are compared to: what the products of a token's layers read, with nothing in between."""
+    return Table(f"Layer after layer, {_named(threads)}", note, ("shape", "weights", "read at", "of the read rate"), rows)
+
+
+def _named(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def _targets(records: list[Record], threads: int) -> list[Target]:
@@ -120,14 +138,13 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
     for rows in _in_order(records, "rows"):
         value = _over_dense(of_threads, ROUNDED, "int8", rows, threads)
         targets.append(Target(f"{ROUNDED}, M={rows}, {named}: over {DENSE}", value, _ROUNDED, True))
-    for weights in ("fp8 128x128", "gptq4 g128"):
-        shares = [
-            _share_of_read(of_threads, {"weights": weights, "method": "native", "shape": s})
-            for s in _in_order(records, "shape")
-        ]
-        found = [share for share in shares if share is not None]
-        value = statistics.median(found) if found else None
-        targets.append(Target(f"{weights}, native, M=1, {named}: share of the read rate", value, 0.85, True))
+    for weights in READ_IN_TURN:
+        for method, how in ((IN_TURN, "layer after layer"), ("native", "one call after the caches were emptied")):
+            where = {"weights": weights, "method": method}
+            shares = [_share_of_read(of_threads, where | {"shape": shape}) for shape in _in_order(records, "shape")]
+            found = [share for share in shares if share is not None]
+            value = statistics.median(found) if found else None
+            targets.append(Target(f"{weights}, native, M=1, {named}: share of the read rate, {how}", value, 0.85, True))
     return targets
 
 
@@ -164,7 +181,9 @@ def _share_of_read(records: list[Record], where: dict) -> float | None:
 
 def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
     """(weights, method) of all that multiplies, the dense ones first."""
-    found = dict.fromkeys((record["weights"], record["method"]) for record in records if record["method"] != READ)
+    found = dict.fromkeys(
+        (record["weights"], record["method"]) for record in records if record["method"] not in (READ, IN_TURN)
+    )
     return sorted(found, key=lambda pair: pair[1] not in (DENSE, WIDE))
 
 

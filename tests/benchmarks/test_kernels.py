@@ -74,5 +74,31 @@ def test_ratios_are_taken_within_a_round():
     assert kernels_report._ratio(times, {"method": "absent"}, {"method": "native"}, "s", 1) is None
 
 
+def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compared_to(small, monkeypatch, native):
+    each = sum(tensor.nbytes for tensor in kernels.random_layer(kernels.FORMATS["gptq4 g128"], 128, 256).values())
+    monkeypatch.setattr(kernels, "FLUSH_NBYTES", 2 * each + 4)
+    report = kernels.bench_kernels(["small"], (1, 8), 2, [1], print)
+    found = [record for record in report.records if record["method"] == kernels.IN_TURN]
+    assert {record["weights"] for record in found} == set(kernels.READ_IN_TURN)
+    assert {record["rows"] for record in found} == {1}
+    assert {record["nbytes"] for record in found if record["weights"] == "gptq4 g128"} == {3 * each}
+    text = report.to_markdown()
+    assert "## Layer after layer, 1 thread" in text
+    assert "share of the read rate, layer after layer" in text
+    assert f"| {kernels.IN_TURN} |" not in text  # its milliseconds are many layers'
+
+
+def test_the_share_of_the_read_rate_is_taken_within_a_round_and_over_the_bytes_of_each():
+    def record(method, number, nbytes, seconds, weights="w"):
+        where = {"shape": "s", "rows": 1, "threads": 1, "method": method, "weights": weights}
+        return where | {"round": number, "nbytes": nbytes, "seconds": seconds}
+
+    records = [record(kernels.READ, n, 100, s, "-") for n, s in enumerate((1.0, 10.0, 2.0))]
+    records += [record(kernels.IN_TURN, n, 300, s) for n, s in enumerate((4.0, 60.0, 8.0))]
+    assert kernels_report._share_of_read(records, {"weights": "w", "method": kernels.IN_TURN, "shape": "s"}) == 0.75
+    (row,) = kernels_report._read_table(records, 1).rows
+    assert (row[0], row[-1]) == ("s", "0.75")
+
+
 def test_an_unknown_shape_is_refused():
     assert CliRunner().invoke(app, ["bench", "kernels", "--shape", "8B"]).exit_code == 1
