@@ -115,8 +115,8 @@ def _read_table(records: list[Record], threads: int) -> Table:
             rate = median(of_threads, lambda r: r["nbytes"] / r["seconds"], **where)
             share = _share_of_read(select(records, threads=threads), where | {"method": IN_TURN})
             rows.append((shape, weights, "-" if rate is None else as_rate(rate), "-" if share is None else f"{share:.2f}"))
-    note = """One row times different layers of a shape, one after another, as many as have the bytes of the plain read in the same round
-that they are compared to: what the products of a token's layers read, with nothing in between."""
+    note = """One row times different layers of a shape, one after another, as many as have the bytes of the plain read in the same
+round that they are compared to: what the products of a token's layers read, with nothing in between."""
     return Table(f"Layer after layer, {_named(threads)}", note, ("shape", "weights", "read at", "of the read rate"), rows)
 
 
