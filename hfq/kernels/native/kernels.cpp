@@ -1919,7 +1919,9 @@ struct Zeros {
     vu added, shifts, mask, more, kept;
     HFQ_INLINE Zeros(const Layer &layer) : bits(layer.bits) {
         const uint32_t most_value = (1u << bits) - 1;
-        for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(layer.kind == AWQ ? 4 * awq_place(j % 8) : bits == 8 ? 0 : j % 8 * bits);
+        vu places, of_awq;  // known when this is compiled
+        for (int j = 0; j < W; j++) places[j] = j % 8, of_awq[j] = (uint32_t)(4 * awq_place(j % 8));
+        shifts = layer.kind == AWQ ? of_awq : bits == 8 ? (vu){} : places * (uint32_t)bits;
         added = (vu){} + (layer.zero_reading == WORD_PLUS_ONE ? word_ones(4) : 0);
         more = (vu){} + (layer.zero_reading == FIELD_PLUS_ONE || layer.zero_reading == MASKED_PLUS_ONE ? 1u : 0u);
         mask = (vu){} + most_value, kept = (vu){} + (layer.zero_reading == MASKED_PLUS_ONE ? most_value : ~0u);
