@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hfq.benchmarks.ggml import compiled_for
@@ -34,7 +34,7 @@ def report(records: list[Record], rounds: int) -> Report:
     return Report(
         "Kernels: products with packed weights on a CPU",
         machine_facts(Path()) | _facts(records, rounds),
-        [table(records, threads) for threads in _in_order(records, "threads") for table in (_table, _read_table)],
+        [table for threads in _in_order(records, "threads") for table in _tables(records, threads)],
         [target for threads in _in_order(records, "threads") for target in _targets(records, threads)],
         records,
         Chart("Times as fast as bf16 F.linear, compiled kernel (higher is better)", groups, series),
@@ -79,6 +79,12 @@ def _over_ggml(records: list[Record]) -> str:
 
 def _measured(records: list[Record]) -> dict[tuple[str, str], None]:
     return dict.fromkeys((record["method"], record["weights"]) for record in records)
+
+
+def _tables(records: list[Record], threads: int) -> Iterator[Table]:
+    yield _table(records, threads)
+    if select(records, method=IN_TURN, threads=threads):
+        yield _read_table(records, threads)
 
 
 def _table(records: list[Record], threads: int) -> Table:

@@ -88,6 +88,12 @@ def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compar
     assert f"| {kernels.IN_TURN} |" not in text  # its milliseconds are many layers'
 
 
+def test_no_table_is_empty_where_one_row_is_not_measured(small):
+    report = kernels.bench_kernels(["small"], (8,), 1, [1], print)
+    assert [table.title for table in report.tables] == ["1 thread"]
+    assert all(table.rows for table in report.tables)
+
+
 def test_the_share_of_the_read_rate_is_taken_within_a_round_and_over_the_bytes_of_each():
     def record(method, number, nbytes, seconds, weights="w"):
         where = {"shape": "s", "rows": 1, "threads": 1, "method": method, "weights": weights}
