@@ -96,7 +96,8 @@ const int64_t CHUNK = 32;            // input channels of a column whose codes a
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
 const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
-const int64_t MOST_COLUMNS = 2048;   // output columns of a part, of a multiple of 128
+const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
+const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h): three floats each are kept
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (tiles.h)
@@ -265,9 +266,9 @@ HFQ_INLINE int64_t totals(const Layer &layer) { return 2 * (has_columns(layer) ?
 HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
 
 // Output columns that one part of a multiplication by columns covers.
-HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers) {
+HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    const int64_t widest = rows == 1 ? MOST_COLUMNS : 256, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
+    const int64_t widest = rows > 1 ? 256 : along ? LONG_COLUMNS : MOST_COLUMNS, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
     return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
 }
 
@@ -594,8 +595,8 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
-    const bool columns = has_columns(layer);
-    const int64_t width = columns ? tile_columns(layer, rows, threads, integers) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
+    const bool columns = has_columns(layer), along = uses_vnni() && layer.kind == GPTQ && layer.bits != 3;
+    const int64_t width = columns ? tile_columns(layer, rows, threads, integers, along) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
     const Cut cut = cut_outputs(layer, width, threads, by_lines);
     return {&layer, scratch, rows, stride, cut, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};

@@ -18,9 +18,10 @@ namespace vnni {
 
 using namespace avx512;
 
-const int64_t STRIP = 256;      // columns of a part whose scales and zero points are made together
-const int64_t DEPTH = 16;       // rows of words that are taken together at most, but of AWQ's
-const int64_t BELOW = 24;       // rows of words after which those are read that are brought to the second cache, but of AWQ's
+const int64_t STRIP = 256;      // columns of a part whose scales and zero points are made together, of AWQ's and of 3 bits
+const int64_t DEPTH = 8;        // rows of words that are taken together, but of AWQ's and of 3 bits: as many as lines of a set of the first cache
+const int64_t BELOW = 8;        // rows of words after which those are read that are brought to the second cache, but of AWQ's and of 3 bits
+const int64_t BELOW_THREE = 16; // the same of 3 bits
 const int64_t NEAR = 256;       // bytes of words, along a row, after which those are read that are brought to the first cache
 const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
 const int64_t FOUR = 4;         // channels whose codes are multiplied, and added up, at once
@@ -64,18 +65,58 @@ struct Span {
         return {digits + row * digits_apart, totals + row * totals_apart, units + row * units_apart,
                 digits_apart, totals_apart, units_apart, chunks, whole, lowest};
     }
+    Span part(int64_t first, int64_t count) const {  // some of its chunks
+        const uint32_t marks = (uint32_t)(lowest >> 8 * first & ((1ull << 8 * count) - 1));
+        return {digits + first * DIGITS * CHUNK, totals, units, digits_apart, totals_apart, units_apart, count, whole >> first, marks};
+    }
 };
 
-// Some columns of a part: their scales and zero points, results, and sums between two parts of a span, which rows have `wide` apart.
+// Some columns of a part: their results, and their sums between two parts of a span; of each row, `wide` apart.
 struct Columns {
-    const float *scales;
-    const int32_t *zeros;
     float *y;
     int32_t *high, *low;
     int64_t wide;
     bool begins, ends;  // a span, or goes on with one
-    HFQ_INLINE Columns from(int64_t row) const {
-        return {scales, zeros, y + row * wide, high + row * wide, low + row * wide, wide, begins, ends};
+    HFQ_INLINE Columns from(int64_t row) const { return {y + row * wide, high + row * wide, low + row * wide, wide, begins, ends}; }
+};
+
+// Scales and zero points of some columns' vectors, as they were unpacked.
+struct Unpacked {
+    const float *scales;
+    const int32_t *zeros;
+    HFQ_INLINE vu zero(int v) const { return load<vu>(zeros + v * W); }
+    HFQ_INLINE vf scale(int v) const { return load<vf>(scales + v * W); }
+};
+
+// How zero points and scales of 2, 4 or 8 bits' columns are read that begin where column n does, or any number of words later.
+template <int BITS> struct Reading {
+    vi places;  // words, after the first, that hold the zero points of a vector
+    vu shifts, added, more, kept;
+    int scale_dtype;
+    HFQ_INLINE Reading(const Layer &layer, int64_t n) : scale_dtype(layer.scale_dtype) {
+        const uint32_t from = (uint32_t)(n & (32 / BITS - 1)), most_value = (1u << BITS) - 1;
+        vu columns;
+        for (int j = 0; j < W; j++) columns[j] = (uint32_t)j;
+        columns = (columns + from) * BITS;
+        places = (vi)(columns >> 5), shifts = columns & 31u;
+        added = (vu){} + (layer.zero_reading == WORD_PLUS_ONE ? word_ones(BITS) : 0);
+        more = (vu){} + (layer.zero_reading == FIELD_PLUS_ONE || layer.zero_reading == MASKED_PLUS_ONE ? 1u : 0u);
+        kept = (vu){} + (layer.zero_reading == MASKED_PLUS_ONE ? most_value : ~0u);
+    }
+};
+
+// Scales and zero points of some columns' vectors, as a layer holds them. All of a vector's bytes are read of zero points, whatever is in them.
+template <int BITS> struct Packed {
+    const Reading<BITS> &how;
+    const char *scales, *zeros;
+    HFQ_INLINE vu zero(int v) const {
+        const vu words = (vu)pick_floats(load<vf>(zeros), how.places + v * (W * BITS / 32));
+        return (((words + how.added) >> how.shifts & ((1u << BITS) - 1)) + how.more) & how.kept;
+    }
+    HFQ_INLINE vf scale(int v) const {
+        if (how.scale_dtype == F32) return load<vf>(scales + 4 * W * v);
+        const vuh halves = load<vuh>(scales + 2 * W * v);
+        return how.scale_dtype == F16 ? from_half(halves) : (vf)(__builtin_convertvector(halves, vu) << 16);
     }
 };
 
@@ -94,20 +135,24 @@ template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     }
 }
 
-// Chunks that are taken together: a span's, or with eight bits half of them.
-template <int BITS> constexpr int64_t most_chunks() { return BITS == 8 ? DEPTH / 8 : SPAN / CHUNK; }
+// Whether scales and zero points are read where they are needed, not unpacked before.
+template <int BITS> constexpr bool is_packed() { return BITS != 0 && BITS != 3; }
 
-// Columns' vectors that are multiplied at once: of AWQ those of a vector of words.
-template <int BITS> constexpr int vectors() { return BITS == 0 ? 8 : 2; }
+// Chunks that are taken together, of a span's.
+template <int BITS> constexpr int64_t most_chunks() { return is_packed<BITS>() ? least(DEPTH / BITS, SPAN / CHUNK) : SPAN / CHUNK; }
+template <int BITS> constexpr bool is_parted() { return most_chunks<BITS>() < SPAN / CHUNK; }
+
+// Columns' vectors that are multiplied at once: of AWQ those of a vector of words, and twice as many for one row as for some.
+template <int BITS> constexpr int vectors(int64_t rows) { return BITS == 0 ? 8 : rows == 1 && (BITS == 2 || BITS == 4) ? 4 : 2; }
 template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : BITS; }  // of a chunk
 
 // Sums of the highest, the middle and the lowest digits of ROWS activation rows times VECTORS columns' vectors.
 template <int ROWS, int VECTORS> struct Sums {
     vi of[DIGITS][ROWS][VECTORS];
-    HFQ_INLINE void begin(const Span &span, const int32_t *zeros) {  // at what zero points take off them
+    template <class POINTS> HFQ_INLINE void begin(const Span &span, const POINTS &points) {  // at what zero points take off them
         HFQ_UNROLL
         for (int v = 0; v < VECTORS; v++) {
-            const vu zero = load<vu>(zeros + v * W);
+            const vu zero = points.zero(v);
             HFQ_UNROLL
             for (int m = 0; m < ROWS; m++) {
                 const int32_t *totals = span.totals + m * span.totals_apart;
@@ -142,14 +187,14 @@ template <int ROWS, int VECTORS> struct Sums {
             for (int v = 0; v < VECTORS; v++) store(to.high + m * to.wide + v * W, of[0][m][v]), store(to.low + m * to.wide + v * W, low(m, v));
     }
     HFQ_INLINE vi low(int m, int v) const { return of[2][m][v] + (vi)((vu)of[1][m][v] << 8); }
-    HFQ_INLINE void end(const Span &span, const Columns &to) const {
+    template <class POINTS> HFQ_INLINE void end(const Span &span, const Columns &to, const POINTS &points) const {
         HFQ_UNROLL
-        for (int m = 0; m < ROWS; m++) {
-            const vf unit = all(span.units[m * span.units_apart]);
+        for (int v = 0; v < VECTORS; v++) {
+            const vf scale = points.scale(v);
             HFQ_UNROLL
-            for (int v = 0; v < VECTORS; v++) {
+            for (int m = 0; m < ROWS; m++) {
                 float *y = to.y + m * to.wide + v * W;
-                store(y, fma(load<vf>(to.scales + v * W), of_digits(of[0][m][v], low(m, v)) * unit, load<vf>(y)));
+                store(y, fma(scale, of_digits(of[0][m][v], low(m, v)) * all(span.units[m * span.units_apart]), load<vf>(y)));
             }
         }
     }
@@ -158,9 +203,8 @@ template <int ROWS, int VECTORS> struct Sums {
 template <int BITS> constexpr uint32_t mask() { return BITS == 2 ? 0x03030303u : BITS == 4 ? 0x0F0F0F0Fu : ~0u; }
 
 // A chunk of codes, straight from their words. Later words are asked for between the products: all at once they would wait for each other.
-template <int BITS, int ROWS, int COUNT>
-static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
-    const int VECTORS = vectors<BITS>();
+template <int BITS, int ROWS, int VECTORS, int COUNT>
+static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, VECTORS> &sums) {
     vb codes[VECTORS];
     if constexpr (BITS == 3) {
         vb all_codes[VECTORS][8];
@@ -195,9 +239,9 @@ static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *d
 }
 
 // The lowest digits of the fours of channels that are marked, of a span's.
-template <int BITS, int ROWS>
-static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, vectors<BITS>()> &sums) {
-    const int VECTORS = vectors<BITS>(), in_word = 8 / BITS;
+template <int BITS, int ROWS, int VECTORS>
+static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, VECTORS> &sums) {
+    const int in_word = 8 / BITS;
     for (; marks; marks &= marks - 1) {
         const int four = __builtin_ctz(marks);
         const char *row = words + four / in_word * pitch;
@@ -243,12 +287,13 @@ struct Lines {
 
 // A span of some columns, or a part of one, times ROWS activation rows.
 // Of AWQ, whose columns' words are a line wide, those that are read after them are asked for along the rows, a row of theirs for a row.
-template <int BITS, int ROWS> static void multiply(const Span &span, const char *words, int64_t pitch, Lines *later, const Columns &to) {
-    Sums<ROWS, vectors<BITS>()> sums;
-    if (BITS != 8 || to.begins) sums.begin(span, to.zeros);
+template <int BITS, int ROWS, int VECTORS, class POINTS>
+static void multiply(const Span &span, const char *words, int64_t pitch, Lines *later, const Columns &to, const POINTS &points) {
+    Sums<ROWS, VECTORS> sums;
+    if (!is_parted<BITS>() || to.begins) sums.begin(span, points);
     else sums.go_on(to);
     const char *digits = span.digits;
-    if constexpr (BITS != 0 && BITS != 3) add_lowest<BITS, ROWS>(span.lowest, words, pitch, digits, span.digits_apart, sums);
+    if constexpr (BITS != 0 && BITS != 3) add_lowest<BITS>(span.lowest, words, pitch, digits, span.digits_apart, sums);
     for (int64_t c = 0; c < span.chunks; c++, digits += DIGITS * CHUNK) {
         if constexpr (BITS == 0) {
             for (int64_t k = 0; k < CHUNK; k += FOUR, words += FOUR * pitch) {
@@ -258,23 +303,24 @@ template <int BITS, int ROWS> static void multiply(const Span &span, const char 
                 else add_four<DIGITS - 1>(words, pitch, digits + k, sums);
             }
         } else {
-            if (span.whole >> c & 1) add_chunk<BITS, ROWS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
-            else add_chunk<BITS, ROWS, DIGITS - 1>(words, pitch, digits, span.digits_apart, sums);
+            if (span.whole >> c & 1) add_chunk<BITS, ROWS, VECTORS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
+            else add_chunk<BITS, ROWS, VECTORS, DIGITS - 1>(words, pitch, digits, span.digits_apart, sums);
             words += BITS * pitch;
         }
     }
-    if (BITS != 8 || to.ends) sums.end(span, to);
+    if (!is_parted<BITS>() || to.ends) sums.end(span, to, points);
     else sums.leave(to);
 }
 
-template <int BITS> static HFQ_INLINE void multiply_rows(const Span &span, int64_t rows, const char *words, int64_t pitch, Lines *later, const Columns &to) {
+template <int BITS, int VECTORS, class POINTS>
+static HFQ_INLINE void multiply_rows(const Span &span, int64_t rows, const char *words, int64_t pitch, Lines *later, const Columns &to, const POINTS &points) {
     for (int64_t m = 0, taken; m < rows; m += taken) {
-        taken = BITS == 0 ? 1 : at_once(rows - m);
-        if constexpr (BITS != 0) {
-            if (taken == 4) multiply<BITS, 4>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
-            if (taken == 2) multiply<BITS, 2>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
+        taken = BITS == 0 || VECTORS == 4 ? 1 : at_once(rows - m);
+        if constexpr (BITS != 0 && VECTORS != 4) {
+            if (taken == 4) multiply<BITS, 4, VECTORS>(span.from(m), words, pitch, nullptr, to.from(m), points);
+            if (taken == 2) multiply<BITS, 2, VECTORS>(span.from(m), words, pitch, nullptr, to.from(m), points);
         }
-        if (taken == 1) multiply<BITS, 1>(span.from(m), words, pitch, m ? nullptr : later, to.from(m));
+        if (taken == 1) multiply<BITS, 1, VECTORS>(span.from(m), words, pitch, m ? nullptr : later, to.from(m), points);
     }
 }
 
@@ -305,7 +351,7 @@ static HFQ_INLINE void ask_for_scales(const Layer &layer, int64_t group, int64_t
 // the first of eight columns on: up to 7 before them, and W after them, are written, too.
 template <int BITS>
 static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t skipped, int64_t count, float *scales, int32_t *zeros) {
-    const int64_t wide = up(count, vectors<BITS>() * W), first = n + skipped, there = count - skipped;
+    const int64_t wide = up(count, vectors<BITS>(1) * W), first = n + skipped, there = count - skipped;
     ask_for_scales(layer, group, first, there);
     if constexpr (BITS != 0) {
         const int64_t before = first % 8, known = least(up(before + there, W), layer.out_features - first + before);
@@ -338,49 +384,94 @@ static void find_scales(const Layer &layer, int64_t group, int64_t n, int64_t sk
 
 template <int BITS> constexpr int64_t word_nbytes(int64_t columns) { return BITS == 0 ? columns / 2 : 4 * columns; }
 
-// Some chunks of a span times all columns of a part, of which `skipped` are none. Blocks of columns that are not all there are multiplied with what
-// lies there in the layer's memory; where that ends they are copied.
-template <int BITS>
-static void multiply_part(const Layer &layer, const Span &span, int64_t rows, const Block &words, int64_t group, int64_t n, int64_t skipped, int64_t count,
-                          Columns to) {
-    const int64_t columns = vectors<BITS>() * W, width = word_nbytes<BITS>(columns), blocks = up(count, columns) / columns;
-    const bool is_whole = words.rows == span.chunks * word_rows<BITS>();
+// Blocks of a part's columns, of which `skipped` are none. Those that are not all there are multiplied with what lies there in the layer's memory;
+// where that ends they are copied.
+struct Part {
+    const Layer &layer;
+    int64_t group, n, skipped, count;
+    // The columns of a block that begins at i which are there: from the first of them up to the last.
+    HFQ_INLINE int64_t first(int64_t i) const { return i ? 0 : skipped; }
+    HFQ_INLINE int64_t last(int64_t i, int64_t columns) const { return least(columns, count - i); }
+};
+
+template <int BITS, int VECTORS, class POINTS>
+static HFQ_INLINE void multiply_block(const Span &span, int64_t rows, const Block &words, int64_t first, int64_t last, Lines *later, const Columns &to,
+                                      const POINTS &points) {
+    const int64_t columns = VECTORS * W, width = word_nbytes<BITS>(columns);
+    if (words.rows == span.chunks * word_rows<BITS>() && ((first == 0 && last == columns) || words.holds(0, width)))
+        return multiply_rows<BITS, VECTORS>(span, rows, words.at, words.pitch, later, to, points);
+    char cut[SPAN * 4 * W];
+    static_assert(DEPTH * VECTORS <= SPAN, "of AWQ it is as many rows of a vector, of 3 bits fewer of two");
+    __builtin_memset(cut, 0, sizeof(cut));
+    for (int64_t r = 0; r < words.rows; r++)
+        __builtin_memcpy(cut + r * width + word_nbytes<BITS>(first), words.at + r * words.pitch + word_nbytes<BITS>(first), word_nbytes<BITS>(last - first));
+    multiply_rows<BITS, VECTORS>(span, rows, cut, width, later, to, points);
+}
+
+// A span times all columns of a part: DEPTH rows of words along the columns, and then those below.
+template <int BITS, int VECTORS>
+static void multiply_packed(const Part &part, const Span &span, int64_t rows, const Block &words, const Columns &all_columns) {
+    const Layer &layer = part.layer;
+    const int64_t columns = VECTORS * W, depth = most_chunks<BITS>(), row_words = layer.zero_words, size = layer.scale_dtype == F32 ? 4 : 2;
+    const char *scales = layer.scales + part.group * layer.out_features * size, *zeros = layer.zeros + 4 * part.group * row_words;
+    const char *end = layer.zeros + 4 * layer.groups * row_words;
+    const Reading<BITS> reading(layer, part.n);
+    for (int64_t chunk = 0; chunk < span.chunks; chunk += depth) {
+        const Span some = span.part(chunk, least(depth, span.chunks - chunk));
+        const int64_t row = chunk * BITS;
+        Block block = {words.at + row * words.pitch, words.pitch, least(some.chunks * BITS, words.rows - row), columns * 4, words.begin, words.end};
+        Columns to = {all_columns.y, all_columns.high, all_columns.low, all_columns.wide, chunk == 0, chunk + some.chunks == span.chunks};
+        for (int64_t i = 0; i < part.count; i += columns) {
+            const int64_t n = part.n + i, first = part.first(i), last = part.last(i, columns), word = n * BITS >> 5;
+            const char *scale = scales + n * size, *zero = zeros + 4 * word;
+            if (to.begins) {  // those of the next group
+                for (int64_t line = 0; line < columns * size; line += 64) ask_for(scale + layer.out_features * size + line);
+                ask_for(zero + 4 * row_words);
+            }
+            if (first == 0 && last == columns && zero + 4 * W <= end) {
+                multiply_block<BITS, VECTORS>(some, rows, block, first, last, nullptr, to, Packed<BITS>{reading, scale, zero});
+            } else {
+                char some_scales[columns * 4] = {}, some_zeros[4 * W] = {};
+                const int64_t before = (n + first) * BITS >> 5, after = ((n + last) * BITS + 31) >> 5;
+                __builtin_memcpy(some_scales + first * size, scale + first * size, (last - first) * size);
+                __builtin_memcpy(some_zeros + 4 * (before - word), zeros + 4 * before, 4 * (after - before));
+                multiply_block<BITS, VECTORS>(some, rows, block, first, last, nullptr, to, Packed<BITS>{reading, some_scales, some_zeros});
+            }
+            block.at += block.width, to.y += columns, to.high += columns, to.low += columns;
+        }
+    }
+}
+
+// The same of AWQ and of 3 bits: scales and zero points are unpacked, strip by strip.
+template <int BITS, int VECTORS>
+static void multiply_unpacked(const Part &part, const Span &span, int64_t rows, const Block &words, Columns to) {
+    const int64_t columns = VECTORS * W, width = word_nbytes<BITS>(columns);
     alignas(64) float scales[STRIP];
     alignas(64) int32_t room[STRIP + 2 * W], *zeros = room;
-    char cut[SPAN * 4 * W];
     Lines later = {words, 0};
     later.of.at += words.rows * words.pitch;
-    static_assert(SPAN / CHUNK * 8 * 2 <= SPAN, "of AWQ it is that many rows of a vector, of eight bits so many of two");
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t i = block * columns, place = i % STRIP, first = i ? 0 : skipped, there = least(columns, count - i) - first;
-        const char *at = words.at + block * width;
+    Block block = {words.at, words.pitch, words.rows, width, words.begin, words.end};
+    for (int64_t i = 0; i < part.count; i += columns, block.at += width) {
+        const int64_t place = i % STRIP, first = part.first(i);
         if (place == 0) {
-            zeros = room + (BITS == 0 ? 0 : (n + i + first) % 8);
-            find_scales<BITS>(layer, group, n + i, first, least(STRIP, count - i), scales, zeros);
+            zeros = room + (BITS == 0 ? 0 : (part.n + i + first) % 8);
+            find_scales<BITS>(part.layer, part.group, part.n + i, first, least(STRIP, part.count - i), scales, zeros);
         }
-        to.scales = scales + place, to.zeros = zeros + place;
         for (int64_t r = 0; BITS == 3 && r < words.rows; r++)
-            for (int64_t line = 0; line < width; line += 64) ask_for(at + (DEPTH + r) * words.pitch + line);
-        if (is_whole && (there == columns || words.holds(block * width, width))) {
-            multiply_rows<BITS>(span, rows, at, words.pitch, &later, to);
-        } else {
-            __builtin_memset(cut, 0, sizeof(cut));
-            for (int64_t r = 0; r < words.rows; r++)
-                __builtin_memcpy(cut + r * width + word_nbytes<BITS>(first), at + r * words.pitch + word_nbytes<BITS>(first), word_nbytes<BITS>(there));
-            multiply_rows<BITS>(span, rows, cut, width, &later, to);
-        }
+            for (int64_t line = 0; line < width; line += 64) ask_for(block.at + (BELOW_THREE + r) * words.pitch + line);
+        multiply_block<BITS, VECTORS>(span, rows, block, first, part.last(i, columns), &later, to, Unpacked{scales + place, zeros + place});
         to.y += columns, to.high += columns, to.low += columns;
     }
 }
 
 // As integer_tile: span by span, and each of them along the columns, from where a line of the cache begins.
-template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+template <int BITS, int VECTORS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *call.layer;
     const int64_t skipped = skipped_before(layer, call.cut, n);
     n -= skipped, count += skipped;
-    const int64_t wide = up(count, vectors<BITS>() * W), pitch = layer.row_nbytes;
+    const int64_t wide = up(count, VECTORS * W), pitch = layer.row_nbytes;
     int32_t *high = (int32_t *)(scratch + rows * wide);
-    Columns to = {nullptr, nullptr, scratch, high, high + rows * wide, wide, true, true};
+    const Columns to = {scratch, high, high + rows * wide, wide, true, true};
     __builtin_memset(scratch, 0, 4 * rows * wide);
     Span span = {call.digits + row * digits_nbytes(layer), call.totals + row * totals(layer), call.units + row * spans(layer),
                  digits_nbytes(layer), totals(layer), spans(layer), 0, 0, 0};
@@ -388,22 +479,25 @@ template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows
     const char *end = layer.codes + words_of(layer.in_features) * pitch;
     for (int64_t group = 0; group < layer.groups; group++)
         for (int64_t chunk = 0; chunk < group_chunks(layer); chunk += span.chunks) {
-            const int64_t first = chunk % (SPAN / CHUNK), k = group * layer.block_in + chunk * CHUNK;
-            const int64_t left = least(group_chunks(layer) - chunk, SPAN / CHUNK - first);
-            span.chunks = least(left, most_chunks<BITS>());
+            const int64_t k = group * layer.block_in + chunk * CHUNK;
+            span.chunks = least(group_chunks(layer) - chunk, SPAN / CHUNK);
             if (BITS != 0) find_lowest<BITS>(span, rows);
             const int64_t codes = least(span.chunks * CHUNK, least((group + 1) * layer.block_in, layer.in_features) - k);
-            to.begins = first == 0, to.ends = span.chunks == left;
             const Block words = {layer.codes + words_of(k) * pitch + word_nbytes<BITS>(n), pitch, words_of(codes), word_nbytes<BITS>(count), layer.codes, end};
-            multiply_part<BITS>(layer, span, rows, words, group, n, skipped, count, to);
-            span.digits += span.chunks * DIGITS * CHUNK;
-            if (to.ends) span.totals += 2, span.units++;
+            const Part part = {layer, group, n, skipped, count};
+            if constexpr (is_packed<BITS>()) multiply_packed<BITS, VECTORS>(part, span, rows, words, to);
+            else multiply_unpacked<BITS, VECTORS>(part, span, rows, words, to);
+            span.digits += span.chunks * DIGITS * CHUNK, span.totals += 2, span.units++;
         }
     put_columns(call, row, rows, n, skipped, count, scratch, wide, BITS == 0);
 }
 
+template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    (rows == 1 ? tile<BITS, vectors<BITS>(1)> : tile<BITS, vectors<BITS>(2)>)(call, row, rows, n, count, scratch);
+}
+
 static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
-    if (!call.digits) return avx512::multiply_columns(call, n, count, scratch);
+    if (!call.digits || call.layer->scale_dtype > F16) return avx512::multiply_columns(call, n, count, scratch);
     const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
     for (int64_t row = 0; row < call.rows; row += PASS)
         (bits == 0 ? tile<0> : bits == 2 ? tile<2> : bits == 3 ? tile<3> : bits == 4 ? tile<4> : tile<8>)(
