@@ -6,12 +6,19 @@ namespace dotted {
 
 const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
-const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by
-const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side
+const int64_t LONG = 128;   // and for up to two activation rows, where there are enough: threads ask for what is beyond theirs
+const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by; of up to two rows four times as many are read beside them
+const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side; for up to two activation rows a quarter of a part apart, each a run of memory
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
-const int64_t FAR = 8192;   // and to the second, rounded down to whole rows, or one: both for up to two activation rows
+const int64_t FAR = 4096;   // and to the second, rounded down to whole rows, or one: both for up to two activation rows
 const int64_t USUAL = 128;  // channels of a block that needs no loop
 const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
+
+// Output rows of a part: those of a longer one share their scales, or none do.
+int64_t part_width(const Layer &layer, int64_t rows, int threads) {
+    const bool is_even = layer.block_out == 1 || layer.block_out % LONG == 0 || layer.block_out >= layer.out_features;
+    return rows <= 2 && is_even && layer.out_features >= 4 * LONG * threads ? LONG : WIDTH;
+}
 
 bool reads(const Layer &layer) {
 #if defined(HFQ_AMX)
@@ -40,7 +47,7 @@ static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const
     }
 }
 
-// The next up to 64 channels of OUT output rows. `later` is what is asked for meanwhile, of the first row.
+// The next up to 64 channels of OUT output rows, which lie `pitch` apart. `later` is what is asked for meanwhile, of the first row.
 template <int KIND, int ROWS, int OUT>
 static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *codes, int64_t pitch, __mmask64 there, const char *later, const char *x,
                                  __m512 (*sums)[ROWS]) {
@@ -50,22 +57,26 @@ static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *co
         const char *at = codes + r * pitch;
         if (ROWS > 2) __builtin_prefetch(later + r * pitch);
         else __builtin_prefetch(at + NEAR), __builtin_prefetch(later + r * pitch, 0, 2);
-        dot<KIND, ROWS>(table, _mm512_maskz_loadu_epi8(there, at), x, sums[r]);
+        __m512i word = _mm512_maskz_loadu_epi8(there, at);
+        if (ROWS > 1) avx512::keep_here(word);  // one row, from memory, takes no longer with three loads
+        dot<KIND, ROWS>(table, word, x, sums[r]);
     }
 }
 
-// Channels [k, last) of OUT output rows times ROWS activation rows; `scales` of each output row are `apart` from the next one's. The sums of a
-// group that ends later are kept as they are: what channels are passed at once depends on the activation rows, and no bit may.
+// Channels [k, last) of OUT output rows, the n-th and others each `spaced` after the last, times ROWS activation rows; `scales` of each output row are
+// `apart` from the next one's. The sums of a group that ends later are kept as they are: what channels are passed at once depends on the activation
+// rows, and no bit may.
 template <int KIND, int ROWS, int OUT>
-static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t k, int64_t last, const float *scales, int64_t apart,
-                     const char *ahead, __m512 (*kept)[ROWS]) {
+static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t spaced, int64_t k, int64_t last, const float *scales,
+                     int64_t apart, const char *ahead, __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
-    const int64_t pitch = layer.row_nbytes;
-    const char *codes = layer.codes + n * pitch, *later = ROWS > 2 ? ahead : codes + OUT * pitch * most(FAR / pitch, 1), *x = job.x;
+    const int64_t pitch = spaced * layer.row_nbytes;
+    const char *codes = layer.codes + n * layer.row_nbytes, *x = job.x;
+    const char *later = ROWS > 2 ? ahead : codes + (spaced > 1 ? 1 : OUT) * most(FAR / layer.row_nbytes, 1) * layer.row_nbytes;
     const bool divides = job.divides, is_single = layer.block_in >= layer.in_features;
     __m512 totals[OUT][ROWS];
     HFQ_UNROLL
-    for (int i = 0; i < OUT * ROWS; i++) totals[i / ROWS][i % ROWS] = kept[i / ROWS][i % ROWS];
+    for (int i = 0; i < OUT * ROWS; i++) totals[i / ROWS][i % ROWS] = kept[i / ROWS * spaced][i % ROWS];
     for (int64_t stop; k < last; k = stop, scales++) {
         stop = least(last, k + layer.block_in);
         __m512 sums[OUT][ROWS] = {};
@@ -90,13 +101,13 @@ static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int
         }
     }
     HFQ_UNROLL
-    for (int i = 0; i < OUT * ROWS; i++) kept[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS];
+    for (int i = 0; i < OUT * ROWS; i++) kept[i / ROWS * spaced][i % ROWS] = totals[i / ROWS][i % ROWS];
 }
 
 // Channels that are multiplied by all rows of a part before the next are: whole blocks.
 template <int ROWS> static int64_t passed(const Layer &layer) {
-    const int64_t whole = PASSED / (2 * ROWS) / 64 * 64;
-    if (2 * ROWS * layer.in_features <= PASSED) return layer.in_features;
+    const int64_t room = ROWS > 2 ? PASSED : 4 * PASSED, whole = room / (2 * ROWS) / 64 * 64;
+    if (2 * ROWS * layer.in_features <= room) return layer.in_features;
     return layer.block_in >= layer.in_features ? whole : most(whole / layer.block_in, 1) * layer.block_in;
 }
 
@@ -104,19 +115,20 @@ template <int KIND, int ROWS> static void part_of(const tiled::Job &job, int64_t
     const Layer &layer = *job.layer;
     const tiled::Table<KIND> table(layer);
     const int64_t stop = first + width, groups = tiled::row_groups(layer), step = passed<ROWS>(layer);
+    const int64_t together = TOGETHER<ROWS>, spaced = ROWS <= 2 ? width / together : 1, fits = ROWS <= 2 ? first + spaced : stop - together + 1;
     const bool shared = first / layer.block_out == (stop - 1) / layer.block_out;
     __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])kept.totals;
     memset(kept.totals, 0, sizeof(__m512) * ROWS * width);
     if (shared) tiled::find_row_scales(layer, first, kept.scales);
     for (int64_t k = 0; k < layer.in_features; k += step)
-        for (int64_t n = first, count; n < stop; n += count) {
-            const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0;
-            count = stop - n >= TOGETHER<ROWS> ? TOGETHER<ROWS> : 1;
-            for (int64_t r = 0; r < count && !shared; r++) tiled::find_row_scales(layer, n + r, kept.scales + r * groups);
+        for (int64_t n = first; n < stop;) {
+            const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0, count = n < fits ? together : 1;
+            for (int64_t r = 0; r < count && !shared; r++) tiled::find_row_scales(layer, n + r * spaced, kept.scales + r * groups);
             const float *scales = kept.scales + group;
             const char *ahead = layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes : (n + LATER - width) * layer.row_nbytes + step);
-            if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));
-            else add_rows<KIND, ROWS, 1>(job, table, n, k, last, scales, 0, ahead, totals + (n - first));
+            if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, spaced, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));
+            else add_rows<KIND, ROWS, 1>(job, table, n, 1, k, last, scales, 0, ahead, totals + (n - first));
+            n += ROWS > 2 ? count : n + 1 == fits ? 1 + (together - 1) * spaced : 1;
         }
     for (int64_t n = first; n < stop; n++)
         for (int m = 0; m < ROWS; m++) {

@@ -736,7 +736,7 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
         const int64_t packed = rows[i] * tiled::rows_of(dtype), floats = up(tiled::packed_floats(layers[i], packed), 16);
         float *factors = scratch + floats - 2 * packed;
         jobs[i] = tiled::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::WIDTH);
+        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::part_width(layers[i], rows[i], wanted));
         tiled::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
         tiled::find_order(layers[i], packing.order);
         run_parts({tiled::pack_block, &packing, jobs[i].apart ? packed : tiled::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
@@ -1049,7 +1049,7 @@ static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 // again for each use.
 template <class V> static HFQ_INLINE void keep_here(V &value) {
 #if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
-    __asm__("" : "+x"(value));
+    __asm__("" : "+v"(value));
 #endif
 }
 
