@@ -97,7 +97,7 @@ const int64_t SPAN = 128;            // input channels whose activations are cou
 const int64_t DIGITS = 3;            // bytes of an activation as an integer
 const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
 const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
-const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h): three floats each are kept
+const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h), of which three floats each are kept
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
 const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (tiles.h)
@@ -595,7 +595,7 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
-    const bool columns = has_columns(layer), along = uses_vnni() && layer.kind == GPTQ && layer.bits != 3;
+    const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
     const int64_t width = columns ? tile_columns(layer, rows, threads, integers, along) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
     const Cut cut = cut_outputs(layer, width, threads, by_lines);
