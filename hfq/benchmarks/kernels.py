@@ -5,7 +5,8 @@ Where few rows are multiplied, a buffer larger than the caches is read in betwee
 Packed tensors lie as in most files, where they are aligned to 8 bytes, and not to a line of the cache.
 
 After such a read, Python's own code comes from memory, too. What a token's products read is measured beside it: one row times as many
-layers, one after another, as have the bytes of that buffer.
+layers, one after another, as have the bytes of that buffer. They lie in one run of memory, and are compared to a plain read of it: how
+fast a buffer is read depends on where the system put it, by half between two buffers of one process.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ FORMATS: dict[str, Format] = {
 READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
 IN_TURN, READ_IN_TURN = "native, layer after layer", ("fp8 128x128", "gptq4 g128")
 """The method that multiplies one row by layers that are not in the caches, without anything in between; and their weights."""
+
+SAME = "plain read of the same bytes"
+"""The method that reads those layers, and does nothing with them."""
 
 OF_HALVES, HALVES = "native, of float16", ("fp8 128x128", "gptq4 g128", "awq g128")
 """The method whose activations are float16, and the weights that it multiplies."""
@@ -165,6 +169,21 @@ def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return placed
 
 
+def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[HeldTensors], torch.Tensor]:
+    """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a multiple of 8 bytes."""
+    spans = [-(-tensor.nbytes // LINE_NBYTES) * LINE_NBYTES for tensor in tensors.values()]
+    room = torch.zeros(count * sum(spans) + LINE_NBYTES, dtype=torch.uint8)
+    first = start = (8 - room.data_ptr()) % LINE_NBYTES
+    each = []
+    for _ in range(count):
+        placed = HeldTensors()
+        for (name, tensor), span in zip(tensors.items(), spans, strict=True):
+            placed[name] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start += span
+        each.append(placed)
+    return each, room[first:start]
+
+
 def _methods(
     activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]],
     peers: Mapping[tuple[str, str], tuple[int, Call]],
@@ -212,9 +231,10 @@ def _in_turn(
     for weights in READ_IN_TURN:
         if _is_readable(kernel, FORMATS[weights], dense):
             nbytes = sum(tensor.nbytes for tensor in layers[weights].values())
-            each = [HeldTensors(as_in_a_file(layers[weights])) for _ in range(-(-FLUSH_NBYTES // nbytes))]
+            each, memory = in_one_file(layers[weights], -(-FLUSH_NBYTES // nbytes))
             run = functools.partial(_multiply_each, kernel, activations, each, FORMATS[weights])
             yield Method(IN_TURN, weights, nbytes * len(each), run)
+            yield Method(SAME, weights, memory.nbytes, memory.view(torch.int64).sum)
 
 
 def _multiply_each(

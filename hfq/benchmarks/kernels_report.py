@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfq.benchmarks.ggml import compiled_for
 from hfq.benchmarks.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
-from hfq.benchmarks.kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, WIDE
+from hfq.benchmarks.kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
 from hfq.kernels.native.library import library, reason_missing
@@ -113,17 +113,20 @@ reads the weight, after all caches were emptied, of Python's own code, too; over
 
 
 def _read_table(records: list[Record], threads: int) -> Table:
-    of_threads = select(records, method=IN_TURN, threads=threads)
+    of_threads = select(records, threads=threads)
     rows = []
     for shape in _in_order(of_threads, "shape"):
-        for weights in _in_order(select(of_threads, shape=shape), "weights"):
+        for weights in _in_order(select(of_threads, shape=shape, method=IN_TURN), "weights"):
             where = {"shape": shape, "weights": weights}
-            rate = median(of_threads, lambda r: r["nbytes"] / r["seconds"], **where)
-            share = _share_of_read(select(records, threads=threads), where | {"method": IN_TURN})
-            rows.append((shape, weights, "-" if rate is None else as_rate(rate), "-" if share is None else f"{share:.2f}"))
-    note = """One row times different layers of a shape, one after another, as many as have the bytes of the plain read in the same
-round that they are compared to: what the products of a token's layers read, with nothing in between."""
-    return Table(f"Layer after layer, {_named(threads)}", note, ("shape", "weights", "read at", "of the read rate"), rows)
+            rates = [median(of_threads, lambda r: r["nbytes"] / r["seconds"], method=m, **where) for m in (IN_TURN, SAME)]
+            shares = [_share_of_read(of_threads, where | {"method": IN_TURN}, of) for of in (SAME, READ)]
+            rows.append(
+                (shape, weights, *map(as_rate, rates), *("-" if share is None else f"{share:.2f}" for share in shares))
+            )
+    note = """One row times different layers of a shape, one after another in one run of memory: what the products of a token's layers
+read, with nothing in between; over what a plain read of the same bytes does in the same round, and over that of another buffer."""
+    header = ("shape", "weights", "read at", "plainly at", "of the read rate", "of another buffer's")
+    return Table(f"Layer after layer, {_named(threads)}", note, header, rows)
 
 
 def _named(threads: int) -> str:
@@ -145,9 +148,12 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
         value = _over_dense(of_threads, ROUNDED, "int8", rows, threads)
         targets.append(Target(f"{ROUNDED}, M={rows}, {named}: over {DENSE}", value, _ROUNDED, True))
     for weights in READ_IN_TURN:
-        for method, how in ((IN_TURN, "layer after layer"), ("native", "one call after the caches were emptied")):
+        for method, of, how in (
+            (IN_TURN, SAME, "layer after layer"),
+            ("native", READ, "one call after the caches were emptied"),
+        ):
             where = {"weights": weights, "method": method}
-            shares = [_share_of_read(of_threads, where | {"shape": shape}) for shape in _in_order(records, "shape")]
+            shares = [_share_of_read(of_threads, where | {"shape": shape}, of) for shape in _in_order(records, "shape")]
             found = [share for share in shares if share is not None]
             value = statistics.median(found) if found else None
             targets.append(Target(f"{weights}, native, M=1, {named}: share of the read rate, {how}", value, 0.85, True))
@@ -173,12 +179,10 @@ def _ratio(records: list[Record], other: dict, ours: dict, shape: str, rows: int
     return statistics.median(ratios) if ratios else None
 
 
-def _share_of_read(records: list[Record], where: dict) -> float | None:
-    """The median over rounds of the rate at which a weight is read, over that of the read beside it."""
-    plain = {
-        record["round"]: record["nbytes"] / record["seconds"]
-        for record in select(records, method=READ, rows=1, shape=where.get("shape"))
-    }
+def _share_of_read(records: list[Record], where: dict, of: str = READ) -> float | None:
+    """The median over rounds of the rate at which a weight is read, over that of a read beside it, which is of that weight or none."""
+    read = {"method": of, "rows": 1, "shape": where.get("shape"), "weights": "-" if of == READ else where["weights"]}
+    plain = {record["round"]: record["nbytes"] / record["seconds"] for record in select(records, **read)}
     rates = [
         r["nbytes"] / r["seconds"] / plain[r["round"]] for r in select(records, **{**where, "rows": 1}) if r["round"] in plain
     ]
@@ -188,7 +192,7 @@ def _share_of_read(records: list[Record], where: dict) -> float | None:
 def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
     """(weights, method) of all that multiplies, the dense ones first."""
     found = dict.fromkeys(
-        (record["weights"], record["method"]) for record in records if record["method"] not in (READ, IN_TURN)
+        (record["weights"], record["method"]) for record in records if record["method"] not in (READ, IN_TURN, SAME)
     )
     return sorted(found, key=lambda pair: pair[1] not in (DENSE, WIDE))
 

@@ -82,6 +82,11 @@ def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compar
     assert {record["weights"] for record in found} == set(kernels.READ_IN_TURN)
     assert {record["rows"] for record in found} == {1}
     assert {record["nbytes"] for record in found if record["weights"] == "gptq4 g128"} == {3 * each}
+    read = [record for record in report.records if record["method"] == kernels.SAME]
+    assert len(read) == len(found)
+    lines = {r["nbytes"] - f["nbytes"] for r, f in zip(read, found, strict=True)}
+    assert min(lines) >= 0  # what lies between tensors
+    assert max(lines) < 3 * 8 * 64
     text = report.to_markdown()
     assert "## Layer after layer, 1 thread" in text
     assert "share of the read rate, layer after layer" in text
@@ -101,9 +106,28 @@ def test_the_share_of_the_read_rate_is_taken_within_a_round_and_over_the_bytes_o
 
     records = [record(kernels.READ, n, 100, s, "-") for n, s in enumerate((1.0, 10.0, 2.0))]
     records += [record(kernels.IN_TURN, n, 300, s) for n, s in enumerate((4.0, 60.0, 8.0))]
-    assert kernels_report._share_of_read(records, {"weights": "w", "method": kernels.IN_TURN, "shape": "s"}) == 0.75
+    where = {"weights": "w", "method": kernels.IN_TURN, "shape": "s"}
+    assert kernels_report._share_of_read(records, where) == 0.75
+    records += [record(kernels.SAME, n, 300, s) for n, s in enumerate((2.0, 30.0, 4.0))]
+    records += [record(kernels.SAME, n, 300, s, "others") for n, s in enumerate((1.0, 1.0, 1.0))]
+    assert kernels_report._share_of_read(records, where, kernels.SAME) == 0.5
     (row,) = kernels_report._read_table(records, 1).rows
-    assert (row[0], row[-1]) == ("s", "0.75")
+    assert (row[0], *row[-2:]) == ("s", "0.50", "0.75")
+
+
+def test_layers_in_one_file_are_all_that_is_read_of_it():
+    for weight_format in kernels.FORMATS.values():
+        tensors = kernels.random_layer(weight_format, 96, 256)
+        layers, memory = kernels.in_one_file(tensors, 3)
+        assert len(layers) == 3
+        for layer in layers:
+            assert all(torch.equal(layer[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+            assert {tensor.data_ptr() % 64 for tensor in layer.values()} == {8}
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        assert min(tensor.data_ptr() for layer in layers for tensor in layer.values()) == begin
+        last = max(tensor.data_ptr() + tensor.nbytes for layer in layers for tensor in layer.values())
+        assert end - 64 < last <= end
+        assert memory.nbytes % 8 == 0
 
 
 def test_an_unknown_shape_is_refused():
