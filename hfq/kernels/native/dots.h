@@ -8,7 +8,7 @@ const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
 const int64_t LONG = 128;   // and for up to two activation rows, where there are enough: threads ask for what is beyond theirs
 const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by; of up to two rows four times as many are read beside them
-const int64_t MOST_TOGETHER = 4;  // output rows that are read side by side; for up to two activation rows a quarter of a part apart, each a run of memory
+const int64_t MOST_TOGETHER = 8;  // output rows that are read side by side; for up to two activation rows each a run of memory, as far apart as a part lets them be
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
 const int64_t FAR = 4096;   // and to the second, rounded down to whole rows, or one: both for up to two activation rows
 const int64_t USUAL = 128;  // channels of a block that needs no loop
@@ -31,7 +31,7 @@ bool reads(const Layer &layer) {
 
 #if defined(HFQ_AMX)
 // Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum each, and they are multiplied alike.
-template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : MOST_TOGETHER;
+template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : ROWS > 1 ? 4 : MOST_TOGETHER;
 
 // 64 codes times as many activations of each of ROWS rows.
 template <int KIND, int ROWS>
@@ -58,7 +58,7 @@ static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *co
         if (ROWS > 2) __builtin_prefetch(later + r * pitch);
         else __builtin_prefetch(at + NEAR), __builtin_prefetch(later + r * pitch, 0, 2);
         __m512i word = _mm512_maskz_loadu_epi8(there, at);
-        if (ROWS > 1) avx512::keep_here(word);  // one row, from memory, takes no longer with three loads
+        avx512::keep_here(word);  // or it is loaded three times
         dot<KIND, ROWS>(table, word, x, sums[r]);
     }
 }
