@@ -27,6 +27,11 @@ LARGER = {  # several spans to a group, parts of several strips, and columns and
             (8, 176, 36),
         )
     },
+    **{  # more columns than a part of one row has
+        f"w{bits}, 16480 outputs, zeros {reading}": Case(Gptq(bits, 64, False, reading, g_idx_length=128), 128, 16480)
+        for bits, reading in ((2, "word_plus_one"), (4, "masked_plus_one"), (4, "word_plus_one"), (8, "word_plus_one"))
+    },
+    "awq, 16424 outputs": Case(Awq(group_size=64), 128, 16424),
     "awq g176, 2600 outputs": Case(Awq(group_size=176), 704, 2600),
     "awq channel, 392 outputs": Case(Awq(group_size=-1), 1003, 392),
     "mxfp4 of 1440 inputs": Case(Mxfp4(), 1440, 35),
