@@ -268,7 +268,8 @@ HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_feat
 // Output columns that one part of a multiplication by columns covers.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    const int64_t widest = rows > 1 ? 256 : along ? LONG_COLUMNS : MOST_COLUMNS, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
+    const int64_t along_rows = layer.kind == AWQ ? 2 * MOST_COLUMNS : LONG_COLUMNS;  // AWQ's blocks are of one line in 128 rows
+    const int64_t widest = rows > 1 ? 256 : along ? along_rows : MOST_COLUMNS, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
     return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
 }
 
