@@ -113,9 +113,7 @@ def bench_kernels(
 def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
     """Every method on one shape: a record for each method, number of rows and round."""
     out_features, in_features = shape
-    layers = {
-        weights: HeldTensors(as_in_a_file(random_layer(weight_format, *shape))) for weights, weight_format in FORMATS.items()
-    }
+    layers = {weights: as_in_a_file(random_layer(weight_format, *shape)) for weights, weight_format in FORMATS.items()}
     dense = torch.randn(out_features, in_features).to(torch.bfloat16)
     wide, half, flush = dense.to(torch.float32), dense.to(torch.float16), torch.zeros(FLUSH_NBYTES // 4)
     peers = make_peers(dense)
@@ -159,13 +157,9 @@ def random_layer(weight_format: Format, out_features: int, in_features: int) -> 
     return tensors
 
 
-def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> HeldTensors:
     """Copies that begin 8 bytes after a line of the cache does."""
-    placed = {}
-    for name, tensor in tensors.items():
-        room = torch.empty(tensor.nbytes + 2 * LINE_NBYTES, dtype=torch.uint8)
-        start = (8 - room.data_ptr()) % LINE_NBYTES
-        placed[name] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    (placed,), _ = in_one_file(tensors, 1)
     return placed
 
 

@@ -60,6 +60,11 @@ TILED = {
     "awq g64, 1096 outputs": Case(Awq(group_size=64), 192, 1096),
     "awq channel, 33 inputs": Case(Awq(group_size=-1), 33, 264),
 }
+FEW = {  # parts of 128 outputs, of which fewer than are read side by side are left; and inputs that are taken in several passes
+    "fp8 blocks of 128x128, 1030 outputs": blocks(300, 1030, 128, 128),
+    "fp8 channel, 33000 inputs": fp8(33000, 40, strategy="channel"),
+    "fp8 blocks of 128x128, 33000 inputs": blocks(33000, 520, 128, 128),
+}
 ROWS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 64, 129, 520)
 
 
@@ -376,9 +381,9 @@ def test_nothing_is_read_beyond_either_end(layer, at_end):
         assert torch.equal(found, cpu.linear(activations, tensors, weight_format)), rows
 
 
-@pytest.mark.parametrize("name", [name for name in CASES | TILED if name.startswith("fp8")])
+@pytest.mark.parametrize("name", [name for name in CASES | TILED | FEW if name.startswith("fp8")])
 def test_few_rows_are_multiplied_by_dot_products_where_there_are_no_tiles(native, name):
-    weight_format, tensors = (CASES | TILED)[name].make()
+    weight_format, tensors = (CASES | TILED | FEW)[name].make()
     if native.hfq_use_short(1) != 1:
         pytest.skip("the processor has no dot products of bfloat16")
     weight, guarded = (
