@@ -47,4 +47,6 @@ def has_nan(bits: torch.Tensor) -> bool:
 
 def scale_as_float(scale: torch.Tensor) -> torch.Tensor:
     """The stored scale in float32 and its own shape; a byte is a power of two."""
+    if scale.dtype == torch.float32:
+        return scale
     return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).to(torch.float32)

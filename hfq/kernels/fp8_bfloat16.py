@@ -19,20 +19,20 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fp8_codes import has_nan, scale_as_float, widen_into
+from hfq.formats.fp8_codes import scale_as_float, widen_into
+from hfq.kernels.scripts import scripted
 
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 
 PART_NUMEL = 1 << 20
 """Codes that a thread takes at once, unless a row has more: each call finds little left of torch's own code in the caches."""
 
-_KEPT = -0x7810
-"""Of 16 bits all but those that the sign was copied to: 0x87F0."""
-
 _UNIT = 2.0**120
+_LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
 _LEAST_BLOCK = 32  # each row of blocks is a call, and each row of one a loop
 _SCALE_LIMIT = 2.0**7  # times _UNIT it is a float
 _SUM_UNIT = 256.0  # sums of whole codes could be too large for a float
+_SUBNORMAL = bytes(code for code in range(256) if 0 < code % 128 < 8)
 _SAMPLE = 4096
 _MOST_SUBNORMAL = 8  # of a sample
 
@@ -51,25 +51,24 @@ def is_in_blocks(weight_format: object) -> TypeGuard[Fp8]:
 
 def is_shifted(codes: torch.Tensor) -> bool:
     """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of them."""
-    least = torch.full((), 1 / _UNIT / 512, dtype=torch.float32, device="cpu")
-    if not codes.numel() or not bool(least.mul_(_UNIT)):
+    if not codes.numel() or _flushes():
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
-    sample = rows[:8, : _SAMPLE // 8].bitwise_and(0x7F).sub_(1)  # zero becomes the largest
-    return int((sample < 7).sum()) * _SAMPLE <= _MOST_SUBNORMAL * sample.numel()
+    sample = rows[:8, : _SAMPLE // 8].numpy().tobytes()
+    count = len(sample) - len(sample.translate(None, _SUBNORMAL))  # in Python: torch's operations would take 100 us
+    return count * _SAMPLE <= _MOST_SUBNORMAL * len(sample)
 
 
 def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
     """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for speed alone."""
-    panel, shifts = _panel(codes), shifts and not has_nan(codes.view(torch.int8))
-    step = _step(codes) if shifts else max(PART_NUMEL // 4 // max(codes.shape[1], 1), 1)
+    panel, bits = _panel(codes), codes.view(torch.int8)
+    if shifts and not _flushes() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
+        return panel.mul_(_UNIT / _SUM_UNIT)
+    step = max(PART_NUMEL // 4 // max(codes.shape[1], 1), 1)
     for part, target in zip(codes.split(step), panel.split(step), strict=True):
-        if shifts:
-            _shift_into(target, part).mul_(_UNIT / _SUM_UNIT)
-        else:
-            wide = thread_buffer("wide", torch.float32, part.device, part.numel()).view(part.shape)
-            widen_into(wide, part)
-            target.copy_(wide.mul_(1 / _SUM_UNIT))
+        wide = thread_buffer("wide", torch.float32, part.device, part.numel()).view(part.shape)
+        widen_into(wide, part)
+        target.copy_(wide.mul_(1 / _SUM_UNIT))
     return panel
 
 
@@ -91,22 +90,40 @@ def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> to
 
 def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int) -> torch.Tensor | None:
     """Some rows of the weight, rounded once: bfloat16 [rows, in_features], in a kept buffer; None for NaN."""
-    codes, (above, before) = codes[start : start + rows], weight_format.block_offset
-    if not codes.numel() or has_nan(codes.view(torch.int8)):
+    bits, (above, before) = codes[start : start + rows].view(torch.int8), weight_format.block_offset
+    if not bits.numel() or _flushes():
         return None
     block_out, block_in = weight_format.block_structure or (128, 128)
     count = factors.shape[1]
     whole = thread_buffer("panel", torch.bfloat16, codes.device, rows * count * block_in).view(rows, count * block_in)
-    panel = whole[:, before : before + codes.shape[1]]  # beside it, where blocks go on, is anything
-    (mean, variance, none), step = _unused(count), _step(whole)
-    for top in range(0, rows, step):
-        bottom = min(top + step, rows)
-        _shift_into(panel[top:bottom], codes[top:bottom])
-        for block in range((start + above + top) // block_out, -(-(start + above + bottom) // block_out)):
-            edge = block * block_out - above - start
-            some = whole[max(edge, top) : min(edge + block_out, bottom)].view(-1, count, block_in)
-            torch.native_batch_norm(some, factors[block], None, mean, variance, False, 0, 0, out=(some, none, none))
-    return panel
+    inside = slice(before, before + codes.shape[1])  # beside it, where blocks go on, is anything
+    if not _shift(bits, bits.view(torch.uint8), whole.view(torch.int16)[:, inside]):
+        return None
+    _scale_blocks(whole.view(rows, count, block_in), factors, *_unused(count), start + above, block_out)
+    return whole[:, inside]
+
+
+@scripted
+def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> bool:
+    """Writes the bits of 2^-120 of codes in bfloat16; False for NaN, which would become a number."""
+    if int(codes.amax()) == 0x7F or int(unsigned.amax()) == 0xFF:
+        return False
+    bits.copy_(codes).mul_(1 << 4).bitwise_and_(-0x7810)  # 0x87F0: without those that the sign was copied to
+    return True
+
+
+@scripted
+def _scale_blocks(
+    panel: torch.Tensor, factors: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, none: torch.Tensor, first: int,
+    block_out: int,
+) -> None:  # fmt: skip
+    """Multiplies [rows, blocks, block_in], whose first row is the weight's `first`, in place."""
+    stop = first + panel.shape[0]
+    for block in range(first // block_out, (stop + block_out - 1) // block_out):
+        some = panel[max(block * block_out - first, 0) : min((block + 1) * block_out, stop) - first]
+        torch.ops.aten.native_batch_norm(
+            some, factors[block], None, mean, variance, False, 0.0, 0.0, out=some, save_mean=none, save_invstd=none
+        )
 
 
 def _has_e4m3(weight_format: object) -> TypeGuard[Fp8]:
@@ -117,11 +134,6 @@ def _panel(codes: torch.Tensor) -> torch.Tensor:
     return thread_buffer("panel", torch.bfloat16, codes.device, codes.numel()).view(codes.shape)
 
 
-def _step(codes: torch.Tensor) -> int:
-    """The rows of a part."""
-    return max(PART_NUMEL * torch.get_num_threads() // max(codes.shape[1], 1), 1)
-
-
 @functools.lru_cache(maxsize=64)
 def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The statistics of a batch norm that leave its channels as they are, and a place for those that it does not write."""
@@ -130,7 +142,6 @@ def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return zeros, zeros + 1, zeros[:0]
 
 
-def _shift_into(panel: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Writes 2^-120 of codes into bfloat16; none of them may be NaN, which would become a number."""
-    panel.view(torch.int16).copy_(codes.view(torch.int8)).mul_(1 << 4).bitwise_and_(_KEPT)
-    return panel
+def _flushes() -> bool:
+    """Whether this thread takes subnormal numbers for zeros (`torch.set_flush_denormal`)."""
+    return _LEAST * 2 == 0

@@ -13,25 +13,23 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fp8_codes import has_nan
+from hfq.kernels import together
+from hfq.kernels.scripts import scripted
 
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
 
 MOST_ROWS = 16
 """The most activation rows: a scaled panel of the whole is worth its making for more. Where that is bfloat16, it is for two."""
 
-PART_NUMEL = 1 << 20
-"""Codes that are taken at once, or up to twice as many, unless `_STEP` rows have more: few enough for the last cache, and enough for
-each call to pay."""
+PART_NUMEL = 1 << 19
+"""Codes that a thread takes at once, or up to three times as many, unless `_STEP` rows have more: few enough for the last cache, and
+enough for each call to pay."""
 
 _STEP = 32
 """Parts are multiples of so many rows: a library's product may sum rows that are left over in another order."""
 
 _LONG_STEP = 128
-"""The usual rows of a block: parts are multiples of so many, where they have no more than twice as many codes for it."""
-
-_KEPT = -0x4001
-"""Of 16 bits all but the one that the sign was copied to: 0xBFFF."""
+"""The usual rows of a block: parts are multiples of so many, where they have no more than three times as many codes for it."""
 
 _CPU = torch.device("cpu")
 
@@ -62,50 +60,62 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
     (out_features, in_features), count = weight.shape, rows.shape[0]
     has_blocks = weight_format.strategy == "block"
     block_out, block_in = _block(weight_format) if has_blocks else (1, in_features)
-    apply = torch.div if weight_format.reciprocal else torch.mul
     above, before = weight_format.block_offset if has_blocks else (0, 0)  # where a slice begins within its first block
     sums = torch.empty(out_features, count, dtype=torch.float32, device=_CPU)
     wide = _widen_rows(rows, before, block_in)
-    step = _step(in_features)
-    for start in range(0, out_features, step):
-        stop = min(start + step, out_features)
-        codes = weight[start:stop]
-        if has_nan(codes.view(torch.int8)):
-            return None
-        panel = _widen_codes(codes)
-        if has_blocks:
-            first, last = (start + above) // block_out, -(-(stop + above) // block_out)
-            factors = scale.reshape(-1, 1, wide.shape[1], 1)[first:last]
-            scaled = thread_buffer("scaled", torch.float32, _CPU, factors.shape[0] * wide.numel())
-            scaled = apply(wide, factors, out=scaled.view(-1, *wide.shape)).flatten(2)
-            for block, x in enumerate(scaled[..., before : before + in_features], first):
-                top, bottom = max(block * block_out - above, start), min((block + 1) * block_out - above, stop)
-                _multiply(panel[top - start : bottom - start], x, sums[top:bottom])
+    factors = scale.reshape(-1, 1, wide.shape[1], 1) if has_blocks else None
+    bits, step, found = weight.view(torch.int8), _step(in_features), []
+
+    def multiply(part: range) -> None:
+        numel = min(step, len(part)) * in_features
+        halves = thread_buffer("fp8", torch.int16, _CPU, numel).view(-1, in_features)
+        panel = thread_buffer("panel", torch.float32, _CPU, numel).view(-1, in_features)
+        blocks = step // block_out + 2 if has_blocks else 0
+        scaled = thread_buffer("scaled", torch.float32, _CPU, blocks * wide.numel()).view(blocks, *wide.shape)
+        found.append(_multiply_codes(
+            wide, bits, bits.view(torch.uint8), halves, halves.view(torch.float16), panel, factors, scaled, sums,
+            part.start, part.stop, step, block_out, above, before, weight_format.reciprocal,
+        ))  # fmt: skip
+
+    members = together.members(weight.numel())
+    together.for_each(multiply, together.divide(out_features, out_features, _LONG_STEP, members), members)
+    if not all(found):
+        return None
+    if not has_blocks:
+        apply = torch.div if weight_format.reciprocal else torch.mul
+        apply(sums, scale.reshape(-1, 1), out=sums)
+    return sums.mul_(256).t()
+
+
+@scripted
+def _multiply_codes(
+    rows: torch.Tensor, codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor, halves: torch.Tensor, panel: torch.Tensor,
+    factors: torch.Tensor | None, scaled: torch.Tensor, sums: torch.Tensor,
+    start: int, stop: int, step: int, block_out: int, above: int, before: int, divides: bool,
+) -> bool:  # fmt: skip
+    """Output rows from `start` to `stop`, by `step` of them; whether none of their codes is NaN, else sums are left out."""
+    in_features = codes.shape[1]
+    for top in range(start, stop, step):
+        bottom = min(top + step, stop)
+        count = bottom - top
+        if int(codes[top:bottom].amax()) == 0x7F or int(unsigned[top:bottom].amax()) == 0xFF:
+            return False
+        bits[:count].copy_(codes[top:bottom]).mul_(1 << 7).bitwise_and_(-0x4001)  # all but the bit that the sign was copied to
+        panel[:count].copy_(halves[:count])
+        if factors is None:
+            _multiply(panel[:count], rows.flatten(1), sums[top:bottom])
         else:
-            _multiply(panel, wide.flatten(1), sums[start:stop])
-    return (sums if has_blocks else apply(sums, scale.reshape(-1, 1), out=sums)).mul_(256).t()
-
-
-def _block(weight_format: Fp8) -> tuple[int, int]:
-    return weight_format.block_structure or (128, 128)
-
-
-def _step(in_features: int) -> int:
-    """The rows of a part."""
-    most = PART_NUMEL // in_features
-    whole = -(-most // _LONG_STEP) * _LONG_STEP
-    return whole if 0 < whole <= 2 * most else max(most // _STEP, 1) * _STEP
-
-
-def _widen_rows(rows: torch.Tensor, before: int, width: int) -> torch.Tensor:
-    """The activations in float32, and zeros where blocks go on: [rows, blocks, width]."""
-    count, in_features = rows.shape
-    blocks = -(-(before + in_features) // width)
-    wide = thread_buffer("rows", torch.float32, _CPU, count * blocks * width).view(count, -1)
-    wide[:, :before] = 0
-    wide[:, before + in_features :] = 0
-    wide[:, before : before + in_features] = rows
-    return wide.view(count, blocks, width)
+            first, last = (top + above) // block_out, (bottom + above + block_out - 1) // block_out
+            x = scaled[: last - first]
+            if divides:
+                torch.div(rows, factors[first:last], out=x)
+            else:
+                torch.mul(rows, factors[first:last], out=x)
+            for block in range(first, last):
+                upper, lower = max(block * block_out - above, top), min((block + 1) * block_out - above, bottom)
+                given = x[block - first].flatten(1)[:, before : before + in_features]
+                _multiply(panel[upper - top : lower - top], given, sums[upper:lower])
+    return True
 
 
 def _multiply(panel: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> None:
@@ -116,8 +126,23 @@ def _multiply(panel: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> No
         torch.mm(panel, rows.t(), out=sums)
 
 
-def _widen_codes(codes: torch.Tensor) -> torch.Tensor:
-    """1/256 of the codes: float32 of their shape, in a kept buffer."""
-    bits = thread_buffer("fp8", torch.int16, _CPU, codes.numel()).view(codes.shape)
-    bits.copy_(codes.view(torch.int8)).mul_(1 << 7).bitwise_and_(_KEPT)
-    return thread_buffer("panel", torch.float32, _CPU, codes.numel()).view(codes.shape).copy_(bits.view(torch.float16))
+def _block(weight_format: Fp8) -> tuple[int, int]:
+    return weight_format.block_structure or (128, 128)
+
+
+def _step(in_features: int) -> int:
+    """The rows of a part."""
+    most = PART_NUMEL // in_features
+    whole = -(-most // _LONG_STEP) * _LONG_STEP
+    return whole if 0 < whole <= 3 * most else max(most // _STEP, 1) * _STEP
+
+
+def _widen_rows(rows: torch.Tensor, before: int, width: int) -> torch.Tensor:
+    """The activations in float32, and zeros where blocks go on: [rows, blocks, width]."""
+    count, in_features = rows.shape
+    blocks = -(-(before + in_features) // width)
+    wide = thread_buffer("rows", torch.float32, _CPU, count * blocks * width).view(count, -1)
+    if wide.shape[1] > in_features:
+        wide.zero_()
+    wide[:, before : before + in_features] = rows
+    return wide.view(count, blocks, width)

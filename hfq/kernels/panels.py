@@ -8,7 +8,8 @@ rounded to the activations' dtype. So results differ from the reference's in the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,13 +17,16 @@ from hfq.formats import Format
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.formats.fp8_codes import scale_as_float
-from hfq.kernels import fp8_bfloat16, fp8_panels, reference
+from hfq.kernels import fp8_bfloat16, fp8_panels, reference, together
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
 
 PANEL_NBYTES = 4 << 20
-"""The most bytes of a panel, unless `row_multiple` rows need more."""
+"""The most bytes of a panel, unless `row_multiple` rows need more. Each thread has one (`hfq.kernels.together`)."""
+
+_ALIGNED_ROWS = 128
+"""Panels are multiples of so many rows where they may have as many: the usual rows of a block."""
 
 BATCH_NBYTES = 16 << 20
 """The most bytes of activations that are converted at once."""
@@ -43,19 +47,20 @@ def linear(
             return result
     if fp8_bfloat16.is_summed(weight_format) and product_dtype(activations.dtype) == torch.bfloat16:
         return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
-    return multiply(activations, tensors, weight_format, _filler(tensors, weight_format), panel_nbytes)
+    fill = _filler(tensors, weight_format, product_dtype(activations.dtype))
+    return multiply(activations, tensors, weight_format, fill, panel_nbytes)
 
 
 def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
     """As `reference.linear_grad`, which takes over for gradients that are not on a CPU."""
     if grad.device.type != "cpu":
         return reference.linear_grad(grad, tensors, weight_format)
-    return multiply_grad(grad, tensors, weight_format, _filler(tensors, weight_format))
+    return multiply_grad(grad, tensors, weight_format, _filler(tensors, weight_format, product_dtype(grad.dtype)))
 
 
 def multiply(
     activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill,
-    panel_nbytes: int | None = None,
+    panel_nbytes: int | None = None, *, side_by_side: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """`activations @ W.T (+ bias)` by panels.
 
@@ -65,6 +70,7 @@ def multiply(
         weight_format: Their format.
         fill: Dequantizes a panel.
         panel_nbytes: The most bytes of a panel; None for `PANEL_NBYTES`.
+        side_by_side: Whether each thread makes panels of its own; else all make one after the other.
 
     Returns:
         [..., out_features] in the activations' dtype.
@@ -74,16 +80,22 @@ def multiply(
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
+    members = together.members(out_features * in_features) if side_by_side else 1
+    spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes, members)
     for first in range(0, rows.shape[0], batch):
-        part = rows[first : first + batch].to(dtype)
-        for start, count in _spans(weight_format, out_features, in_features, dtype, panel_nbytes):
-            panel, target = fill(start, count, dtype), flat[first : first + batch, start : start + count]
-            if dtype == result.dtype:
-                torch.mm(part, panel.t(), out=target)
-            else:
-                product = thread_buffer("product", dtype, rows.device, part.shape[0] * count).view(part.shape[0], count)
-                target.copy_(torch.mm(part, panel.t(), out=product))
+        part, target = rows[first : first + batch].to(dtype), flat[first : first + batch]
+        together.for_each(functools.partial(_multiply_panel, part, fill, target), spans, members)
     return _add_bias(result, tensors)
+
+
+def _multiply_panel(rows: torch.Tensor, fill: Fill, result: torch.Tensor, span: range) -> None:
+    """Output rows of the weight, to their columns of the result."""
+    panel, target = fill(span.start, len(span), rows.dtype), result[:, span.start : span.stop]
+    if target.dtype == rows.dtype:
+        torch.mm(rows, panel.t(), out=target)
+    else:
+        product = thread_buffer("product", rows.dtype, rows.device, target.numel()).view(target.shape)
+        target.copy_(torch.mm(rows, panel.t(), out=product))
 
 
 def _multiply_few(
@@ -132,8 +144,8 @@ def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     out_features, in_features = weight_format.shape(tensors)
     dtype = product_dtype(grad.dtype)
     result = torch.zeros(rows.shape[0], in_features, dtype=torch.float32)
-    for start, count in _spans(weight_format, out_features, in_features, dtype):
-        part, panel = rows[:, start : start + count].to(dtype), fill(start, count, dtype)
+    for span in _spans(weight_format, out_features, in_features, dtype):
+        part, panel = rows[:, span.start : span.stop].to(dtype), fill(span.start, len(span), dtype)
         if dtype == torch.float32:
             result.addmm_(part, panel)
         else:
@@ -155,27 +167,21 @@ def _has_bfloat16() -> bool:
 
 
 def _spans(
-    weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None
-) -> Iterator[tuple[int, int]]:
-    """(first output row, rows) of each panel."""
-    multiple = weight_format.row_multiple
-    step = max((nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1)) // multiple, 1) * multiple
-    for start in range(0, out_features, step):
-        yield start, min(step, out_features - start)
+    weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None, members: int = 1
+) -> list[range]:  # fmt: skip
+    """The output rows of each panel."""
+    most, multiple = (nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1)), weight_format.row_multiple
+    aligned = math.lcm(multiple, _ALIGNED_ROWS)
+    return together.divide(out_features, most, aligned if aligned <= most else multiple, members)
 
 
-def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
+def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype) -> Fill:
+    """For panels of one dtype."""
     _, in_features = weight_format.shape(tensors)
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
 
-    @functools.cache
-    def blocks() -> Callable[[int, int], torch.Tensor | None]:
-        if fp8_bfloat16.is_in_blocks(weight_format) and fp8_bfloat16.is_shifted(tensors["weight"]):
-            factors = fp8_bfloat16.block_factors(tensors, weight_format)
-            if factors is not None:
-                return functools.partial(fp8_bfloat16.fill_blocks, tensors["weight"], factors, weight_format)
-        return lambda start, rows: None
+    blocks = _block_filler(tensors, weight_format) if dtype == torch.bfloat16 else None
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
@@ -184,7 +190,7 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
             if dtype == torch.float32:
                 return unpacked
             return thread_buffer("panel", dtype, device, numel).view(in_features, rows).copy_(unpacked.t()).t()
-        filled = blocks()(start, rows) if dtype == torch.bfloat16 else None
+        filled = blocks(start, rows) if blocks is not None else None
         if filled is not None:
             return filled
         panel = thread_buffer("panel", dtype, device, numel).view(rows, in_features)
@@ -199,3 +205,14 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format) -> Fill:
         return panel
 
     return fill
+
+
+def _block_filler(
+    tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> Callable[[int, int], torch.Tensor | None] | None:
+    if not fp8_bfloat16.is_in_blocks(weight_format) or not fp8_bfloat16.is_shifted(tensors["weight"]):
+        return None
+    factors = fp8_bfloat16.block_factors(tensors, weight_format)
+    if factors is None:
+        return None
+    return functools.partial(fp8_bfloat16.fill_blocks, tensors["weight"], factors, weight_format)

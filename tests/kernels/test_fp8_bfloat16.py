@@ -5,7 +5,7 @@ import torch
 from kernels.layers import fp8
 
 from hfq.formats.buffers import release_buffers, thread_buffer
-from hfq.kernels import fp8_bfloat16, panels, reference
+from hfq.kernels import fp8_bfloat16, panels, reference, together
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),
@@ -13,6 +13,7 @@ CASES = {
     "channel, divided": fp8(300, 37, strategy="channel", scale_name="weight_scale_inv", reciprocal=True),
     "channel, e5m2": fp8(300, 37, codes_dtype="F8_E5M2"),
     "groups": fp8(320, 37, strategy="group", group_size=32),
+    "channel, many rows": fp8(300, 401, strategy="channel"),
     "blocks": fp8(301, 303, strategy="block", block_structure=(128, 128)),
     "whole blocks": fp8(256, 200, strategy="block", block_structure=(64, 128)),
     "blocks, bf16 scales": fp8(301, 303, strategy="block", block_structure=(32, 48), scale_dtype="BF16"),
@@ -37,9 +38,15 @@ def shifts(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=[1, 6000, fp8_bfloat16.PART_NUMEL])
+@pytest.fixture(params=[(1, 1), (6000, 3), (fp8_bfloat16.PART_NUMEL, 1), (fp8_bfloat16.PART_NUMEL, 3)])
 def part_numel(request, monkeypatch):
-    monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", request.param)
+    """Parts of so many codes, on so many threads, however few codes there are."""
+    before, (numel, threads) = torch.get_num_threads(), request.param
+    monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", numel)
+    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -6,13 +6,14 @@ from kernels.layers import fp8
 
 from hfq.formats.buffers import release_buffers, thread_buffer
 from hfq.formats.fp8_codes import has_nan
-from hfq.kernels import fp8_panels, panels, reference
+from hfq.kernels import fp8_panels, panels, reference, together
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),
     "channel": fp8(300, 37, strategy="channel"),
     "channel, odd rows": fp8(301, 37, strategy="channel"),
     "channel, divided": fp8(300, 37, strategy="channel", scale_name="weight_scale_inv", reciprocal=True),
+    "channel, many rows": fp8(300, 401, strategy="channel"),
     "blocks": fp8(300, 301, strategy="block", block_structure=(128, 128)),
     "blocks, bf16 scales": fp8(300, 301, strategy="block", block_structure=(16, 48), scale_dtype="BF16"),
     "a slice within blocks": fp8(300, 301, strategy="block", block_structure=(128, 128), block_offset=(64, 32)),
@@ -21,9 +22,15 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[1, 2000, fp8_panels.PART_NUMEL])
+@pytest.fixture(params=[(1, 1), (2000, 3), (fp8_panels.PART_NUMEL, 1), (fp8_panels.PART_NUMEL, 3)])
 def part_numel(request, monkeypatch):
-    monkeypatch.setattr(fp8_panels, "PART_NUMEL", request.param)
+    """Parts of so many codes, on so many threads, however few codes there are."""
+    before, (numel, threads) = torch.get_num_threads(), request.param
+    monkeypatch.setattr(fp8_panels, "PART_NUMEL", numel)
+    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 from kernels.layers import CASES, misplaced
 
 from hfq.formats.fp8_codes import widen_into
-from hfq.kernels import panels, reference
+from hfq.kernels import panels, reference, together
 
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
 
@@ -17,9 +17,14 @@ def layer(request):
 
 @pytest.fixture(params=[1 << 30, 4 * 352 * 5])
 def panel_nbytes(request, monkeypatch):
+    """Panels of so many bytes, and three threads that make them."""
+    before = torch.get_num_threads()
     for module in (panels, reference):
         monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
-    return request.param
+    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
+    torch.set_num_threads(3)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("batch_nbytes", [1 << 24, 4 * 352 * 2])
@@ -56,7 +61,7 @@ def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
     """Each batch of them would make every panel again."""
     monkeypatch.setattr(panels, "BATCH_NBYTES", 1)
     weight_format, tensors = CASES["fp8 blocks"].make()
-    fill, filled = panels._filler(tensors, weight_format), []
+    fill, filled = panels._filler(tensors, weight_format, torch.float32), []
 
     def count(*arguments):
         filled.append(arguments)
@@ -67,15 +72,15 @@ def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
         monkeypatch.setattr(panels, "_has_bfloat16", lambda has_bfloat16=has_bfloat16: has_bfloat16)
         filled.clear()
         panels.multiply(torch.randn(3, in_features).to(dtype), tensors, weight_format, count)
-        assert len(filled) == batches
+        assert len(filled) == batches * len(set(filled))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_panels_are_dequantized_as_the_format_does(name):
     weight_format, tensors = CASES[name].make()
     weight, multiple = weight_format.dequantize(tensors), weight_format.row_multiple
-    fill = panels._filler(tensors, weight_format)
     for dtype in (torch.float32, torch.bfloat16):
+        fill = panels._filler(tensors, weight_format, dtype)
         for start in (0, weight.shape[0] // 2 // multiple * multiple):
             assert torch.equal(fill(start, weight.shape[0] - start, dtype), weight[start:].to(dtype))
 

@@ -1,0 +1,39 @@
+"""Functions in TorchScript: compiled in silence, and called as they are where torch compiles none."""
+
+import warnings
+
+import pytest
+import torch
+
+from hfq.kernels import scripts
+
+
+def shifted(values: torch.Tensor, by: int) -> bool:
+    values.add_(by)
+    return int(values.amax()) == by
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    scripts._compile.cache_clear()
+    yield
+    scripts._compile.cache_clear()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, OSError, AttributeError, NotImplementedError])
+def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatch):
+    if error is not None:
+
+        def refuse(function):
+            raise error("no TorchScript here")
+
+        monkeypatch.setattr(torch.jit, "script", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call = scripts.scripted(shifted)
+        values = torch.zeros(3, dtype=torch.int32)
+        assert call(values, 2)
+        assert not call(values, by=3)
+    assert values.tolist() == [5, 5, 5]
+    assert isinstance(scripts._compile(shifted), torch.jit.ScriptFunction) == (error is None)
+    assert call.__name__ == "shifted"

@@ -1,0 +1,139 @@
+"""Parts of a product on threads of their own: each is done once, in the caller's modes, and what it raises is raised."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfq.formats.buffers import release_buffers, thread_buffer
+from hfq.kernels import together
+from hfq.kernels.native.team import team
+
+PATIENCE = 60.0  # seconds; members of a team meet at once
+
+needs_team = pytest.mark.skipif(team() is None, reason="torch was built without OpenMP")
+
+
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("multiple", [1, 32, 128])
+@pytest.mark.parametrize("most", [1, 100, 512])
+@pytest.mark.parametrize("count", [0, 1, 127, 768, 4096, 11008])
+def test_parts_cover_everything_once_and_are_even(count, most, multiple, threads):
+    parts = together.divide(count, most, multiple, threads)
+    assert [number for part in parts for number in part] == list(range(count))
+    assert all(len(part) <= max(most, multiple) for part in parts)
+    assert all(part.start % multiple == 0 for part in parts)
+    if count >= 2 * threads * multiple and most % multiple == 0:
+        assert len(parts) >= threads
+        assert len(parts[0]) <= -(-count // threads) + multiple
+
+
+@needs_team
+def test_parts_are_worked_on_at_once():
+    meeting = threading.Barrier(3)
+    found = []
+
+    def work(part):
+        meeting.wait(PATIENCE)
+        found.append((part, threading.get_ident()))
+
+    together.for_each(work, [5, 6, 7], 3)
+    assert {part for part, _ in found} == {5, 6, 7}
+    assert len({thread for _, thread in found}) == 3
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(("parts", "threads"), [(range(2), 3), (range(5), 1), ([], 3)])
+def test_few_parts_are_worked_on_by_the_caller(parts, threads):
+    found = []
+    together.for_each(lambda part: found.append((part, threading.get_ident())), parts, threads)
+    assert found == [(part, threading.get_ident()) for part in parts]
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_every_part_is_in_the_callers_modes(inference, grad):
+    found, meeting = [], threading.Barrier(3 if team() is not None else 1)
+
+    def work(part):
+        meeting.wait(PATIENCE)
+        found.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        together.for_each(work, range(3), 3)
+    assert found == [(inference, grad)] * 3
+
+
+@needs_team
+def test_each_thread_has_buffers_which_the_caller_keeps():
+    meeting = threading.Barrier(3)
+
+    def places():
+        found = []
+
+        def work(part):
+            place = thread_buffer("panel", torch.float32, torch.device("cpu"), 1 << 16).data_ptr()
+            meeting.wait(PATIENCE)
+            found.append(place)
+
+        together.for_each(work, range(3), 3)
+        return set(found)
+
+    release_buffers()
+    first = places()
+    assert len(first) == 3
+    assert thread_buffer("panel", torch.float32, torch.device("cpu"), 1).data_ptr() in first
+    assert places() == first
+    release_buffers()
+    assert thread_buffer("panel", torch.float32, torch.device("cpu"), 8).untyped_storage().nbytes() == 32
+
+
+@needs_team
+def test_after_an_error_other_parts_do_not_begin():
+    begun, meeting = [], threading.Barrier(3)
+
+    def work(part):
+        begun.append(part)
+        meeting.wait(PATIENCE)
+        raise ValueError(f"of part {part}")
+
+    with pytest.raises(ValueError, match=r"of part [012]"):
+        together.for_each(work, range(9), 3)
+    assert sorted(begun) == [0, 1, 2]
+    together.for_each(begun.append, [7, 8, 9], 3)  # and nothing is left behind
+    assert sorted(begun) == [0, 1, 2, 7, 8, 9]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_is_the_one_that_a_part_raised(error, threads):
+    def work(part):
+        if part == 2:
+            raise error("of part 2")
+
+    with pytest.raises(error, match="of part 2"):
+        together.for_each(work, range(5), threads)
+
+
+@needs_team
+def test_what_an_interrupt_kept_from_being_done_is_no_result(monkeypatch):
+    monkeypatch.setattr(together, "_GOMP_PARALLEL", lambda address: lambda *arguments: None)
+    with pytest.raises(KeyboardInterrupt):
+        together.for_each(print, range(3), 3)
+
+
+def test_who_watches_operations_sees_all_of_them():
+    enough = together.LEAST_NUMEL
+    assert together.members(enough) == (3 if team() is not None else 1)
+    assert together.members(enough - 1) == 1
+    with TorchDispatchMode():
+        assert together.members(enough) == 1
