@@ -22,8 +22,9 @@ from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
 
-PANEL_NBYTES = 4 << 20
-"""The most bytes of a panel, unless `row_multiple` rows need more. Each thread has one (`hfq.kernels.together`)."""
+PANEL_NBYTES = 11 << 19
+"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the reading of
+the activations. Each thread has one (`hfq.kernels.together`)."""
 
 _ALIGNED_ROWS = 128
 """Panels are multiples of so many rows where they may have as many: the usual rows of a block."""

@@ -8,6 +8,7 @@ them, of tens of microseconds each. Here a thread takes a part through all of th
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,11 +40,11 @@ def members(numel: int) -> int:
 
 
 def divide(count: int, most: int, multiple: int, threads: int) -> list[range]:
-    """Even parts, as many for each thread where there is enough to share, of up to `most`: multiples of `multiple`, but the last."""
-    rounds = max(-(-count // (max(most, multiple) * threads)), 1)
-    step = -(-count // (rounds * threads * multiple))
-    step = min(step, max(most // multiple, 1)) * multiple
-    return [range(start, min(start + step, count)) for start in range(0, count, step or 1)]
+    """Even parts, as many for each thread, of up to `most`: multiples of `multiple` but the last, and none less than one of it."""
+    blocks, most_blocks = -(-count // multiple), max(most // multiple, 1)
+    parts = min(-(-blocks // (most_blocks * threads)) * threads, blocks)
+    edges = [min(blocks * part // parts * multiple, count) for part in range(parts + 1)] if parts else []
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def for_each(work: Callable[[T], object], parts: Sequence[T], threads: int) -> None:
