@@ -25,7 +25,7 @@ from hfq.kernels.scripts import scripted
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 
 PART_NUMEL = 1 << 20
-"""Codes that a thread takes at once, unless a row has more: each call finds little left of torch's own code in the caches."""
+"""Sums that are scaled at once, and four times the codes that go through float32 at once, unless a row has more."""
 
 _UNIT = 2.0**120
 _LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
@@ -55,7 +55,7 @@ def is_shifted(codes: torch.Tensor) -> bool:
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
     sample = rows[:8, : _SAMPLE // 8].numpy().tobytes()
-    count = len(sample) - len(sample.translate(None, _SUBNORMAL))  # in Python: torch's operations would take 100 us
+    count = len(sample) - len(sample.translate(None, _SUBNORMAL))  # torch's operations take twice as long
     return count * _SAMPLE <= _MOST_SUBNORMAL * len(sample)
 
 

@@ -1,7 +1,7 @@
 """Plain torch without Python between its operations: TorchScript, where torch has it.
 
 A call of a script gives the interpreter's lock away once, not once for each operation, so threads that multiply side by side
-(`hfq.kernels.together`) do not wait for each other to begin the next; and an operation begins after 1 us, not 4.
+(`hfq.kernels.together`) do not wait for each other to begin the next.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
         with _compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its deprecation
             return torch.jit.script(function)
-    except (AttributeError, NotImplementedError, OSError, RuntimeError):
+    except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError):
         return function

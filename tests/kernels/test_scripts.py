@@ -20,7 +20,7 @@ def nothing_compiled():
     scripts._compile.cache_clear()
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError, OSError, AttributeError, NotImplementedError])
+@pytest.mark.parametrize("error", [None, RuntimeError, OSError, AttributeError, NotImplementedError, TypeError, ValueError])
 def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatch):
     if error is not None:
 
