@@ -21,6 +21,7 @@ from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.formats.fp8_codes import scale_as_float, widen_into
 from hfq.kernels.scripts import scripted
+from hfq.kernels.together import flushes_subnormals
 
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 
@@ -28,7 +29,6 @@ PART_NUMEL = 1 << 20
 """Sums that are scaled at once, and four times the codes that go through float32 at once, unless a row has more."""
 
 _UNIT = 2.0**120
-_LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
 _LEAST_BLOCK = 32  # each row of blocks is a call, and each row of one a loop
 _SCALE_LIMIT = 2.0**7  # times _UNIT it is a float
 _SUM_UNIT = 256.0  # sums of whole codes could be too large for a float
@@ -51,7 +51,7 @@ def is_in_blocks(weight_format: object) -> TypeGuard[Fp8]:
 
 def is_shifted(codes: torch.Tensor) -> bool:
     """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of them."""
-    if not codes.numel() or _flushes():
+    if not codes.numel() or flushes_subnormals():
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
     sample = rows[:8, : _SAMPLE // 8].numpy().tobytes()
@@ -62,7 +62,7 @@ def is_shifted(codes: torch.Tensor) -> bool:
 def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
     """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for speed alone."""
     panel, bits = _panel(codes), codes.view(torch.int8)
-    if shifts and not _flushes() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
+    if shifts and not flushes_subnormals() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
         return panel.mul_(_UNIT / _SUM_UNIT)
     step = max(PART_NUMEL // 4 // max(codes.shape[1], 1), 1)
     for part, target in zip(codes.split(step), panel.split(step), strict=True):
@@ -91,7 +91,7 @@ def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> to
 def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int) -> torch.Tensor | None:
     """Some rows of the weight, rounded once: bfloat16 [rows, in_features], in a kept buffer; None for NaN."""
     bits, (above, before) = codes[start : start + rows].view(torch.int8), weight_format.block_offset
-    if not bits.numel() or _flushes():
+    if not bits.numel() or flushes_subnormals():
         return None
     block_out, block_in = weight_format.block_structure or (128, 128)
     count = factors.shape[1]
@@ -140,8 +140,3 @@ def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):
         zeros = torch.zeros(count, dtype=torch.float32, device="cpu")
         return zeros, zeros + 1, zeros[:0]
-
-
-def _flushes() -> bool:
-    """Whether this thread takes subnormal numbers for zeros (`torch.set_flush_denormal`)."""
-    return _LEAST * 2 == 0

@@ -64,22 +64,23 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
     sums = torch.empty(out_features, count, dtype=torch.float32, device=_CPU)
     wide = _widen_rows(rows, before, block_in)
     factors = scale.reshape(-1, 1, wide.shape[1], 1) if has_blocks else None
-    bits, step, found = weight.view(torch.int8), _step(in_features), []
+    bits, step, are_numbers = weight.view(torch.int8), _step(in_features), []
 
-    def multiply(part: range) -> None:
-        numel = min(step, len(part)) * in_features
+    def multiply(share: range) -> None:
+        numel = min(step, len(share)) * in_features
         halves = thread_buffer("fp8", torch.int16, _CPU, numel).view(-1, in_features)
         panel = thread_buffer("panel", torch.float32, _CPU, numel).view(-1, in_features)
         blocks = step // block_out + 2 if has_blocks else 0
         scaled = thread_buffer("scaled", torch.float32, _CPU, blocks * wide.numel()).view(blocks, *wide.shape)
-        found.append(_multiply_codes(
+        are_numbers.append(_multiply_share(
             wide, bits, bits.view(torch.uint8), halves, halves.view(torch.float16), panel, factors, scaled, sums,
-            part.start, part.stop, step, block_out, above, before, weight_format.reciprocal,
+            share.start, share.stop, step, block_out, above, before, weight_format.reciprocal,
         ))  # fmt: skip
 
-    members = together.members(weight.numel())
-    together.for_each(multiply, together.divide(out_features, out_features, _LONG_STEP, members), members)
-    if not all(found):
+    members = together.members(out_features, in_features)
+    shares = together.divide(out_features, out_features, (_LONG_STEP, _STEP), members)
+    together.for_each(multiply, shares, members)
+    if not all(are_numbers):
         return None
     if not has_blocks:
         apply = torch.div if weight_format.reciprocal else torch.mul
@@ -88,7 +89,7 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
 
 
 @scripted
-def _multiply_codes(
+def _multiply_share(
     rows: torch.Tensor, codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor, halves: torch.Tensor, panel: torch.Tensor,
     factors: torch.Tensor | None, scaled: torch.Tensor, sums: torch.Tensor,
     start: int, stop: int, step: int, block_out: int, above: int, before: int, divides: bool,

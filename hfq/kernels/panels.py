@@ -20,14 +20,27 @@ from hfq.formats.fp8_codes import scale_as_float
 from hfq.kernels import fp8_bfloat16, fp8_panels, reference, together
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
-__all__ = ["BATCH_NBYTES", "PANEL_NBYTES", "Fill", "linear", "linear_grad", "multiply", "multiply_grad", "product_dtype"]
+__all__ = [
+    "ALL_NBYTES",
+    "BATCH_NBYTES",
+    "PANEL_NBYTES",
+    "Fill",
+    "linear",
+    "linear_grad",
+    "multiply",
+    "multiply_grad",
+    "product_dtype",
+]
 
 PANEL_NBYTES = 11 << 19
 """The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the reading of
 the activations. Each thread has one (`hfq.kernels.together`)."""
 
-_ALIGNED_ROWS = 128
-"""Panels are multiples of so many rows where they may have as many: the usual rows of a block."""
+ALL_NBYTES = 64 << 20
+"""The most bytes of all threads' panels, likewise."""
+
+_ALIGNED_ROWS = (128, 32)
+"""Panels are multiples of so many rows where they may have as many: the usual rows of a block, or what libraries take at once."""
 
 BATCH_NBYTES = 16 << 20
 """The most bytes of activations that are converted at once."""
@@ -81,7 +94,7 @@ def multiply(
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
-    members = together.members(out_features * in_features) if side_by_side else 1
+    members = together.members(out_features, in_features) if side_by_side else 1
     spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes, members)
     for first in range(0, rows.shape[0], batch):
         part, target = rows[first : first + batch].to(dtype), flat[first : first + batch]
@@ -171,9 +184,10 @@ def _spans(
     weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None, members: int = 1
 ) -> list[range]:  # fmt: skip
     """The output rows of each panel."""
-    most, multiple = (nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1)), weight_format.row_multiple
-    aligned = math.lcm(multiple, _ALIGNED_ROWS)
-    return together.divide(out_features, most, aligned if aligned <= most else multiple, members)
+    itemsize = 4 if is_fillable(weight_format) else dtype.itemsize  # made in float32 and int32
+    most = (nbytes or min(PANEL_NBYTES, ALL_NBYTES // members)) // (itemsize * max(in_features, 1))
+    multiple = weight_format.row_multiple
+    return together.divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple], members)
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype) -> Fill:

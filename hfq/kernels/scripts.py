@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils import _python_dispatch
 
 __all__ = ["scripted"]
 
@@ -24,12 +25,14 @@ def scripted(function: Callable[P, R]) -> Callable[P, R]:
     """The function in TorchScript, which it must be within the limits of, from its first call on.
 
     Where torch compiles none (it calls TorchScript deprecated; without source files there is nothing to compile), the function is
-    called as it is, which does the same in more time.
+    called as it is, which does the same in more time; so it is while operations are watched (`TorchDispatchMode`), whose errors
+    TorchScript would make others of.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _compile(function)(*args, **kwargs)
+        compiled = function if _python_dispatch._len_torch_dispatch_stack() else _compile(function)
+        return compiled(*args, **kwargs)
 
     return call
 

@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,27 +20,49 @@ from torch.utils import _python_dispatch
 from hfq.formats.buffers import borrow_buffers, lend_buffers
 from hfq.kernels.native.team import team
 
-__all__ = ["LEAST_NUMEL", "divide", "for_each", "members"]
+__all__ = ["LEAST_NUMEL", "divide", "flushes_subnormals", "for_each", "members"]
 
 T = TypeVar("T")
-
-_MEMBER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_GOMP_PARALLEL = ctypes.CFUNCTYPE(None, _MEMBER, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-
 
 LEAST_NUMEL = 1 << 21
 """The fewest codes of a weight that is shared out: to wake a thread takes as long as a million codes do."""
 
+_LEAST_ROWS = 32
 
-def members(numel: int) -> int:
-    """How many threads may share a weight of so many codes; one where operations are watched (`TorchDispatchMode`): by thread."""
-    if numel < LEAST_NUMEL or team() is None or _python_dispatch._len_torch_dispatch_stack():
+_MEMBER = ctypes.CFUNCTYPE(None)  # called with a pointer, which it does not take
+_GOMP_PARALLEL = ctypes.CFUNCTYPE(None, _MEMBER, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+_LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
+
+
+def flushes_subnormals() -> bool:
+    """Whether this thread takes subnormal numbers for zeros (`torch.set_flush_denormal`)."""
+    return _LEAST * 2 == 0
+
+
+def members(out_features: int, in_features: int) -> int:
+    """How many threads may share a weight; one where that is a matter of the thread: what watches operations (`TorchDispatchMode`),
+    or what subnormal numbers are; and where half of torch's threads would have nothing to do.
+    """
+    if out_features * in_features < LEAST_NUMEL or team() is None:
         return 1
-    return torch.get_num_threads()
+    threads, most = torch.get_num_threads(), out_features // _LEAST_ROWS
+    if most * 2 <= threads or flushes_subnormals() or _python_dispatch._len_torch_dispatch_stack():
+        return 1
+    return min(threads, most)
 
 
-def divide(count: int, most: int, multiple: int, threads: int) -> list[range]:
-    """Even parts, as many for each thread, of up to `most`: multiples of `multiple` but the last, and none less than one of it."""
+def divide(count: int, most: int, multiples: Sequence[int], threads: int) -> list[range]:
+    """Parts for `for_each`, of even length and as many for each thread, as nearly as multiples allow.
+
+    Args:
+        count: What is divided.
+        most: The most of it in a part, unless the last of the multiples is more.
+        multiples: Of what parts but the last are multiples: the first of these that is not too coarse for it.
+        threads: Who shares it.
+    """
+    fine = [m for m in multiples if m <= most and (count % (m * threads) == 0 or count >= 4 * m * threads)]
+    multiple = (fine or multiples[-1:])[0]
     blocks, most_blocks = -(-count // multiple), max(most // multiple, 1)
     parts = min(-(-blocks // (most_blocks * threads)) * threads, blocks)
     edges = [min(blocks * part // parts * multiple, count) for part in range(parts + 1)] if parts else []
@@ -48,12 +70,14 @@ def divide(count: int, most: int, multiple: int, threads: int) -> list[range]:
 
 
 def for_each(work: Callable[[T], object], parts: Sequence[T], threads: int) -> None:
-    """Calls `work` with each of the parts: in any order and at once; one by one where they are fewer than threads.
+    """Calls `work` with each of the parts, in any order and at once.
 
     Each call is in the caller's modes of gradients and inference, and has buffers of its own (`thread_buffer`), which the caller's
-    thread keeps. What a call raises is raised here, when those that had begun are over; others do not begin.
+    thread keeps. The first exception of a call, or of a signal's handler, is raised here, when the calls that had begun are over;
+    others do not begin.
     """
-    if not 1 < threads <= len(parts):
+    threads = min(threads, len(parts))
+    if threads < 2:
         for part in parts:
             work(part)
         return
@@ -70,19 +94,28 @@ def for_each(work: Callable[[T], object], parts: Sequence[T], threads: int) -> N
             work(part)
             finished.append(part)
 
-    def member(_: object) -> None:
+    def member() -> Iterator[None]:
+        """Goes on where it is within `try`: a signal's handler runs before a function's first line, where ctypes would ignore it."""
         try:
+            yield
             if threading.get_ident() == caller:
                 take()
             else:
                 with borrow_buffers(lent), torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     take()
-        except BaseException as error:  # an interrupt, too: there is no Python above this to raise it in
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
             left.clear()
             raised.append(error)
 
-    _GOMP_PARALLEL(team() or 0)(_MEMBER(member), None, threads, 0)
+    each = [member() for _ in range(threads)]
+    for one in each:
+        next(one)
+    begin = map(next, each, itertools.repeat(None)).__next__  # no Python around it
+    _GOMP_PARALLEL(team() or 0)(_MEMBER(begin), None, threads, 0)
     if raised:
         raise raised[0]
-    if len(finished) < len(parts):  # an interrupt came between this and the team, where ctypes prints it and goes on
-        raise KeyboardInterrupt
+    if len(finished) < len(parts):
+        raise KeyboardInterrupt  # one more came while the first was noted

@@ -44,6 +44,7 @@ def part_numel(request, monkeypatch):
     before, (numel, threads) = torch.get_num_threads(), request.param
     monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", numel)
     monkeypatch.setattr(together, "LEAST_NUMEL", 1)
+    monkeypatch.setattr(together, "_LEAST_ROWS", 1)
     torch.set_num_threads(threads)
     yield
     torch.set_num_threads(before)

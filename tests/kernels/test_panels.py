@@ -22,6 +22,7 @@ def panel_nbytes(request, monkeypatch):
     for module in (panels, reference):
         monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
     monkeypatch.setattr(together, "LEAST_NUMEL", 1)
+    monkeypatch.setattr(together, "_LEAST_ROWS", 1)
     torch.set_num_threads(3)
     yield request.param
     torch.set_num_threads(before)

@@ -1,6 +1,8 @@
 """Parts of a product on threads of their own: each is done once, in the caller's modes, and what it raises is raised."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -24,17 +26,25 @@ def three_threads():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
-@pytest.mark.parametrize("multiple", [1, 32, 128])
+@pytest.mark.parametrize("multiples", [(1,), (128, 32), (128, 32, 1), (96, 3)])
 @pytest.mark.parametrize("most", [1, 100, 512])
-@pytest.mark.parametrize("count", [0, 1, 127, 768, 4096, 11008])
-def test_parts_cover_everything_once_and_are_even(count, most, multiple, threads):
-    parts = together.divide(count, most, multiple, threads)
+@pytest.mark.parametrize("count", [0, 1, 127, 384, 768, 1024, 4096, 11008])
+def test_parts_cover_everything_once_and_are_even(count, most, multiples, threads):
+    parts, least = together.divide(count, most, multiples, threads), multiples[-1]
     assert [number for part in parts for number in part] == list(range(count))
-    assert all(len(part) <= max(most, multiple) for part in parts)
-    assert all(part.start % multiple == 0 for part in parts)
-    if count >= 2 * threads * multiple and most % multiple == 0:
+    assert all(0 < len(part) <= max(most, least) for part in parts)
+    assert all(part.start % least == 0 for part in parts)
+    if count >= threads * least:
         assert len(parts) >= threads
-        assert len(parts[0]) <= -(-count // threads) + multiple
+        assert max(map(len, parts)) - min(map(len, parts[:-1] or parts)) <= multiples[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "threads", "expected"),
+    [(4096, 1, [512] * 8), (384, 2, [192, 192]), (640, 4, [160] * 4), (1024, 16, [64] * 16), (768, 2, [384, 384])],
+)
+def test_parts_are_of_whole_blocks_where_those_are_even(count, threads, expected):
+    assert [len(part) for part in together.divide(count, 512, (128, 32, 1), threads)] == expected
 
 
 @needs_team
@@ -52,8 +62,8 @@ def test_parts_are_worked_on_at_once():
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize(("parts", "threads"), [(range(2), 3), (range(5), 1), ([], 3)])
-def test_few_parts_are_worked_on_by_the_caller(parts, threads):
+@pytest.mark.parametrize(("parts", "threads"), [(range(1), 3), (range(5), 1), ([], 3)])
+def test_what_is_not_shared_is_worked_on_by_the_caller(parts, threads):
     found = []
     together.for_each(lambda part: found.append((part, threading.get_ident())), parts, threads)
     assert found == [(part, threading.get_ident()) for part in parts]
@@ -131,9 +141,53 @@ def test_what_an_interrupt_kept_from_being_done_is_no_result(monkeypatch):
         together.for_each(print, range(3), 3)
 
 
-def test_who_watches_operations_sees_all_of_them():
-    enough = together.LEAST_NUMEL
-    assert together.members(enough) == (3 if team() is not None else 1)
-    assert together.members(enough - 1) == 1
-    with TorchDispatchMode():
-        assert together.members(enough) == 1
+class Stop(Exception):
+    """What a signal's handler raises."""
+
+
+@needs_team
+def test_a_handler_of_a_signal_raises_wherever_it_comes():
+    """Also before a member's first line, where ctypes would print what it raises, and go on."""
+    handled, raised, begun, before = [], 0, 0, signal.getsignal(signal.SIGALRM)
+
+    def handle(number, frame):
+        handled.append(number)
+        raise Stop
+
+    def work(part):
+        end = time.perf_counter() + 2e-5
+        while time.perf_counter() < end:
+            pass
+
+    signal.signal(signal.SIGALRM, handle)
+    try:
+        while begun < 200:
+            try:
+                while begun < 200:
+                    begun += 1
+                    signal.setitimer(signal.ITIMER_REAL, 20e-6 + begun * 2e-6)
+                    together.for_each(work, range(3), 3)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                time.sleep(0.01)  # another thread may have the last one, and not have run yet
+            except Stop:
+                raised += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert handled
+    assert raised == len(handled)
+
+
+def test_a_weight_is_shared_by_as_many_threads_as_have_something_to_do():
+    enough, all_threads = together.LEAST_NUMEL, 3 if team() is not None else 1
+    assert together.members(1024, enough // 1024) == all_threads
+    assert together.members(1024, enough // 1024 - 1) == 1
+    assert together.members(64, enough) == min(all_threads, 2)
+    assert together.members(32, enough) == 1
+    with TorchDispatchMode():  # which watches one thread's operations
+        assert together.members(1024, enough) == 1
+    if torch.set_flush_denormal(True):
+        try:
+            assert together.members(1024, enough) == 1
+        finally:
+            torch.set_flush_denormal(False)
