@@ -174,18 +174,24 @@ def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[U
     blocks, is what makes more capacity never move more bytes.
     """
     fixed = sum(unit.nbytes for unit in units if unit.kind == "fixed")
+
+    def need(kept: int) -> int:
+        gone = {unit.name for unit in order[kept:]}
+        return fixed + sum(unit.nbytes for unit in order[:kept]) + ring_of([unit for unit in units if unit.name in gone])
+
     leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
     order = [*leaves, *(unit for unit in units if unit.kind == "block")]
     needs = []
     for kept in range(len(order), -1, -1):
-        gone = {unit.name for unit in order[kept:]}
-        resident = fixed + sum(unit.nbytes for unit in order[:kept])
-        needs.append(resident + ring_of([unit for unit in units if unit.name in gone]))
+        needs.append(need(kept))
         if needs[-1] <= capacity:
             break
     else:
         return min(needs)
-    room = capacity - needs[-1]
+    start = _start_of_idle(order[:kept])
+    if any(unit.nbytes for unit in order[start:kept]):
+        kept = start
+    gone, room = {unit.name for unit in order[kept:]}, capacity - need(kept)
     for kind in ("experts", "embedding"):
         for unit in units:
             if unit.kind == kind and unit.nbytes <= room:
@@ -193,6 +199,14 @@ def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[U
             elif unit.kind == kind:
                 gone.add(unit.name)
     return [unit for unit in units if unit.name in gone]
+
+
+def _start_of_idle(units: Sequence[Unit]) -> int:
+    """Where the last units begin of which nothing is moved: to keep them spares nothing, and takes room from what would be moved."""
+    start = len(units)
+    while start and not units[start - 1].streamed_nbytes:
+        start -= 1
+    return start
 
 
 def ring_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hfq.errors import PlacementError
@@ -222,6 +222,13 @@ def test_a_ring_holds_every_streamed_unit_beside_the_next(units, where):
 
 @settings(deadline=None, max_examples=100)
 @given(MODELS, CAPACITIES, st.integers(0, 60), st.integers(0, 20))
+@example(
+    [
+        *(Unit("a", 67, "block"), Unit("b", 40, "block"), Unit("experts", 1, "experts"), Unit("c", 22, "block", 0)),
+        *(Unit("d", 35, "block"), Unit("e", 0, "block"), Unit("f", 1, "block"), Unit("g", 10, "block")),
+    ],
+    ("cpu", {"cpu": 143}), 31, 0,
+)  # fmt: skip
 def test_more_memory_never_moves_more_bytes(units, where, more, cache):
     main, capacities = where
     small = planned(units, capacities, main, cache)
