@@ -4,6 +4,8 @@ import pytest
 import torch
 from kernels.layers import CASES, misplaced
 
+from hfq.benchmarks.kernels import FORMATS, random_layer
+from hfq.formats.buffers import _buffers, lend_buffers, release_buffers
 from hfq.formats.fp8_codes import widen_into
 from hfq.kernels import panels, reference, together
 
@@ -56,6 +58,28 @@ def test_weights_lie_anywhere_in_a_file(kernel, name):
             activations = torch.randn(rows, weight_format.shape(tensors)[1]).to(dtype)
             expected = kernel.linear(activations, misplaced(tensors, 0), weight_format)
             assert torch.equal(kernel.linear(activations, misplaced(tensors, 8), weight_format), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["gptq4 g128", "gptq4 g128 act-order", "fp8 128x128"])
+def test_no_thread_keeps_more_than_a_panel_for_each_use(name, threads, monkeypatch):
+    """Whatever it is made in: GPTQ in bfloat16 goes through integers and float32."""
+    monkeypatch.setattr(panels, "_has_bfloat16", lambda: True)
+    monkeypatch.setattr(panels, "PANEL_NBYTES", 1 << 20)
+    before, weight_format = torch.get_num_threads(), FORMATS[name]
+    tensors = random_layer(weight_format, 4096, 512)
+    torch.set_num_threads(threads)
+    try:
+        release_buffers()
+        panels.linear(torch.ones(20, 512).to(torch.bfloat16), tensors, weight_format)
+        everyones = [_buffers.kept, *lend_buffers()]
+    finally:
+        torch.set_num_threads(before)
+    buffers = [buffer for kept in everyones for buffer in kept.values()]
+    assert len(everyones) <= threads
+    assert buffers
+    assert all(buffer.nbytes <= 1 << 20 for buffer in buffers)
+    release_buffers()
 
 
 def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
