@@ -31,7 +31,7 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
         part, target = codes[start : start + step], panel[start : start + step]
         bits = part.view(torch.int8)
         halves = thread_buffer("fp8", torch.int16, part.device, part.numel()).view(part.shape)
-        if is_e4m3 and has_nan(bits):
+        if is_e4m3 and has_nan(bits, bits.view(torch.uint8)):
             target.copy_(part)
         elif is_e4m3:
             halves.copy_(bits).mul_(1 << 7).bitwise_and_(_WITHOUT_BIT_14)
@@ -40,9 +40,9 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
             target.copy_(halves.copy_(bits).bitwise_left_shift_(8).view(torch.float16))
 
 
-def has_nan(bits: torch.Tensor) -> bool:
-    """Whether any e4m3 code of these int8 is NaN: 0x7F is the largest of int8, and 0xFF the largest of uint8."""
-    return int(bits.amax()) == 0x7F or int(bits.view(torch.uint8).amax()) == 0xFF
+def has_nan(bits: torch.Tensor, unsigned: torch.Tensor) -> bool:
+    """Whether any e4m3 code is NaN: 0x7F is the largest of int8, and 0xFF of the same memory as uint8. TorchScript compiles it."""
+    return int(bits.amax()) == 0x7F or int(unsigned.amax()) == 0xFF
 
 
 def scale_as_float(scale: torch.Tensor) -> torch.Tensor:

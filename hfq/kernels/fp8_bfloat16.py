@@ -19,7 +19,7 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fp8_codes import scale_as_float, widen_into
+from hfq.formats.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.kernels.scripts import scripted
 from hfq.kernels.together import flushes_subnormals
 
@@ -106,7 +106,7 @@ def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, 
 @scripted
 def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> bool:
     """Writes the bits of 2^-120 of codes in bfloat16; False for NaN, which would become a number."""
-    if int(codes.amax()) == 0x7F or int(unsigned.amax()) == 0xFF:
+    if has_nan(codes, unsigned):
         return False
     bits.copy_(codes).mul_(1 << 4).bitwise_and_(-0x7810)  # 0x87F0: without those that the sign was copied to
     return True

@@ -13,6 +13,7 @@ import torch
 
 from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
+from hfq.formats.fp8_codes import has_nan
 from hfq.kernels import together
 from hfq.kernels.scripts import scripted
 
@@ -99,7 +100,7 @@ def _multiply_share(
     for top in range(start, stop, step):
         bottom = min(top + step, stop)
         count = bottom - top
-        if int(codes[top:bottom].amax()) == 0x7F or int(unsigned[top:bottom].amax()) == 0xFF:
+        if has_nan(codes[top:bottom], unsigned[top:bottom]):
             return False
         bits[:count].copy_(codes[top:bottom]).mul_(1 << 7).bitwise_and_(-0x4001)  # all but the bit that the sign was copied to
         panel[:count].copy_(halves[:count])

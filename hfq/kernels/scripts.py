@@ -7,6 +7,7 @@ A call of a script gives the interpreter's lock away once, not once for each ope
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import torch
 from torch.utils import _python_dispatch
 
 __all__ = ["scripted"]
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,5 +50,8 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
         with _compiling, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its deprecation
             return torch.jit.script(function)
-    except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
+        logger.info(
+            "TorchScript does not take %s, which runs in Python, to the same results: %s", function.__qualname__, error
+        )
         return function

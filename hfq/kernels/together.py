@@ -76,8 +76,8 @@ def for_each(work: Callable[[T], object], parts: Sequence[T], threads: int) -> N
     thread keeps. The first exception of a call, or of a signal's handler, is raised here, when the calls that had begun are over;
     others do not begin.
     """
-    threads = min(threads, len(parts))
-    if threads < 2:
+    threads, address = min(threads, len(parts)), team()
+    if threads < 2 or address is None:
         for part in parts:
             work(part)
         return
@@ -114,7 +114,7 @@ def for_each(work: Callable[[T], object], parts: Sequence[T], threads: int) -> N
     for one in each:
         next(one)
     begin = map(next, each, itertools.repeat(None)).__next__  # no Python around it
-    _GOMP_PARALLEL(team() or 0)(_MEMBER(begin), None, threads, 0)
+    _GOMP_PARALLEL(address)(_MEMBER(begin), None, threads, 0)
     if raised:
         raise raised[0]
     if len(finished) < len(parts):

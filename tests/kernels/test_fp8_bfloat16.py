@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kernels.layers import fp8
+from kernels.layers import fp8, shared_by
 
 from hfq.formats.buffers import release_buffers, thread_buffer
-from hfq.kernels import fp8_bfloat16, panels, reference, together
+from hfq.kernels import fp8_bfloat16, panels, reference
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),
@@ -40,14 +40,11 @@ def shifts(request, monkeypatch):
 
 @pytest.fixture(params=[(1, 1), (6000, 3), (fp8_bfloat16.PART_NUMEL, 1), (fp8_bfloat16.PART_NUMEL, 3)])
 def part_numel(request, monkeypatch):
-    """Parts of so many codes, on so many threads, however few codes there are."""
-    before, (numel, threads) = torch.get_num_threads(), request.param
+    """Parts of so many codes, on so many threads."""
+    numel, threads = request.param
     monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", numel)
-    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
-    monkeypatch.setattr(together, "_LEAST_ROWS", 1)
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
+    with shared_by(threads):
+        yield
 
 
 def random(*shape: int) -> torch.Tensor:

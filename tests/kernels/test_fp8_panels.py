@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernels.layers import fp8
+from kernels.layers import fp8, shared_by
 
 from hfq.formats.buffers import release_buffers, thread_buffer
 from hfq.formats.fp8_codes import has_nan
-from hfq.kernels import fp8_panels, panels, reference, together
+from hfq.kernels import fp8_panels, panels, reference
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),
@@ -24,14 +24,11 @@ CASES = {
 
 @pytest.fixture(params=[(1, 1), (2000, 3), (fp8_panels.PART_NUMEL, 1), (fp8_panels.PART_NUMEL, 3)])
 def part_numel(request, monkeypatch):
-    """Parts of so many codes, on so many threads, however few codes there are."""
-    before, (numel, threads) = torch.get_num_threads(), request.param
+    """Parts of so many codes, on so many threads."""
+    numel, threads = request.param
     monkeypatch.setattr(fp8_panels, "PART_NUMEL", numel)
-    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
-    monkeypatch.setattr(together, "_LEAST_ROWS", 1)
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
+    with shared_by(threads):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +88,7 @@ def test_a_nan_code_reaches_its_own_output_alone(name, code, part_numel):
 def test_nan_codes_are_found_among_all_others():
     for code in range(256):
         bits = torch.tensor([0, 0x7E, 0x80, 0xFE, code], dtype=torch.uint8)
-        assert has_nan(bits.view(torch.int8)) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
+        assert has_nan(bits.view(torch.int8), bits) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
 
 
 def at_an_odd_place(weight: torch.Tensor) -> torch.Tensor:

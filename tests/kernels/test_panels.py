@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernels.layers import CASES, misplaced
+from kernels.layers import CASES, misplaced, shared_by
 
 from hfq.benchmarks.kernels import FORMATS, random_layer
 from hfq.formats.buffers import _buffers, lend_buffers, release_buffers
 from hfq.formats.fp8_codes import widen_into
-from hfq.kernels import panels, reference, together
+from hfq.kernels import panels, reference
 
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
 
@@ -20,14 +20,10 @@ def layer(request):
 @pytest.fixture(params=[1 << 30, 4 * 352 * 5])
 def panel_nbytes(request, monkeypatch):
     """Panels of so many bytes, and three threads that make them."""
-    before = torch.get_num_threads()
     for module in (panels, reference):
         monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
-    monkeypatch.setattr(together, "LEAST_NUMEL", 1)
-    monkeypatch.setattr(together, "_LEAST_ROWS", 1)
-    torch.set_num_threads(3)
-    yield request.param
-    torch.set_num_threads(before)
+    with shared_by(3):
+        yield request.param
 
 
 @pytest.mark.parametrize("batch_nbytes", [1 << 24, 4 * 352 * 2])
@@ -66,15 +62,11 @@ def test_no_thread_keeps_more_than_a_panel_for_each_use(name, threads, monkeypat
     """Whatever it is made in: GPTQ in bfloat16 goes through integers and float32."""
     monkeypatch.setattr(panels, "_has_bfloat16", lambda: True)
     monkeypatch.setattr(panels, "PANEL_NBYTES", 1 << 20)
-    before, weight_format = torch.get_num_threads(), FORMATS[name]
-    tensors = random_layer(weight_format, 4096, 512)
-    torch.set_num_threads(threads)
-    try:
-        release_buffers()
-        panels.linear(torch.ones(20, 512).to(torch.bfloat16), tensors, weight_format)
-        everyones = [_buffers.kept, *lend_buffers()]
-    finally:
-        torch.set_num_threads(before)
+    tensors = random_layer(FORMATS[name], 4096, 512)
+    release_buffers()
+    with shared_by(threads):
+        panels.linear(torch.ones(20, 512).to(torch.bfloat16), tensors, FORMATS[name])
+    everyones = [_buffers.kept, *lend_buffers()]
     buffers = [buffer for kept in everyones for buffer in kept.values()]
     assert len(everyones) <= threads
     assert buffers

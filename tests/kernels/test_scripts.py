@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from hfq.kernels import scripts
+from hfq.kernels import fp8_bfloat16, fp8_panels, scripts
 
 
 def shifted(values: torch.Tensor, by: int) -> bool:
@@ -21,7 +21,8 @@ def nothing_compiled():
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, OSError, AttributeError, NotImplementedError, TypeError, ValueError])
-def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatch):
+def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatch, caplog):
+    caplog.set_level("INFO")
     if error is not None:
 
         def refuse(function):
@@ -36,4 +37,11 @@ def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatc
         assert not call(values, by=3)
     assert values.tolist() == [5, 5, 5]
     assert isinstance(scripts._compile(shifted), torch.jit.ScriptFunction) == (error is None)
+    assert ("TorchScript does not take shifted" in caplog.text) == (error is not None)
     assert call.__name__ == "shifted"
+
+
+@pytest.mark.parametrize("function", [fp8_bfloat16._shift, fp8_bfloat16._scale_blocks, fp8_panels._multiply_share])
+def test_every_script_is_compiled_here(function):
+    """Else it would run in Python, and only be slow."""
+    assert isinstance(scripts._compile(function.__wrapped__), torch.jit.ScriptFunction)
