@@ -35,6 +35,7 @@ setup(
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
         "optimum": ["optimum>=2.0"],
+        "compiler": ["ziglang>=0.17.1"],  # of its clang: older ones do not take 512-bit vectors under -mcpu=baseline
         "bench": ["matplotlib>=3.8"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbclient>=0.10", "ipykernel>=6.29"],
         "test": TEST,

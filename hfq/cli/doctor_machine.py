@@ -61,7 +61,6 @@ def device_findings() -> Iterator[Finding]:
 
 def kernel_findings() -> Iterator[Finding]:
     """The kernels that can run, and why others cannot; the compiled one is built for it."""
-    from hfq.kernels.native.build import find_compiler
     from hfq.kernels.table import KERNELS, check_kernel
 
     check_kernel("auto")
@@ -70,8 +69,7 @@ def kernel_findings() -> Iterator[Finding]:
         if missing is None:
             yield Finding("kernels", "ok", f"{kernel.name} runs")
         else:
-            fix = "install a C++ compiler (g++)" if find_compiler() is None else ""
-            yield Finding("kernels", "note", f"{kernel.name} does not run: {missing}", fix)
+            yield Finding("kernels", "note", f"{kernel.name} does not run: {missing}")
 
 
 def operator_findings() -> Iterator[Finding]:

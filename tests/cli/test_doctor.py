@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hfq.checkpoint import leftovers
 from hfq.cli.doctor import TESTED
 from hfq.cli.main import app
+from hfq.kernels.native import library
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -62,6 +63,17 @@ def test_it_tells_what_is_here_and_names_nobody(tmp_path):
     assert block.startswith("```\n")
     assert str(tmp_path) not in block
     assert str(Path.home()) not in block
+
+
+def test_what_is_missing_for_a_kernel_is_told_of_that_kernel(monkeypatch, tmp_path):
+    """A compiler that is not there stops nothing but the kernel that it would compile."""
+    monkeypatch.setenv("HFQ_NATIVE", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_once", library._Once())
+    found = texts(findings(), "kernels")
+    assert "native does not run: CXX='no-such-compiler' names a compiler that is not there" in found
+    assert found.count("no-such-compiler") == 1
 
 
 def test_a_damaged_checkpoint_is_an_error_with_its_fix(tmp_path):

@@ -101,6 +101,40 @@ def test_a_compiler_that_was_asked_for_and_is_not_there_is_named(runs, settle, m
     assert wanted in str(settle().reason)
 
 
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """No compiler on the path, but what pip installs as ziglang; gives its program."""
+    zig = tmp_path / "site" / "ziglang" / "zig"
+    zig.parent.mkdir(parents=True)
+    (zig.parent / "__init__.py").touch()
+    zig.write_text("#!/bin/sh\n")
+    zig.chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return zig
+
+
+def test_the_compiler_of_a_package_is_found_and_compiles_for_any_processor(packaged):
+    assert building.find_compiler() == [str(packaged), "c++", "-mcpu=baseline"]
+
+
+@pytest.mark.parametrize("wanted", ["", "my++ -O3"])
+def test_the_compiler_of_a_package_comes_last(packaged, monkeypatch, wanted):
+    name = wanted.split()[0] if wanted else "clang++"
+    own = packaged.parents[2] / name
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("CXX", wanted)
+    assert building.find_compiler() == [str(own), *wanted.split()[1:]]
+
+
+def test_a_package_without_its_compiler_is_none(packaged):
+    packaged.unlink()
+    with pytest.raises(building.BuildError, match=r"install g\+\+ or clang\+\+, or pip install 'hfq\[compiler\]'"):
+        building.find_compiler()
+
+
 def test_nothing_but_the_library_is_left_behind(runs):
     made = building.build()
     made.unlink()
@@ -138,6 +172,7 @@ def test_a_cache_that_cannot_be_made_is_said(runs, tmp_path, settle):
 
 def test_without_a_compiler_torch_multiplies_and_it_is_said_once(monkeypatch, tmp_path, settle, caplog):
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setitem(sys.modules, "ziglang", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="hfq"):

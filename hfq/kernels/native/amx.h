@@ -11,10 +11,11 @@
 #include <immintrin.h>
 #endif
 
+#include "processor.h"
+
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
 #if (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)) && !defined(HFQ_EMULATE)  // GCC 11, clang 11
 #define HFQ_AMX
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -46,12 +47,7 @@ const int64_t TILE = 1024;  // bytes
 
 // Whether the processor has tiles of bfloat16 and of int8, and the system lets this process use them: asked for once, before the first use.
 inline bool detect() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
-    uint32_t low, high;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & 0x600E6) != 0x600E6) return false;  // the system keeps vectors, masks and tiles of a thread
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 13) != 13) return false;  // AMX-BF16, AMX-TILE, AMX-INT8
+    if (!processor::found().tiles) return false;
     const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }

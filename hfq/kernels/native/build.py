@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import os
 import platform
@@ -24,6 +25,7 @@ __all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compi
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
+_NAMES = ("c++", "g++", "clang++")
 SECONDS = 300.0
 """The longest to wait for the compiler, or for another process that compiles."""
 
@@ -42,8 +44,6 @@ def build(source: Path | None = None) -> Path:
         BuildError: There is no compiler, it failed, or the cache cannot be used.
     """
     source, compiler = source or SOURCE, find_compiler()
-    if compiler is None:
-        raise BuildError("there is no C++ compiler (c++, g++ or clang++)")
     try:
         folder = cache_folder()
         target = folder / f"{source.stem}-{_key(compiler, source)}.so"
@@ -56,24 +56,36 @@ def build(source: Path | None = None) -> Path:
     return target
 
 
-def find_compiler() -> list[str] | None:
-    """The C++ compiler, as the first words of a command: `$CXX`, or what is found under the usual names.
+def find_compiler() -> list[str]:
+    """The C++ compiler, as the first words of a command: `$CXX`, what is found under the usual names, or that of the package ziglang.
 
     Raises:
-        BuildError: `$CXX` names a program that is not there.
+        BuildError: There is none, or `$CXX` names a program that is not there.
     """
     wanted = os.environ.get("CXX", "")
     try:
         words = shlex.split(wanted)  # `ccache g++`, `g++ -m64`
     except ValueError as error:
         raise BuildError(f"CXX={wanted!r} is no command: {error}") from error
-    for program, *arguments in [words] if words else [["c++"], ["g++"], ["clang++"]]:
+    for program, *arguments in [words] if words else [[name] for name in _NAMES]:
         found = shutil.which(program)
         if found is not None:
             return [found, *arguments]
     if words:
         raise BuildError(f"CXX={wanted!r} names a compiler that is not there")
-    return None
+    if (zig := _find_zig()) is None:
+        raise BuildError("there is no C++ compiler (install g++ or clang++, or pip install 'hfq[compiler]')")
+    return [zig, "c++", "-mcpu=baseline"]  # its own choice is the processor's, while the cache may be of several machines
+
+
+def _find_zig() -> str | None:
+    """Zig, a clang with all that it needs, as pip installs it: https://pypi.org/project/ziglang."""
+    try:
+        spec = importlib.util.find_spec("ziglang")
+    except ValueError:  # a module without a specification stands in for it
+        return None
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return next(filter(None, (shutil.which("zig", path=folder) for folder in folders)), None)
 
 
 def cache_folder() -> Path:

@@ -317,14 +317,10 @@ const int64_t ROWS_AHEAD = 3 << 10;  // bytes of activations that are fetched to
 #define UNROLLED_GROUP _Pragma("GCC unroll 6")
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
-inline bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-}
-
-inline bool has_dots() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+inline bool has_dots() { return processor::found().vnni; }
 
 inline bool has_tiles() {
-    static const bool found = has_avx512() && amx::detect();
+    static const bool found = processor::found().avx512 && amx::detect();
     return found;
 }
 
@@ -576,7 +572,7 @@ Engine engine_of(int most) {
     if (most >= (int)Engine::tiles && has_tiles()) return Engine::tiles;
     if (most >= (int)Engine::dots && has_dots()) return Engine::dots;
 #if defined(__x86_64__)
-    if (most >= (int)Engine::avx2 && __builtin_cpu_supports("avx2")) return Engine::avx2;
+    if (most >= (int)Engine::avx2 && processor::found().avx2) return Engine::avx2;
 #endif
     return Engine::plain;
 }

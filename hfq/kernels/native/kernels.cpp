@@ -16,7 +16,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -485,11 +484,7 @@ int detect() {
 #if defined(HFQ_EMULATE)
     return 2;
 #elif defined(__x86_64__)
-    unsigned a, b, c = 0, d;
-    __builtin_cpu_init();
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 29 & 1)) return 0;  // F16C
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-    return __builtin_cpu_supports("avx512bw") ? 2 : 1;
+    return processor::found().avx512 ? 2 : processor::found().avx2;
 #else
     return 0;
 #endif
@@ -502,8 +497,7 @@ int level() { return chosen < 0 ? chosen = detect() : chosen; }
 // Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a hundred times as long.
 bool detect_subnormals() {
 #if defined(__x86_64__)
-    unsigned a, b, c, d;
-    return __get_cpuid(0, &a, &b, &c, &d) && b == 0x68747541 && d == 0x69746E65 && c == 0x444D4163;  // AuthenticAMD
+    return processor::found().is_amd;
 #else
     return false;
 #endif

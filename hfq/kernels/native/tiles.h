@@ -47,9 +47,7 @@ bool has_bfloats() {
 #if defined(HFQ_EMULATE)
     return true;
 #elif defined(HFQ_AMX)
-    static const bool found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return found;
+    return processor::found().bfloats;
 #else
     return false;
 #endif

@@ -32,7 +32,7 @@ bool detect() {
 #if defined(HFQ_EMULATE)
     return true;
 #else
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
+    return processor::found().vnni;
 #endif
 }
 

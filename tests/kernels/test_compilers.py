@@ -1,0 +1,98 @@
+"""What the compiled part finds of a processor is what the system says, whichever compiler made it, and the bits are the same."""
+
+import ctypes
+import importlib.util
+import platform
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.layers import CASES
+from kernels.test_native import random
+
+from hfq.kernels import cpu
+from hfq.kernels.native import build as building
+from hfq.kernels.native import int8 as compiled_int8
+from hfq.kernels.native import library
+from hfq.kernels.native.layers import DTYPES
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+VNNI = AVX512 | {"avx512_vnni"}
+BFLOATS = AVX512 | {"avx512_bf16", "avx512vbmi"}
+TILES = BFLOATS | {"amx_tile", "amx_bf16", "amx_int8"}
+
+
+def flags() -> set[str]:
+    """What the system says of the processor."""
+    information = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not information.exists():
+        pytest.skip("the system does not say what an x86 processor has")
+    return set(re.search(r"^flags\s*:(.*)$", information.read_text(), re.MULTILINE)[1].split())
+
+
+def detected(native: ctypes.CDLL) -> tuple[int, int, int]:
+    """(the level, how bfloat16 is multiplied, whether bytes are)"""
+    return native.hfq_use(-1), native.hfq_use_short(-1), native.hfq_use_vnni(-1)
+
+
+def test_what_is_found_of_the_processor_is_what_the_system_says(native):
+    there = flags()
+    level = 2 if there >= AVX512 else 1 if there >= AVX2 else 0
+    assert detected(native) == (level, 2 if there >= TILES else 1 if there >= BFLOATS else 0, there >= VNNI)
+
+
+@pytest.fixture(scope="module")
+def zig():
+    """The package's compiler, whatever else there is."""
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("ziglang is not installed (pip install 'hfq[compiler]')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CXX", raising=False)
+        patch.setattr(building, "_NAMES", ())
+        words = building.find_compiler()
+        patch.setenv("CXX", shlex.join(words))
+        yield words
+
+
+@pytest.mark.slow
+def test_the_packages_compiler_makes_the_same_of_it(zig, compiled, monkeypatch):
+    other = library._Once()
+    with monkeypatch.context() as patch:
+        patch.setenv(library.SWITCH, "1")
+        other.settle()
+    assert other.reason is None
+    assert detected(other.library) == detected(compiled.library)
+    for level in range(compiled.library.hfq_detected() + 1):
+        for name, case in CASES.items():
+            weight_format, tensors = case.make()
+            for dtype in DTYPES:
+                for rows in (1, 2, 5, 17):
+                    given = random(rows, case.in_features, dtype=dtype)
+                    results = []
+                    for once in (compiled, other):
+                        monkeypatch.setattr(library, "_once", once)
+                        once.library.hfq_use(level)
+                        results.append(cpu.linear(given, tensors, weight_format))
+                    assert torch.equal(*results), (level, name, dtype, rows)
+    compiled.library.hfq_use(-1)
+
+
+@pytest.mark.slow
+def test_the_packages_compiler_makes_the_same_of_int8(zig, compiled, monkeypatch):
+    own, other = compiled_int8._library(), compiled_int8._declared(ctypes.CDLL(str(building.build(compiled_int8.SOURCE))))
+    assert own.hfq_int8_engine() == other.hfq_int8_engine()
+    for out_features, in_features in ((37, 1), (33, 65), (65, 352), (19, 6200)):
+        weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
+        held = compiled_int8.RoundedWeight(weight, random(out_features), 0.5, 127.0, torch.inf)
+        for dtype in (torch.float32, torch.bfloat16):
+            for engine in compiled_int8.Engine:
+                for rows in (1, 5, 17, 128):
+                    given, results = random(rows, in_features, dtype=dtype), []
+                    for made in (own, other):
+                        monkeypatch.setattr(compiled_int8, "_library", lambda made=made: made)
+                        results.append(torch.empty(rows, out_features, dtype=dtype))
+                        compiled_int8.rounded_linear(given, held, results[-1], engine)
+                    assert torch.equal(*results), (out_features, dtype, engine, rows)
