@@ -26,6 +26,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, bounded_int
 from hfq.formats.gptq_config import is_awq, module_options
 from hfq.formats.groups import apply_groups, check_divides
+from hfq.formats.nibbles import look_up_nibbles
 from hfq.formats.packing import pack_stream, unpack_stream
 from hfq.formats.reordering import AwqOrder
 from hfq.formats.sharding import AwqShards
@@ -153,10 +154,13 @@ class Awq(AwqShards, AwqOrder):
         groups = in_features // span
         qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
         if self.version == "gemm":
-            panel.copy_(self._unpack_columns(qweight, start, stop).t())
-            zero, scale = self._unpack_columns(zeros, start, stop).t(), scales[:, start:stop].t()
-        elif self.version == "gemv":
-            panel.copy_(unpack_stream(qweight[start:stop].t(), 4, in_features).t())
+            weight = self.look_up_columns(qweight, start, stop)
+            grouped = weight.unflatten(0, (groups, span)).sub_(self.look_up_columns(zeros, start, stop)[:, None])
+            grouped.mul_(scales[:, None, start:stop].to(torch.float32))
+            panel.copy_(weight.t())
+            return
+        if self.version == "gemv":
+            look_up_nibbles(panel, qweight[start:stop], torch.arange(16.0, device=panel.device))
             zero, scale = unpack_stream(zeros[start:stop].t(), 4, groups).t(), scales[start:stop, :groups]
         else:
             panel.copy_(_deinterleave(qweight[start // 4 : -(-stop // 4)])[: stop - start])
@@ -166,6 +170,15 @@ class Awq(AwqShards, AwqOrder):
             return
         apply_groups(panel, torch.Tensor.sub_, zero.to(torch.float32), span)
         apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
+
+    def look_up_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The codes, or zero points, of output rows [start, stop) in gemm's words: float32 [words, stop - start], contiguous."""
+        if self.num_bits != 4:
+            return self._unpack_columns(words, start, stop).contiguous().to(torch.float32)
+        columns = torch.empty(len(words), stop - start, device=words.device)
+        part = _in_order(words[:, start // 8 : -(-stop // 8)])
+        look_up_nibbles(columns, part, torch.arange(16.0, device=words.device))
+        return columns
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape
@@ -220,6 +233,18 @@ class Awq(AwqShards, AwqOrder):
         if self.num_bits == 4:
             codes = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
         return pack_stream(codes.t(), self.num_bits).t().contiguous()
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """Words whose columns lie one after the other: the upper half's codes between those of the lower."""
+    halves = [_spread(words & 0xFFFF), _spread(words >> 16 & 0xFFFF)]
+    return halves[0].bitwise_or_(halves[1].bitwise_left_shift_(4))
+
+
+def _spread(codes: torch.Tensor) -> torch.Tensor:
+    """The four codes of 16 bits, each in the lower half of a byte; `codes` is overwritten."""
+    codes.bitwise_or_(codes << 8).bitwise_and_(0x00FF00FF)
+    return codes.bitwise_or_(codes << 4).bitwise_and_(0x0F0F0F0F)
 
 
 def zeros_width(in_features: int, group_size: int) -> int:

@@ -26,6 +26,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp4 import E2M1
+from hfq.formats.nibbles import look_up_nibbles
 from hfq.formats.scaled import ScaledCodes, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
@@ -215,14 +216,8 @@ class Bnb4Bit(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         first, count = start * panel.shape[1], panel.numel()
         packed = tensors["weight"].reshape(-1).view(torch.uint8)[first // 2 : -(-(first + count) // 2)]
-        byte = torch.arange(256, device=panel.device)
-        values = tensors["weight.quant_map"].to(torch.float32)
-        pairs = torch.stack([values[byte >> 4], values[byte & 15]], 1)
         flat = panel.view(-1)
-        if count % 2:
-            flat.copy_(pairs[packed.to(torch.int32)].view(-1)[:count])
-        else:
-            flat.view(-1, 2).copy_(pairs[packed.to(torch.int32)])
+        look_up_nibbles(flat, packed, tensors["weight.quant_map"].to(torch.float32), high_first=True)
         blocks = slice(first // self.blocksize, -(-(first + count) // self.blocksize))
         absmax = self._absmax(tensors, blocks)
         if first % self.blocksize == 0 and count % self.blocksize == 0:

@@ -27,6 +27,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
+from hfq.formats.nibbles import look_up_nibbles
 from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
 from hfq.formats.reordering import PackOrder
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -230,21 +231,30 @@ class PackQuantized(PackShards, PackOrder):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         (rows, in_features), stop = panel.shape, start + panel.shape[0]
-        unpack = unpack_stream if self.is_straddling else unpack_words
-        codes = unpack(tensors["weight_packed"][start:stop].t(), self.num_bits, in_features).t()
+        self._unpack_into(panel, tensors["weight_packed"][start:stop])
         scale = rows_of(tensors["weight_scale"], start, stop)
         zero = self.zero_points(tensors, start, stop)
-        torch.sub(codes, 1 << (self.num_bits - 1), out=panel)
         if self.has_g_idx:
             group = tensors["weight_g_idx"].to(torch.int64)
             if zero is not None:
-                panel.sub_(zero.expand(rows, -1)[:, group])
-            panel.mul_(scale.expand(rows, -1)[:, group])
+                panel.sub_(zero.expand(rows, -1).index_select(1, group))
+            panel.mul_(scale.expand(rows, -1).index_select(1, group))
             return
         group_size = -(-in_features // scale.shape[1])
         if zero is not None:
             apply_groups(panel, torch.Tensor.sub_, zero, group_size)
         apply_groups(panel, torch.Tensor.mul_, scale, group_size)
+
+    def _unpack_into(self, panel: torch.Tensor, words: torch.Tensor) -> None:
+        """The codes of rows of words, as signed numbers."""
+        half, in_features = 1 << (self.num_bits - 1), panel.shape[1]
+        if self.num_bits == 4:
+            look_up_nibbles(panel, words, torch.arange(-8.0, 8.0, device=panel.device))
+        elif self.num_bits == 8:
+            panel.copy_(words.view(torch.uint8)[:, :in_features]).sub_(half)
+        else:
+            unpack = unpack_stream if self.is_straddling else unpack_words
+            torch.sub(unpack(words.t(), self.num_bits, in_features).t(), half, out=panel)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape

@@ -17,6 +17,7 @@ import torch
 
 from hfq.formats.base import FLOATS, ActivationScheme, Format
 from hfq.formats.groups import apply_groups, check_divides
+from hfq.formats.nibbles import look_up_nibbles
 from hfq.formats.scaled import Others, other_specs
 from hfq.spec import TensorSpec
 
@@ -49,7 +50,7 @@ class PackedFp4(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         packed = tensors[self.codes_name][start:stop].flatten(1)
-        panel.view(*packed.shape, 2).copy_(_pairs(self.values, panel.device)[packed.to(torch.int32)])
+        look_up_nibbles(panel, packed, torch.tensor(self.values, device=panel.device))
         apply_groups(panel, torch.Tensor.mul_, self._multiplier(tensors, start, stop), self._span)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -88,13 +89,6 @@ class PackedFp4(Format):
     @abstractmethod
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
         """The stored scales for groups of these amplitudes, float32 [rows, groups]."""
-
-
-def _pairs(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The two values of each byte, the low nibble's first: float32 [256, 2]."""
-    values = torch.tensor(codes, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack([values[byte & 15], values[byte >> 4]], 1)
 
 
 def powers(scale: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ class Gptq(GptqShards, GptqOrder):
             zeros = zeros + 1
         if self.zero_reading == "masked_plus_one":
             zeros = (zeros + 1) & ((1 << self.num_bits) - 1)
-        return zeros
+        return zeros.contiguous()
 
     def _store_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
         if self.zero_reading == "word_plus_one":

@@ -18,6 +18,7 @@ from hfq.formats.buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.formats.fp8_codes import scale_as_float
 from hfq.kernels import fp8_bfloat16, fp8_panels, reference, together
+from hfq.kernels.awq_panels import fill_awq, is_in_columns
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable
 
 __all__ = [
@@ -184,8 +185,7 @@ def _spans(
     weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None, members: int = 1
 ) -> list[range]:  # fmt: skip
     """The output rows of each panel."""
-    itemsize = 4 if is_fillable(weight_format) else dtype.itemsize  # made in float32 and int32
-    most = (nbytes or min(PANEL_NBYTES, ALL_NBYTES // members)) // (itemsize * max(in_features, 1))
+    most = (nbytes or min(PANEL_NBYTES, ALL_NBYTES // members)) // (dtype.itemsize * max(in_features, 1))
     multiple = weight_format.row_multiple
     return together.divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple], members)
 
@@ -201,10 +201,9 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
         if is_fillable(weight_format):
-            unpacked = fill_gptq(weight_format, tensors, start, rows)  # type: ignore[arg-type]
-            if dtype == torch.float32:
-                return unpacked
-            return thread_buffer("panel", dtype, device, numel).view(in_features, rows).copy_(unpacked.t()).t()
+            return fill_gptq(weight_format, tensors, start, rows, dtype)
+        if is_in_columns(weight_format):
+            return fill_awq(weight_format, tensors, start, rows, dtype)
         filled = blocks(start, rows) if blocks is not None else None
         if filled is not None:
             return filled
