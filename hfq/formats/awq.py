@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
+from hfq.formats.awq_words import deinterleave, interleave, order_columns
 from hfq.formats.base import FLOATS, Dialect, bounded_int
 from hfq.formats.gptq_config import is_awq, module_options
 from hfq.formats.groups import apply_groups, check_divides
@@ -163,7 +164,7 @@ class Awq(AwqShards, AwqOrder):
             look_up_nibbles(panel, qweight[start:stop], torch.arange(16.0, device=panel.device))
             zero, scale = unpack_stream(zeros[start:stop].t(), 4, groups).t(), scales[start:stop, :groups]
         else:
-            panel.copy_(_deinterleave(qweight[start // 4 : -(-stop // 4)])[: stop - start])
+            panel.copy_(deinterleave(qweight[start // 4 : -(-stop // 4)])[: stop - start])
             zero, scale = zeros[:groups, start:stop].t(), scales[:groups, start:stop].t()
             apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
             apply_groups(panel, torch.Tensor.add_, zero.to(torch.float32), span)
@@ -176,7 +177,7 @@ class Awq(AwqShards, AwqOrder):
         if self.num_bits != 4:
             return self._unpack_columns(words, start, stop).contiguous().to(torch.float32)
         columns = torch.empty(len(words), stop - start, device=words.device)
-        part = _in_order(words[:, start // 8 : -(-stop // 8)])
+        part = order_columns(words[:, start // 8 : -(-stop // 8)])
         look_up_nibbles(columns, part, torch.arange(16.0, device=words.device))
         return columns
 
@@ -219,7 +220,7 @@ class Awq(AwqShards, AwqOrder):
             packed = {"qweight": pack_stream(codes.t(), 4), "qzeros": pack_stream(zeros.t(), 4)}
             return {name: words.t().contiguous() for name, words in packed.items()} | {"scales": scale}
         scaled = -(zeros.float() * scale.float()).to(torch.float16)
-        return {"qweight": _interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
+        return {"qweight": interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
 
     def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
@@ -233,18 +234,6 @@ class Awq(AwqShards, AwqOrder):
         if self.num_bits == 4:
             codes = codes.unflatten(1, (-1, 8))[:, :, list(_ORDER)].flatten(1)
         return pack_stream(codes.t(), self.num_bits).t().contiguous()
-
-
-def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Words whose columns lie one after the other: the upper half's codes between those of the lower."""
-    halves = [_spread(words & 0xFFFF), _spread(words >> 16 & 0xFFFF)]
-    return halves[0].bitwise_or_(halves[1].bitwise_left_shift_(4))
-
-
-def _spread(codes: torch.Tensor) -> torch.Tensor:
-    """The four codes of 16 bits, each in the lower half of a byte; `codes` is overwritten."""
-    codes.bitwise_or_(codes << 8).bitwise_and_(0x00FF00FF)
-    return codes.bitwise_or_(codes << 4).bitwise_and_(0x0F0F0F0F)
 
 
 def zeros_width(in_features: int, group_size: int) -> int:
@@ -296,22 +285,3 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
             fix="restore the checkpoint's own group_size in config.json",
         )  # fmt: skip
     return fitting[0]
-
-
-def _deinterleave(words: torch.Tensor) -> torch.Tensor:
-    """gemv_fast's words, int16 [out / 4, in], as codes [out, in]."""
-    quads, in_features = words.shape
-    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=words.device)
-    rows = ((words.to(torch.int32)[:, :, None] >> shifts) & 15).view(quads, in_features // 64, 4, 64)
-    codes = rows.transpose(1, 2).reshape(4 * quads, in_features // 32, 4, 2, 4)
-    codes = codes.transpose(3, 4).reshape(4 * quads, in_features // 32, 4, 4, 2)
-    return codes.transpose(2, 3).reshape(4 * quads, in_features)
-
-
-def _interleave(codes: torch.Tensor) -> torch.Tensor:
-    out_features, in_features = codes.shape
-    codes = codes.view(out_features, in_features // 32, 4, 4, 2).transpose(2, 3)
-    codes = codes.reshape(out_features, in_features // 32, 4, 4, 2).transpose(3, 4).reshape(out_features // 4, 4, -1, 64)
-    nibbles = codes.transpose(1, 2).reshape(out_features // 4, in_features // 64, 64, 4)
-    words = (nibbles << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(3)
-    return torch.where(words >= 1 << 15, words - (1 << 16), words).view(out_features // 4, in_features).to(torch.int16)

@@ -27,8 +27,7 @@ from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
 from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
 from hfq.formats.groups import apply_groups, check_divides, rows_of
-from hfq.formats.nibbles import look_up_nibbles
-from hfq.formats.packing import pack_stream, pack_words, unpack_stream, unpack_words
+from hfq.formats.packing import pack_stream, pack_words, unpack_rows, unpack_stream
 from hfq.formats.reordering import PackOrder
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.sharding import PackShards
@@ -231,7 +230,7 @@ class PackQuantized(PackShards, PackOrder):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         (rows, in_features), stop = panel.shape, start + panel.shape[0]
-        self._unpack_into(panel, tensors["weight_packed"][start:stop])
+        unpack_rows(panel, tensors["weight_packed"][start:stop], self.num_bits, self.is_straddling)
         scale = rows_of(tensors["weight_scale"], start, stop)
         zero = self.zero_points(tensors, start, stop)
         if self.has_g_idx:
@@ -244,17 +243,6 @@ class PackQuantized(PackShards, PackOrder):
         if zero is not None:
             apply_groups(panel, torch.Tensor.sub_, zero, group_size)
         apply_groups(panel, torch.Tensor.mul_, scale, group_size)
-
-    def _unpack_into(self, panel: torch.Tensor, words: torch.Tensor) -> None:
-        """The codes of rows of words, as signed numbers."""
-        half, in_features = 1 << (self.num_bits - 1), panel.shape[1]
-        if self.num_bits == 4:
-            look_up_nibbles(panel, words, torch.arange(-8.0, 8.0, device=panel.device))
-        elif self.num_bits == 8:
-            panel.copy_(words.view(torch.uint8)[:, :in_features]).sub_(half)
-        else:
-            unpack = unpack_stream if self.is_straddling else unpack_words
-            torch.sub(unpack(words.t(), self.num_bits, in_features).t(), half, out=panel)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape

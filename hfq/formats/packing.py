@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_stream", "unpack_words"]
+from hfq.formats.nibbles import look_up_nibbles
+
+__all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_rows", "unpack_stream", "unpack_words"]
 
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 """The widths of the bit planes of a code, the lowest first."""
@@ -81,6 +83,25 @@ def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(codes.to(torch.int64), (0, 0, 0, -codes.shape[0] % share))
     shifts = torch.arange(share, device=codes.device) * num_bits
     return _signed((padded.unflatten(0, (-1, share)) << shifts[None, :, None]).sum(1))
+
+
+def unpack_rows(panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool) -> None:
+    """Writes the codes of rows, less half of their range, as floats.
+
+    Args:
+        panel: float32 [rows, count], contiguous; overwritten.
+        words: int32 [rows, W], as `unpack_stream` takes them, or else `unpack_words`, along dim 1.
+        num_bits: 1 to 8.
+        is_straddling: Whether codes straddle words.
+    """
+    half, count = 1 << (num_bits - 1), panel.shape[1]
+    if num_bits == 4:
+        look_up_nibbles(panel, words, torch.arange(-8.0, 8.0, device=panel.device))
+    elif num_bits == 8:
+        panel.copy_(words.view(torch.uint8)[:, :count]).sub_(half)
+    else:
+        unpack = unpack_stream if is_straddling else unpack_words
+        torch.sub(unpack(words.t(), num_bits, count).t(), half, out=panel)
 
 
 def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
