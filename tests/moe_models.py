@@ -146,8 +146,13 @@ def in_checkpoint(scheme: Scheme, name: str) -> str:
 def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, local: str) -> None:
     """Stores one fused parameter of the model as the scheme does, and puts what it then stands for into the state."""
     path, fused = in_checkpoint(scheme, module), state[f"{module}.{local}"]
-    if local.endswith("_bias"):
-        tensors[f"{path}.{local}"] = fused.bfloat16()  # gpt-oss alone
+    if local.endswith("_bias"):  # gpt-oss alone
+        if "*" in scheme.projections[0]:
+            tensors[f"{path}.{local}"] = fused.bfloat16()
+            return
+        for expert in range(EXPERTS):
+            for projection, part in _parts(scheme, local.removesuffix("_bias"), fused[expert]):
+                tensors[f"{path}.{expert}.{projection}.bias"] = part.bfloat16()
         return
     is_transposed = scheme.model == "gpt-oss"
     stacked: dict[str, list[torch.Tensor]] = {}
@@ -203,6 +208,7 @@ def pack_saved(family: str, weight_format: Format, config: dict, folder: Path) -
 IDS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 70, 4, 4, 17, 79, 3]])
 GPTQ = Gptq(4, 32, True, "stored", g_idx_length=64)
 GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq_v2"}
+GPTQMODEL_CONFIG = {**GPTQ_CONFIG, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 FP8 = Fp8(strategy="channel")
 FP8_CONFIG = {"quant_method": "fbgemm_fp8"}
 BLOCK = Fp8(strategy="block", block_structure=(32, 32), scale_name="weight_scale_inv")
@@ -228,6 +234,7 @@ SCHEMES = [
     Scheme("deepseek v3, fp8 blocks", "deepseek-v3", BLOCK, BLOCK_CONFIG),
     Scheme("deepseek v2, gptq", "deepseek-v2", GPTQ, GPTQ_CONFIG),
     Scheme("gpt-oss blocks", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")),
+    Scheme("gpt-oss in gptqmodel's halves, gptq", "gpt-oss", GPTQ, GPTQMODEL_CONFIG),
     Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
 ]
 PLACEMENTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.formats.source import detection_hints
+from hfq.formats.source import detection_hints, halves_experts
 from hfq.spec import TensorInfo
 
 __all__ = ["check_equal", "read_layers"]
@@ -29,8 +30,22 @@ def read_layers(checkpoint: Checkpoint, config: Mapping, reader: Reader) -> dict
         FormatError: The checkpoint is not quantized, or a tensor is missing, extra, or of a wrong dtype or shape.
     """
     modules = tensors_by_module(checkpoint.tensors)
-    formats = detect_formats(modules, detection_hints(checkpoint, config))
+    hints = detection_hints(checkpoint, config)
+    if checkpoint.config.get("model_type") == "gpt_oss" and halves_experts(hints):
+        _refuse_halves(checkpoint, modules)
+    formats = detect_formats(modules, hints)
     return {name: _layer(name, found, modules[name], reader) for name, found in formats.items()}
+
+
+def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> None:
+    name = next((module for module in modules if re.search(r"\.experts\.\d+\.gate_proj$", module)), None)
+    if name is not None:
+        raise FormatError(
+            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels; nothing was written.",
+            file=checkpoint.root, tensor=name, expected="gate channels in gate_proj, up channels in up_proj",
+            found="the first half of channels that gpt-oss takes in turns",
+            fix="load it with hfq as it is, which knows the tool by its name in config.json; no other dialect can say so",
+        )  # fmt: skip
 
 
 def check_equal(first: SourceLayer, second: SourceLayer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["SIDE_FILES", "as_source", "check_floats", "detection_hints", "is_declared", "source_config"]
+__all__ = ["SIDE_FILES", "as_source", "check_floats", "detection_hints", "halves_experts", "is_declared", "source_config"]
 
 SIDE_FILES = (
     "quantize_config.json",
@@ -62,6 +62,21 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
         hints = {**(checkpoint.side_file(name) or {}), **hints}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
+
+
+def halves_experts(hints: Mapping) -> bool:
+    """Whether `gate_proj` and `up_proj` of an expert are halves of what the model fuses, even where it takes their channels in turns.
+
+    gptqmodel 7.7 cuts every fused projection so (its `defuser`), gpt-oss's, too; other tools take its channels apart. Biases are cut
+    alike. Nothing but the tool's name tells.
+
+    Args:
+        hints: As of `detection_hints`.
+    """
+    meta = hints.get("meta")
+    tools = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    named = tools if isinstance(tools, list) else [tools]
+    return any(isinstance(tool, str) and tool.startswith("gptqmodel") for tool in named)
 
 
 def is_declared(checkpoint: Checkpoint) -> bool:

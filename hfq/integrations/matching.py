@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
-from hfq.formats.source import detection_hints
+from hfq.formats.source import detection_hints, halves_experts
 from hfq.integrations.names import Names, owner_of
 from hfq.integrations.slots import WEIGHT, FusedExperts, Slot, expert_of, find_experts, slot_of
 from hfq.spec import DTYPE_BITS, TensorInfo
@@ -78,12 +78,14 @@ def match_model(
     Raises:
         FormatError: Lists everything that is missing, extra, or of a wrong dtype or shape.
     """
-    modules = tensors_by_module(checkpoint.tensors)
+    modules, names = tensors_by_module(checkpoint.tensors), Names(model, key_mapping)
+    hints = detection_hints(checkpoint, source)
+    hints["__metadata__"] = _by_stored_names(hints["__metadata__"], modules, names)
     try:
-        formats = detect_formats(modules, detection_hints(checkpoint, source))
+        formats = detect_formats(modules, hints)
     except UnquantizedError:
         formats = {}  # placed and streamed like any other; the summary of the load says that nothing is packed
-    matcher = _Matcher(model, Names(model, key_mapping), formats)
+    matcher = _Matcher(model, names, formats, halves_experts(hints))
     for module, tensors in modules.items():
         matcher.add(module, tensors)
     match = matcher.match
@@ -101,13 +103,25 @@ def match_model(
     return match
 
 
+def _by_stored_names(metadata: Mapping[str, str], modules: Iterable[str], names: Names) -> dict[str, str]:
+    """The files' metadata, whose entries for weights (torchao's) may have their names in the model where the file has others."""
+    entries = {name: text for name, text in metadata.items() if name.endswith(".weight")}
+    stored = [f"{module}.weight" for module in modules] if entries else []
+    found = {name: entries.get(names.in_model(name)[0]) for name in stored if name not in entries}
+    return {**metadata, **{name: text for name, text in found.items() if text is not None}}
+
+
 class _Matcher:
     """Places one stored module after the other."""
 
-    def __init__(self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format]) -> None:
+    def __init__(self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool) -> None:
         self.match, self._names, self._formats = Match(), names, formats
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
         self._experts = find_experts(self._submodules)
+        if has_halves:
+            self._experts = {
+                name: replace(experts, is_halved=experts.is_interleaved) for name, experts in self._experts.items()
+            }
 
     def add(self, module: str, tensors: Mapping[str, TensorInfo]) -> None:
         found, expert = self._formats.get(module), expert_of(module)

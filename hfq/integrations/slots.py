@@ -57,6 +57,7 @@ class FusedExperts:
         intermediate: The size of an expert's inner state.
         has_bias: Whether its projections have biases.
         is_interleaved: Whether gate and up channels alternate.
+        is_halved: Whether the checkpoint's `gate_proj` and `up_proj` are halves of these all the same (`halves_experts`).
     """
 
     name: str
@@ -66,6 +67,7 @@ class FusedExperts:
     intermediate: int
     has_bias: bool
     is_interleaved: bool
+    is_halved: bool = False
 
     def slot(self, expert: int, projection: str) -> Slot:
         """The place of one projection of one expert."""

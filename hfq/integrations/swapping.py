@@ -63,7 +63,8 @@ def swap_packed(
             }
             for expert in range(experts.count)
         ]
-        swapped = PackedExperts(layers, gate_of(experts), experts.is_interleaved).train(experts.module.training)
+        takes_turns = experts.is_interleaved and not experts.is_halved  # halves are what was cut, one after the other
+        swapped = PackedExperts(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     _tell_of_others(packed, config.kernel)
     return packed

@@ -191,6 +191,8 @@ def _expert_axis(name: str, plan: Mapping[str, str], match: Match) -> str | None
     if not is_summed or styles != _EXPERTS or projection == "gate_up_proj":
         what = "gate and up projections fused into one" if projection == "gate_up_proj" else f"tp_plan's {styles}"
         raise _uncuttable(name, what, f"projections stored one by one, and {_EXPERTS} with 'moe_tp_experts'")
+    if match.experts[experts].is_halved:
+        raise _uncuttable(name, "halves of gate and up channels that alternate", "gate and up channels apart")
     return "in" if projection == "down_proj" else "out"
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import weakref
 
+import moe_models
 import pytest
 import tiny_models
 import torch
@@ -82,6 +83,15 @@ def test_a_zero_point_of_16_of_autogptq_is_refused(tmp_path):
     path = tiny_models.write_model(tmp_path / "source", tensors, config)
     with refused("zero points of at most 15", "found: 16", kind=FormatError, tensor=f"{FIRST}.qzeros"):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
+    assert_nothing_left(tmp_path)
+
+
+def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
+    """No other dialect says that they are, so what reads them would take the halves for gate and up."""
+    scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
+    path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
+    with refused("in halves, across gate and up channels; nothing was written", "takes in turns", kind=FormatError):
+        convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
     assert_nothing_left(tmp_path)
 
 

@@ -1,13 +1,16 @@
 """What cannot go together with tensor parallelism is refused before anything is opened; one process alone loads as ever."""
 
+import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
-from hfq.errors import SetupError
+from hfq.errors import PlacementError, SetupError
+from hfq.integrations.tp_plan import _EXPERTS, _expert_axis, generic
 from hfq.modules.linear import PackedLinear
 
 pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
@@ -52,3 +55,13 @@ def test_a_distributed_checkpoint_of_packed_layers_is_refused(tmp_path):
     with pytest.raises(SetupError, match=r"(?s)distributed_checkpoint=True.*nothing was saved"):
         load().save_pretrained(tmp_path / "saved", distributed_checkpoint=True)
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("is_halved", [False, True])
+def test_experts_cut_across_gate_and_up_channels_are_not_cut_again(is_halved):
+    """gptqmodel's of gpt-oss: rows of one half are of other channels than the down projection's columns beside them."""
+    experts = "model.layers.0.mlp.experts"
+    match = SimpleNamespace(experts={experts: SimpleNamespace(is_halved=is_halved)})
+    plan = {f"{generic(experts)}.{local}": style for local, style in _EXPERTS.items()} | {generic(experts): "moe_tp_experts"}
+    with pytest.raises(PlacementError, match="halves of gate and up") if is_halved else contextlib.nullcontext():
+        assert _expert_axis(f"{experts}.3.gate_proj", plan, match) == "out"
