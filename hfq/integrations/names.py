@@ -30,7 +30,7 @@ class Names:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS, *_predicting_layers(model)}
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:
@@ -47,12 +47,21 @@ class Names:
         return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:
-        """Whether the model's class says that this tensor may stand in a checkpoint without a place."""
+        """Whether the model's class, or its config, says that this tensor may stand in a checkpoint without a place."""
         return self._ignored.search(stored) is not None
 
     def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
         """Whether a name without a place lies inside a part that the model has, and not beside its parts."""
         return owner_of(name, submodules) not in ("", self._prefix)
+
+
+def _predicting_layers(model: PreTrainedModel) -> list[str]:
+    """Patterns of layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5); transformers has none of them."""
+    config = model.config.get_text_config()
+    count, more = getattr(config, "num_hidden_layers", None), getattr(config, "num_nextn_predict_layers", None)
+    if not isinstance(count, int) or not isinstance(more, int):
+        return []
+    return [rf"(^|\.)layers\.{layer}\." for layer in range(count, count + more)]
 
 
 def owner_of(name: str, submodules: Mapping[str, nn.Module]) -> str:
