@@ -41,7 +41,15 @@ MODELS = {
     "deepseek-v2": {"model_type": "deepseek_v2", **DEEPSEEK},
     "gpt-oss": {"model_type": "gpt_oss", **COMMON, "num_local_experts": EXPERTS},
     "granite": {"model_type": "granitemoe", **COMMON, "num_local_experts": EXPERTS},
-}
+    "llama4": {
+        "model_type": "llama4_text", **COMMON, "num_local_experts": EXPERTS, "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": INTERMEDIATE,
+    },
+    "nemotron": {
+        "model_type": "nemotron_h", **COMMON, "layers_block_type": ["attention", "moe"], "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": INTERMEDIATE, "moe_shared_expert_intermediate_size": 32,
+    },
+}  # fmt: skip
 FAMILIES = {
     "olmoe": QWEN,
     "phimoe": {**COMMON, "num_local_experts": EXPERTS},
@@ -154,7 +162,7 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
             for projection, part in _parts(scheme, local.removesuffix("_bias"), fused[expert]):
                 tensors[f"{path}.{expert}.{projection}.bias"] = part.bfloat16()
         return
-    is_transposed = scheme.model == "gpt-oss"
+    is_transposed = scheme.model in ("gpt-oss", "llama4")
     stacked: dict[str, list[torch.Tensor]] = {}
     for expert in range(EXPERTS):
         weight = fused[expert].t() if is_transposed else fused[expert]
@@ -174,8 +182,8 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
 
 
 def _parts(scheme: Scheme, local: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if local == "down_proj":
-        return [(scheme.projections[-1], weight)]
+    if local in ("up_proj", "down_proj"):
+        return [({"up_proj": scheme.projections[-2], "down_proj": scheme.projections[-1]}[local], weight)]
     if len(scheme.projections) == 2:
         return [(scheme.projections[0], weight)]
     return list(zip(scheme.projections[:2], weight.chunk(2), strict=True))
@@ -234,6 +242,8 @@ SCHEMES = [
     Scheme("deepseek v3, fp8 blocks", "deepseek-v3", BLOCK, BLOCK_CONFIG),
     Scheme("deepseek v2, gptq", "deepseek-v2", GPTQ, GPTQ_CONFIG),
     Scheme("gpt-oss blocks", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")),
+    Scheme("llama 4 by expert, pack-quantized", "llama4", PackQuantized(scale_shape=(1, 1)), PACKED_CONFIG),
+    Scheme("nemotron by expert, fp8", "nemotron", FP8, FP8_CONFIG, {"model.": "backbone."}),
     Scheme("gpt-oss in gptqmodel's halves, gptq", "gpt-oss", GPTQ, GPTQMODEL_CONFIG),
     Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
 ]

@@ -33,8 +33,10 @@ _TAIL = """
 
 Experts that a checkpoint stores one by one (`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe` or any name that
 transformers renames), or fused with packed codes in three dimensions, become a `PackedExperts` module in the place of transformers' fused
-experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe and the other classes whose gated experts transformers fuses in its usual way. Each
-expert keeps its own packed rows; only routed experts compute, and of those that rest on disk only routed ones are read.
+experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe, Llama 4, Nemotron-H (whose experts have no gate) and the other classes whose experts
+transformers fuses in its usual way. Each expert keeps its own packed rows; only routed experts compute, and of those that rest on disk only routed ones are read.
+
+A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_proj`, as gptqmodel does those of Phi-3 and GLM, becomes a `JoinedLinear` of the two.
 
 ## Refused by name
 

@@ -14,7 +14,7 @@ from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.source import detection_hints, halves_experts
 from hfq.integrations.names import Names, owner_of
-from hfq.integrations.slots import WEIGHT, FusedExperts, Slot, expert_of, find_experts, slot_of
+from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, Slot, expert_of, find_experts, half_of, slot_of
 from hfq.spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]
@@ -37,14 +37,15 @@ class Match:
     """What is packed, and what is dense: name in the model → where it is stored.
 
     `merged` are dense parameters that transformers makes of several stored tensors; `experts` the fused experts that the
-    checkpoint stores one by one; `unused` stored tensors that the model has no place for, and `kept` those of them that a save
-    writes back, as the scales of a quantized KV cache.
+    checkpoint stores one by one, and `halved` the linear layers that it stores as two; `unused` stored tensors that the model has
+    no place for, and `kept` those of them that a save writes back, as the scales of a quantized KV cache.
     """
 
     packed: dict[str, PackedMatch] = field(default_factory=dict)
     dense: dict[str, TensorInfo] = field(default_factory=dict)
     merged: dict[str, list[str]] = field(default_factory=dict)
     experts: dict[str, FusedExperts] = field(default_factory=dict)
+    halved: set[str] = field(default_factory=set)
     unused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Match:
         """Whether a parameter of the skeleton is stored packed."""
         module, _, local = name.rpartition(".")
         is_weight = local == "weight" and f"{module}.{WEIGHT}" in self.packed
-        return module in self.packed or module in self.experts or is_weight
+        return module in self.packed or module in self.experts or module in self.halved or is_weight
 
 
 def match_model(
@@ -128,13 +129,21 @@ class _Matcher:
         experts = self._experts.get(self._names.experts(expert[0])) if expert else None
         if expert and experts:
             self._add_expert(module, experts, expert[1], expert[2], found or Dense(), tensors)
+        elif half := self._half(module):
+            self.match.halved.add(half.name.rpartition(".")[0])
+            self._place(module, half, found or Dense(), tensors)
         elif found:
             self._add_packed(module, found, tensors)
         else:
             self._add_dense(tensors)
 
     def find_missing_layers(self) -> None:
-        """Every expert of a layer whose experts are stored one by one must have all its projections."""
+        """Every expert of a layer whose experts are stored one by one must have all its projections; what is halved, both halves."""
+        for name in self.match.halved:
+            halves = (f"{name}.{local}" for local in HALVES)
+            self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.packed]
+            if name in self.match.packed:
+                self.match.problems.append(f"{name}: unexpected beside its halves")
         for name, experts in self.match.experts.items():
             for expert in range(experts.count):
                 is_fused = f"{name}.{expert}.gate_up_proj" in self.match.packed
@@ -150,6 +159,17 @@ class _Matcher:
         for name, info in self.match.dense.items():
             if self.match.is_packed(name):
                 self.match.problems.append(f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed")
+
+    def _half(self, module: str) -> Slot | None:
+        """The place of a stored layer that is a half of one of the model, as gptqmodel 7.7 writes those of Phi-3 and GLM."""
+        owner, _, local = module.rpartition(".")
+        if local not in HALVES:
+            return None
+        name, merged = self._names.in_model(f"{module}.weight")
+        if merged or name.rpartition(".")[0] in self._submodules:
+            return None
+        fused = self._names.in_model(f"{owner}.gate_up_proj.weight".removeprefix("."))[0].rpartition(".")[0]
+        return half_of(fused, self._submodules.get(fused), local)
 
     def _add_expert(
         self, module: str, experts: FusedExperts, expert: int, projection: str, found: Format, tensors: Mapping

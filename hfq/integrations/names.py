@@ -43,7 +43,8 @@ class Names:
     def experts(self, stored: str) -> str:
         """The name in the model of the fused experts whose path in the checkpoint this is; all experts of a layer share it."""
         if stored not in self._experts:
-            self._experts[stored] = self.in_model(f"{stored}.gate_up_proj")[0].rpartition(".")[0]
+            names = [self.in_model(f"{stored}.{local}")[0] for local in ("gate_up_proj", "up_proj")]
+            self._experts[stored] = next((name for name in names if name in self._tensors), names[0]).rpartition(".")[0]
         return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["PROJECTIONS", "WEIGHT", "FusedExperts", "Slot", "expert_of", "find_experts", "gate_of", "pack_weight", "slot_of"]
+__all__ = [
+    "HALVES",
+    "PROJECTIONS",
+    "WEIGHT",
+    "FusedExperts",
+    "Slot",
+    "expert_of",
+    "find_experts",
+    "gate_of",
+    "half_of",
+    "halves_of",
+    "pack_weight",
+    "slot_of",
+]
 
 WEIGHT = "packed_weight"
 """The name of a packed weight within a module that keeps its own forward."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 """The layers that an expert may have in the model."""
+
+HALVES = ("gate_proj", "up_proj")
+"""What a checkpoint may have in place of a linear layer `gate_up_proj`."""
+
+_UP_FIRST = ("Phi4MultimodalAudioMLP",)
+"""Modules whose `gate_up_proj` gives the up channels first."""
 
 _EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
 _PROJECTIONS = {
@@ -32,14 +53,15 @@ class Slot:
 
     Attributes:
         name: Its name in the model.
-        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way, as a router.
+        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way, as a router; `half`
+            one of two layers that together give the outputs of one linear layer of the model.
         in_features: The size of an input.
         out_features: The size of an output.
         has_bias: Whether the model has a bias there.
     """
 
     name: str
-    kind: Literal["linear", "conv1d", "embedding", "weight", "expert"]
+    kind: Literal["linear", "conv1d", "embedding", "weight", "expert", "half"]
     in_features: int
     out_features: int
     has_bias: bool
@@ -58,6 +80,8 @@ class FusedExperts:
         has_bias: Whether its projections have biases.
         is_interleaved: Whether gate and up channels alternate.
         is_halved: Whether the checkpoint's `gate_proj` and `up_proj` are halves of these all the same (`halves_experts`).
+        has_gate: Whether they have gate channels; Nemotron-H's have not.
+        is_sorted: Whether they are given every token once for each expert, weighted, and add nothing up, as Llama 4's are.
     """
 
     name: str
@@ -68,6 +92,8 @@ class FusedExperts:
     has_bias: bool
     is_interleaved: bool
     is_halved: bool = False
+    has_gate: bool = True
+    is_sorted: bool = False
 
     def slot(self, expert: int, projection: str) -> Slot:
         """The place of one projection of one expert."""
@@ -77,6 +103,8 @@ class FusedExperts:
 
     def projections(self, is_fused: bool) -> tuple[str, ...]:
         """The names of an expert's layers."""
+        if not self.has_gate:
+            return ("up_proj", "down_proj")
         return ("gate_up_proj", "down_proj") if is_fused else ("gate_proj", "up_proj", "down_proj")
 
 
@@ -96,6 +124,25 @@ def slot_of(name: str, module: nn.Module | None) -> Slot | None:
     return None
 
 
+def half_of(name: str, module: nn.Module | None, local: str) -> Slot | None:
+    """The place of one half of a fused linear layer, or None where the module is not one.
+
+    Args:
+        name: The fused layer's name in the model, ….gate_up_proj.
+        module: The fused layer.
+        local: Which half, of `HALVES`.
+    """
+    whole = slot_of(name, module)
+    if whole is None or whole.kind != "linear" or whole.out_features % 2:
+        return None
+    return Slot(f"{name}.{local}", "half", whole.in_features, whole.out_features // 2, whole.has_bias)
+
+
+def halves_of(owner: nn.Module) -> tuple[str, ...]:
+    """The halves in the order that the module takes their outputs in."""
+    return HALVES[::-1] if type(owner).__name__ in _UP_FIRST else HALVES
+
+
 def pack_weight(module: nn.Module, packed: nn.Module) -> None:
     """Makes a module compute with a packed weight: reading `weight` dequantizes it."""
     cls = type(module)
@@ -110,22 +157,24 @@ def pack_weight(module: nn.Module, packed: nn.Module) -> None:
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:
-    """Every module that fuses gated experts in the way of transformers' `use_experts_implementation`, by name."""
-    found = {}
-    for name, module in submodules.items():
-        both, down = (module._parameters.get(local) for local in ("gate_up_proj", "down_proj"))
-        if both is None or down is None or both.dim() != 3 or down.dim() != 3:
-            continue
-        is_plain = getattr(module, "has_gate", True) and not getattr(module, "has_post_expert_norm", False)
-        if not is_plain or not callable(getattr(module, "_apply_gate", None)):
-            continue
-        is_transposed = bool(getattr(module, "is_transposed", False))
-        hidden, intermediate = (both.shape[1], down.shape[1]) if is_transposed else (both.shape[2], down.shape[2])
-        found[name] = FusedExperts(
-            name, module, both.shape[0], hidden, intermediate, "gate_up_proj_bias" in module._parameters,
-            not getattr(module, "is_concatenated", True),
-        )  # fmt: skip
-    return found
+    """Every module that fuses experts in the way of transformers' `use_experts_implementation`, or of Llama 4, by name."""
+    found = {name: _experts(name, module) for name, module in submodules.items()}
+    return {name: experts for name, experts in found.items() if experts is not None}
+
+
+def _experts(name: str, module: nn.Module) -> FusedExperts | None:
+    is_sorted, has_gate = type(module).__name__ == "Llama4TextExperts", getattr(module, "has_gate", True)
+    first, down = (module._parameters.get(local) for local in ("gate_up_proj" if has_gate else "up_proj", "down_proj"))
+    if first is None or down is None or first.dim() != 3 or down.dim() != 3 or getattr(module, "has_post_expert_norm", False):
+        return None
+    if not is_sorted and not callable(getattr(module, "_apply_gate", None)):
+        return None
+    is_transposed = is_sorted or bool(getattr(module, "is_transposed", False))
+    hidden, intermediate = (first.shape[1], down.shape[1]) if is_transposed else (first.shape[2], down.shape[2])
+    return FusedExperts(
+        name, module, first.shape[0], hidden, intermediate, "gate_up_proj_bias" in module._parameters,
+        not getattr(module, "is_concatenated", True), has_gate=has_gate, is_sorted=is_sorted,
+    )  # fmt: skip
 
 
 def expert_of(stored: str) -> tuple[str, int, str] | None:
@@ -136,7 +185,14 @@ def expert_of(stored: str) -> tuple[str, int, str] | None:
     return f"{found[1]}.experts" if found[1] else "experts", int(found[2]), _PROJECTIONS[found[3]]
 
 
-def gate_of(experts: FusedExperts):
-    """The gating of fused experts, whose weights are dropped: it needs none."""
+def gate_of(experts: FusedExperts) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is between the projections of fused experts, whose weights are dropped: it needs none."""
     experts.module._parameters.clear()
-    return experts.module._apply_gate
+    if not experts.has_gate:
+        return experts.module.act_fn  # type: ignore[return-value]
+    return partial(_gate, experts.module.act_fn) if experts.is_sorted else experts.module._apply_gate  # type: ignore
+
+
+def _gate(activation: Callable[[torch.Tensor], torch.Tensor], both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return up * activation(gate)

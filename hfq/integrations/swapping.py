@@ -12,12 +12,13 @@ from transformers.utils import logging
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.integrations.matching import Match, PackedMatch
-from hfq.integrations.slots import PROJECTIONS, gate_of, pack_weight
+from hfq.integrations.slots import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.table import choose_kernel, explain_kernels
 from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.experts import PackedExperts
+from hfq.modules.experts import PackedExperts, SortedExperts
+from hfq.modules.joined import JoinedLinear
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 
@@ -44,16 +45,21 @@ def swap_packed(
     for name, found in match.packed.items():
         packed[name] = module = build_packed(name, found, config)
         parent, local = name.rpartition(".")[0], name.rpartition(".")[2]
-        kept = f"{parent}.weight" if found.slot.kind == "weight" else f"{name}.weight"
+        kept = f"{parent}.weight" if found.slot.kind in ("weight", "half") else f"{name}.weight"
         module.dtype, module.is_transposed = dtypes.get(kept, module.dtype), found.slot.kind == "conv1d"
         if found.slot.kind == "weight":
             pack_weight(model.get_submodule(parent), module)
-        elif found.slot.kind != "expert":
+        elif found.slot.kind not in ("expert", "half"):
             replaced = model.get_submodule(name)
             module.train(replaced.training)
             if isinstance(module, PackedEmbedding):
                 module.padding_idx = replaced.padding_idx  # type: ignore[assignment]
             setattr(model.get_submodule(parent), local, module)
+    for name in match.halved:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        halves = {local: packed[f"{name}.{local}"] for local in halves_of(owner)}
+        joined = JoinedLinear(halves).train(model.get_submodule(name).training)  # type: ignore[arg-type]
+        setattr(owner, name.rpartition(".")[2], joined)
     for name, experts in match.experts.items():
         layers = [
             {
@@ -64,7 +70,8 @@ def swap_packed(
             for expert in range(experts.count)
         ]
         takes_turns = experts.is_interleaved and not experts.is_halved  # halves are what was cut, one after the other
-        swapped = PackedExperts(layers, gate_of(experts), takes_turns).train(experts.module.training)
+        kind = SortedExperts if experts.is_sorted else PackedExperts
+        swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     _tell_of_others(packed, config.kernel)
     return packed

@@ -171,12 +171,13 @@ def find_slices(loading: Loading, rank: int, world: int) -> dict[str, LayerSlice
 
 
 def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | None:
-    owner = name.rpartition(".")[0] if kind == "weight" else name
+    owner = name.rpartition(".")[0] if kind in ("weight", "half") else name
     style = plan.get(generic(owner))
     if style is None or style in _WHOLE:
         return None
-    if style not in _AXES or isinstance(module, PackedEmbedding) or kind == "weight":
-        what = f"tp_plan's {style!r} for a packed {'weight alone' if kind == 'weight' else type(module).__name__}"
+    if style not in _AXES or isinstance(module, PackedEmbedding) or owner != name:
+        packed = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
+        what = f"tp_plan's {style!r} for a packed {packed}"
         raise _uncuttable(owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}")
     return _AXES[style]
 

@@ -10,18 +10,19 @@ from torch import nn
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 
-__all__ = ["PackedExperts"]
+__all__ = ["PackedExperts", "SortedExperts"]
 
 
 class PackedExperts(nn.ModuleList):
     """Replaces the fused experts of a transformers model, `forward(hidden_states, top_k_index, top_k_weights)`.
 
     Expert e's layers are the modules `<e>.gate_proj`, `<e>.up_proj`, `<e>.down_proj`, or `<e>.gate_up_proj` where the checkpoint
-    fuses the first two. Each has its own packed row, so that each expert is placed, read and saved by itself.
+    fuses the first two; `<e>.up_proj`, `<e>.down_proj` where they have no gate. Each has its own packed row, so that each expert is
+    placed, read and saved by itself.
 
     Args:
         experts: The layers of each expert, by local name.
-        apply_gate: The model's own gating: [..., 2 * intermediate] → [..., intermediate].
+        apply_gate: The model's own gating, [..., 2 * intermediate] → [..., intermediate]; or its activation, where it has none.
         is_interleaved: Whether it takes gate and up channels in turns, and not one after the other.
 
     Attributes:
@@ -95,9 +96,8 @@ class PackedExperts(nn.ModuleList):
             return layers[0].kernel.grouped_linear(activations, counts.tolist(), described)
 
         rows = hidden_states[token]
-        names = ("gate_up_proj",) if "gate_up_proj" in self[routed[0]] else ("gate_proj", "up_proj")  # type: ignore[operator]
         parts = []
-        for name in names:
+        for name in _first(self[routed[0]]):
             part = multiply(name, rows)
             if part is None:
                 return None
@@ -120,6 +120,30 @@ class PackedExperts(nn.ModuleList):
         return torch.stack(list(parts), -1).flatten(-2) if self.is_interleaved else torch.cat(list(parts), -1)
 
     def _compute(self, layers: nn.Module, activations: torch.Tensor) -> torch.Tensor:
-        names = ("gate_up_proj",) if "gate_up_proj" in layers else ("gate_proj", "up_proj")  # type: ignore[operator]
-        both = self._join([layers[name](activations) for name in names])  # type: ignore[index]
+        both = self._join([layers[name](activations) for name in _first(layers)])  # type: ignore[index]
         return layers["down_proj"](self._apply_gate(both))  # type: ignore[index]
+
+
+class SortedExperts(PackedExperts):
+    """Replaces the experts of Llama 4, `forward(hidden_states)`, which are given each token once for each of them.
+
+    A token is multiplied by the router's weight before, zero where it is not routed, and such an expert's output is zero.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Each expert's outputs for its tokens.
+
+        Args:
+            hidden_states: [experts * tokens, hidden]: of the first expert, then of the second, and so on.
+
+        Returns:
+            The same shape and dtype; nothing is computed where all of a row are zeros.
+        """
+        expert = torch.arange(len(self), device=hidden_states.device).repeat_interleave(len(hidden_states) // len(self))
+        routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
+        return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
+
+
+def _first(layers: nn.Module) -> tuple[str, ...]:
+    """The projections that an expert's input is multiplied by, in the order of their outputs."""
+    return tuple(name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in layers)  # type: ignore[operator]

@@ -8,6 +8,7 @@ import tiny_models
 import torch
 from moe_models import (
     BNB_CONFIG,
+    EXPERTS,
     FP8,
     FP8_CONFIG,
     IDS,
@@ -75,13 +76,19 @@ def expert_of(name: str) -> tuple[int, int] | None:
     return (int(parts[2]), int(parts[parts.index("experts") + 1])) if "experts" in parts else None
 
 
+def routed_to(args) -> list[int]:
+    """The experts that transformers' own compute a token with; those of Llama 4 are given it once for each, times its weight."""
+    hidden_states, *index = args
+    return index[0].unique().tolist() if index else hidden_states.view(EXPERTS, -1).any(-1).nonzero().flatten().tolist()
+
+
 def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, path):
     routed = set()
     plain = moe_models.plain_model(written.scheme.model, written.plain)
     for number, layer in enumerate(plain.model.layers):
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] == "experts":
-                note = lambda _, args, number=number: routed.update((number, e) for e in args[1].unique().tolist())  # noqa: E731
+                note = lambda _, args, number=number: routed.update((number, e) for e in routed_to(args))  # noqa: E731
                 module.register_forward_pre_hook(note)
     token = torch.tensor([[9]])
     expected = logits(plain, token)
