@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
 from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
-from hfq.modules.away import AwayParameter
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
@@ -61,9 +60,6 @@ class _Fixed:
     def _get_base_layer_device_and_dtype(self, base: nn.Module) -> tuple[torch.device, torch.dtype]:
         if isinstance(base, PackedModule):
             return base.compute_device, base.dtype
-        weight = base._parameters.get("weight")
-        if isinstance(weight, AwayParameter) and weight.brought_to is not None:
-            return weight.brought_to, weight.dtype
         return super()._get_base_layer_device_and_dtype(base)  # type: ignore[misc]
 
     def merge(self, *_: Any, **__: Any) -> None:

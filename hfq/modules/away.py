@@ -36,6 +36,11 @@ class AwayParameter(nn.Parameter):
     name: str = "A parameter"
     brought_to: torch.device | None = None
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where its values are lent: code that takes an input to its weight takes it there. `is_meta` says where they rest."""
+        return self.brought_to or torch.device("meta")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COMPUTES:

@@ -14,7 +14,7 @@ __all__ = ["no_copy", "of_block", "own_outputs", "refuse_meta"]
 
 
 def refuse_meta(name: str, inputs: Sequence[object]) -> None:
-    """Refuses an input on meta, from which torch computes garbage: model code moved it to where a weight rests (Llama 4 does).
+    """Refuses an input on meta, from which torch computes garbage: model code moved it to where a weight rests.
 
     Raises:
         PlacementError: An input is on meta.
