@@ -79,13 +79,15 @@ def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> Acti
 
 
 def read_block(value: object, key: str) -> tuple[int, int] | None:
-    """The (out, in) size of a block.
+    """The (out, in) size of a block: `[128, 128]`, or "128x128" as compressed-tensors 0.9 wrote it.
 
     Raises:
         FormatError: It is no pair of positive sizes.
     """
     if value is None:
         return None
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,8}x[0-9]{1,8}", value):
+        value = [int(size) for size in value.split("x")]
     sizes = tuple(value) if isinstance(value, (list, tuple)) else ()
     if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 1 << 24 for size in sizes):
         raise unusable(key, value, "two positive sizes, as [128, 128]")

@@ -19,7 +19,7 @@ from hfq.spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]
 
-_CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob)_(scale|zero_point|global_scale)|(k|v)_bias)$")
+_CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$")
 _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
 
 

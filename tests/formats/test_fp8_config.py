@@ -51,12 +51,33 @@ def test_bits_other_than_8_are_refused(detect, more):
 
 
 @pytest.mark.parametrize(
-    "size", [[128], [128, 128, 1], [0, 128], [128, -1], [128.0, 128], ["128", 128], "128", 128, {}, [True, 128]]
+    "size",
+    [
+        [128],
+        [128, 128, 1],
+        [0, 128],
+        [128, -1],
+        [128.0, 128],
+        ["128", 128],
+        "128",
+        "128x",
+        "0x128",
+        "128x128x1",
+        128,
+        {},
+        [True, 128],
+    ],
 )
 def test_a_nonsensical_block_size_is_refused(detect, size):
     with pytest.raises(FormatError, match="unusable weight_block_size") as caught:
         detect({"quant_method": "fp8", "weight_block_size": size}, weight_scale_inv=("F32", (2, 2)))
     assert caught.value.file == "config.json"
+
+
+def test_a_block_of_older_compressed_tensors_is_a_string(detect):
+    """compressed-tensors 0.9 took no lists, "must be of the format 2x4, 8x16, etc."; 0.15 reads both."""
+    found = detect(compressed((["Linear"], BLOCK | {"block_structure": "96x64"})), weight_scale=("F32", (2, 4)))
+    assert (found.strategy, found.block_structure) == ("block", (96, 64))
 
 
 @pytest.mark.parametrize("weights", [INT4, CHANNEL | {"type": "int"}, CHANNEL | {"num_bits": 4}, CHANNEL | {"num_bits": None}])
@@ -91,7 +112,7 @@ def test_a_target_that_is_no_regular_expression_is_refused(detect):
     assert "*(" in caught.value.found
 
 
-@pytest.mark.parametrize("structure", [[96], "96x64", [0, 64]])
+@pytest.mark.parametrize("structure", [[96], "96x", "0x64", [0, 64]])
 def test_a_nonsensical_block_structure_is_refused(detect, structure):
     with pytest.raises(FormatError, match="unusable block_structure"):
         detect(compressed((["Linear"], BLOCK | {"block_structure": structure})), weight_scale=("F32", (2, 4)))
