@@ -87,10 +87,14 @@ STOCK = {
     "ModelOpt": Stock(
         "the method is unknown: a warning, packed tensors are left out, weights are random", "as in memory", "-",
         (
-            "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "ModelOpt W4A16_AWQ, W4A8_AWQ", "ModelOpt W8A8 SmoothQuant",
-            "MXFP4 (ModelOpt)", "NVFP4 (ModelOpt)",
+            "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "ModelOpt W4A16_AWQ, W4A8_AWQ", "MXFP4 (ModelOpt)",
+            "NVFP4 (ModelOpt)",
         ),
         "random weights, a warning", "random weights, a warning",
+    ),
+    "ModelOpt int8": Stock(
+        "the method is unknown: a warning, codes are taken for weights, scales are left out", "the load fails", "-",
+        ("ModelOpt W8A8 SmoothQuant", "ModelOpt W8A8, W8A16 (not smoothed)"), "codes for weights, a warning", "fails",
     ),
     "gpt-oss MXFP4": Stock(
         "dequantized to bfloat16 where triton and kernels are missing", "not measured", "-", ("MXFP4 experts of gpt-oss",),

@@ -4,12 +4,12 @@ W4A16_AWQ, W4A8_AWQ:
     weight U8 [out / 2, in]     rows 2r in the low nibble, 2r + 1 in the high one, two's complement
     weight_scale [out, groups], pre_quant_scale [in], weight_scale_2 [] and input_scale (W4A8: the second, FP8 level only)
     W[n, k] = code[n, k] * weight_scale[n, g] (* pre_quant_scale[k])
-W8A8_SQ_PER_CHANNEL (SmoothQuant):
-    weight I8 [out, in], weight_scale [out], pre_quant_scale [in], input_scale
-    W[n, k] = weight[n, k] * weight_scale[n] * pre_quant_scale[k]
+W8A8_SQ_PER_CHANNEL (whether SmoothQuant was applied or not), W8A16:
+    weight I8 [out, in], weight_scale [out], pre_quant_scale [in] (smoothed layers only), input_scale (W8A8 only)
+    W[n, k] = weight[n, k] * weight_scale[n] (* pre_quant_scale[k])
 
-`pre_quant_scale` multiplies the input of the layer, which is the same as multiplying the columns of its weight.
-Format: ModelOpt's unified Hugging Face export.
+`pre_quant_scale` multiplies the input of the layer, which is the same as multiplying the columns of its weight. MIXED_PRECISION
+names the algorithm of each layer in `quantized_layers`. Format: ModelOpt's unified Hugging Face export.
 """
 
 from __future__ import annotations
@@ -26,40 +26,44 @@ from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["ModeloptInt4", "SmoothQuant"]
+__all__ = ["ModeloptInt4", "ModeloptInt8"]
 
 
 @dataclass(frozen=True)
-class SmoothQuant(ScaledCodes):
-    """W8A8_SQ_PER_CHANNEL; see the file's docstring."""
+class ModeloptInt8(ScaledCodes):
+    """W8A8_SQ_PER_CHANNEL and W8A16; see the file's docstring."""
 
-    name = "modelopt-w8a8"
+    name = "modelopt-int8"
     codes, scale = "weight", "weight_scale"
     dialects = (
         Dialect("ModelOpt W8A8 SmoothQuant", "nvidia-modelopt", "weight I8, weight_scale, pre_quant_scale, input_scale",
-                ("modelopt-w8a8",), ("modelopt-w8a8-sq",)),
+                ("modelopt-w8a8-sq",), ("modelopt-w8a8-sq",)),
+        Dialect("ModelOpt W8A8, W8A16 (not smoothed)", "nvidia-modelopt", "weight I8, weight_scale, input_scale",
+                ("modelopt-w8a8", "modelopt-w8a16"), ("modelopt-w8a8", "modelopt-w8a16")),
     )  # fmt: skip
 
     @classmethod
-    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> SmoothQuant | None:
+    def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> ModeloptInt8 | None:
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or config.get("quant_method") != "modelopt":
             return None
-        algorithm = str(config.get("quant_algo") or "")
+        algorithm = str(_settings_of(module, config).get("quant_algo") or "")
         if algorithm and "SQ" not in algorithm and "INT8" not in algorithm.upper() and "W8A" not in algorithm.upper():
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
                 tensor=weight.name, expected=f"a weight of {algorithm}", found=str(weight), fix="correct quant_algo in config.json",
             )  # fmt: skip
+        # ModelOpt smooths every linear layer or none, but no experts that the model fuses
+        is_smoothed = "SQ" in algorithm and bool(config.get("__smoothed__")) and "experts" not in module.split(".")
         return cls(
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (weight.shape[0],),
-            has_columns="pre_quant_scale" in tensors or "SQ" in str(config.get("quant_algo")),
+            has_columns=is_smoothed or "pre_quant_scale" in tensors,
             others=other_tensors(tensors, ("input_scale",)),
         )
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
-        return ActivationScheme("tensor", dtype="int8 of SmoothQuant")
+        return ActivationScheme("tensor", dtype="static int8 of ModelOpt") if self.others or self.has_columns else None
 
 
 @dataclass(frozen=True)
@@ -172,3 +176,12 @@ class ModeloptInt4(Format):
         codes = (grouped / stored["weight_scale"][:, :, None]).round().clamp(-8, 7).flatten(1).to(torch.int32) & 15
         stored["weight"] = (codes[::2] | (codes[1::2] << 4)).to(torch.uint8)
         return stored | {name: torch.ones(shape) for name, _, shape in self.others}
+
+
+def _settings_of(module: str, config: Mapping) -> Mapping:
+    """What the config says of a layer: under MIXED_PRECISION, its own entry."""
+    if config.get("quant_algo") != "MIXED_PRECISION":
+        return config
+    layers = config.get("quantized_layers")
+    own = layers.get(module) if isinstance(layers, Mapping) else None
+    return own if isinstance(own, Mapping) else {}

@@ -54,14 +54,20 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
         source: Its `quantization_config`.
 
     Returns:
-        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the safetensors files)
-        and `quanto_qmap` (optimum-quanto's side file).
+        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the safetensors files),
+        `__smoothed__` (whether any int8 layer has ModelOpt's `pre_quant_scale`) and `quanto_qmap` (optimum-quanto's side file).
     """
-    hints = {**(source or {}), "__metadata__": checkpoint.metadata()}
+    hints = {**(source or {}), "__metadata__": checkpoint.metadata(), "__smoothed__": _is_smoothed(checkpoint)}
     for name in ("quantize_config.json", "quantization_config.json"):  # what config.json has lost, its copy may still say
         hints = {**(checkpoint.side_file(name) or {}), **hints}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
+
+
+def _is_smoothed(checkpoint: Checkpoint) -> bool:
+    scales = (name.removesuffix("pre_quant_scale") for name in checkpoint.tensors if name.endswith(".pre_quant_scale"))
+    weights = (checkpoint.tensors.get(f"{module}weight") for module in scales)
+    return any(weight is not None and weight.dtype == "I8" for weight in weights)
 
 
 def halves_experts(hints: Mapping) -> bool:

@@ -12,7 +12,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
-from hfq.formats.modelopt import ModeloptInt4, SmoothQuant
+from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
@@ -203,11 +203,17 @@ CASES = [
     Case("hqq-2bit", Hqq(num_bits=2, group_size=32), None),
     Case("hqq-1bit", Hqq(num_bits=1, group_size=32), None),
     Case(
-        "modelopt-w8a8",
-        SmoothQuant(scale_shape=(2,), has_columns=True),
+        "modelopt-w8a8-sq",
+        ModeloptInt8(scale_shape=(2,), has_columns=True, others=(("input_scale", "F32", ()),)),
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
-        "modelopt-w8a8 int8 channel pre-scaled",
+        "modelopt-int8 int8 channel pre-scaled",
     ),
+    Case(
+        "modelopt-w8a8",
+        ModeloptInt8(scale_shape=(2,), others=(("input_scale", "F32", ()),)),
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
+    ),
+    Case("modelopt-w8a16", ModeloptInt8(scale_shape=(2,)), {"quant_method": "modelopt", "quant_algo": "W8A16"}),
     Case(
         "modelopt-int4",
         ModeloptInt4(group_size=64, has_columns=True),

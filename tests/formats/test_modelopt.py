@@ -6,7 +6,7 @@ import torch
 from tiny_models import described
 
 from hfq import FormatError
-from hfq.formats.modelopt import ModeloptInt4, SmoothQuant
+from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
 
 AWQ = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
 SQ = {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}
@@ -93,7 +93,7 @@ def test_a_group_size_that_contradicts_the_scales_is_refused():
 @pytest.mark.parametrize("kind", ["int4", "w8a8"])
 def test_a_scale_that_is_not_finite_is_refused_by_name(kind, name):
     tensors = random_int4((8, 96), 1, has_columns=True) if kind == "int4" else random_int8(has_columns=True)
-    found = (ModeloptInt4 if kind == "int4" else SmoothQuant).detect(
+    found = (ModeloptInt4 if kind == "int4" else ModeloptInt8).detect(
         "m", described("m", tensors), AWQ if kind == "int4" else SQ
     )
     tensors[name].view(-1)[1] = float("nan")
@@ -118,24 +118,50 @@ def random_int8(has_columns: bool, shape: tuple[int, ...] = (7,)):
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 1)], ids=str)
+@pytest.mark.parametrize("algorithm", ["W8A8_SQ_PER_CHANNEL", "W8A16", "INT8"])
 @pytest.mark.parametrize("has_columns", [False, True])
-def test_smoothquant_scales_rows_and_then_columns(has_columns, shape):
+def test_int8_scales_rows_and_then_the_columns_of_what_is_smoothed(has_columns, algorithm, shape):
     tensors = random_int8(has_columns, shape)
-    config = SQ if has_columns else {"quant_method": "modelopt", "quant_algo": "INT8"}
     expected = tensors["weight"].float() * tensors["weight_scale"].reshape(7, 1)
     if has_columns:
         expected = expected * tensors["pre_quant_scale"].float()
-    check(SmoothQuant.detect("m", described("m", tensors), config), tensors, expected)
+    check(ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": algorithm}), tensors, expected)
 
 
-def test_smoothquant_without_its_columns_is_incomplete():
+@pytest.mark.parametrize(
+    ("module", "config", "is_incomplete"),
+    [
+        ("layers.0.q_proj", {"__smoothed__": True}, True),
+        ("layers.0.q_proj", {"__smoothed__": False}, False),
+        ("layers.0.mlp.shared_experts.up_proj", {"__smoothed__": True}, True),
+        ("layers.0.mlp.experts.0.up_proj", {"__smoothed__": True}, False),
+        ("layers.0.q_proj", {"__smoothed__": True, "quant_algo": "W8A16"}, False),
+    ],
+)
+def test_a_layer_beside_smoothed_ones_is_incomplete_without_its_columns(module, config, is_incomplete):
+    found = ModeloptInt8.detect(module, described(module, random_int8(has_columns=False)), SQ | config)
+    assert ("pre_quant_scale" in {spec.name for spec in found.tensor_specs(33, 7) if not spec.optional}) == is_incomplete
+
+
+def test_activations_are_rounded_where_their_scale_is_stored():
     tensors = random_int8(has_columns=False)
-    found = SmoothQuant.detect("m", described("m", tensors), SQ)
-    assert "pre_quant_scale" in {spec.name for spec in found.tensor_specs(33, 7) if not spec.optional}
+    assert ModeloptInt8.detect("m", described("m", tensors), SQ).activation_scheme is not None
+    del tensors["input_scale"]
+    assert ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": "W8A16"}).activation_scheme is None
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", "W4A16_AWQ"])
 def test_bytes_under_an_algorithm_of_another_kind_are_a_contradiction(algorithm):
-    tensors = random_int8(has_columns=False)
-    with pytest.raises(FormatError, match=rf"(?s)contradicts the tensors of m; nothing was loaded.*{algorithm}"):
-        SmoothQuant.detect("m", described("m", tensors), {"quant_method": "modelopt", "quant_algo": algorithm})
+    infos = described("m", random_int8(has_columns=False))
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"m": {"quant_algo": algorithm}}}
+    for config in ({"quant_algo": algorithm}, mixed):
+        with pytest.raises(FormatError, match=rf"(?s)contradicts the tensors of m; nothing was loaded.*{algorithm}"):
+            ModeloptInt8.detect("m", infos, SQ | config)
+
+
+@pytest.mark.parametrize(
+    "layers", [{"m": {"quant_algo": "W8A16"}}, {"other": {"quant_algo": "FP8"}}, {"m": 5}, 5, None], ids=str
+)
+def test_mixed_precision_names_the_algorithm_of_each_layer(layers):
+    config = SQ | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    assert ModeloptInt8.detect("m", described("m", random_int8(has_columns=False)), config) is not None

@@ -76,6 +76,8 @@ def modelopt(m) -> dict[str, tuple]:
         "fp8-2d-blockwise": (m.make(m.with_blocks(m.mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, 32), sizes=TINY), QUERY),
         "int4-awq": (m.make(m.with_blocks(m.mtq.INT4_AWQ_CFG, 32), sizes=NARROW), OUTPUT_PROJECTION),
         "w8a8-sq": (m.make(m.mtq.INT8_SMOOTHQUANT_CFG, sizes=TINY), QUERY),
+        "w8a8": (m.make(m.mtq.INT8_DEFAULT_CFG, sizes=TINY), QUERY),
+        "w8a16": (m.make(m.mtq.INT8_WEIGHT_ONLY_CFG, sizes=TINY), QUERY),
         "nvfp4": (m.make(m.mtq.NVFP4_DEFAULT_CFG, sizes=TINY), QUERY),
     }
 
