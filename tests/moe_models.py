@@ -19,6 +19,8 @@ from hfq.formats.dense import Dense
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
+from hfq.formats.modelopt_experts import ModeloptExpert
+from hfq.formats.nvfp4 import Nvfp4
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {
@@ -162,6 +164,9 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
             for projection, part in _parts(scheme, local.removesuffix("_bias"), fused[expert]):
                 tensors[f"{path}.{expert}.{projection}.bias"] = part.bfloat16()
         return
+    if isinstance(scheme.weight_format, ModeloptExpert):
+        _write_together(scheme, tensors, path, local, fused)
+        return
     is_transposed = scheme.model in ("gpt-oss", "llama4")
     stacked: dict[str, list[torch.Tensor]] = {}
     for expert in range(EXPERTS):
@@ -179,6 +184,15 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
         fused[expert] = real.t() if is_transposed else real
     stem = path.removesuffix(".experts") if scheme.model == "granite" else path
     tensors |= {f"{stem}.{key}": torch.stack(parts) for key, parts in stacked.items()}
+
+
+def _write_together(scheme: Scheme, tensors: dict, path: str, local: str, fused: torch.Tensor) -> None:
+    """Stores a fused parameter as ModelOpt does: all experts under one scale, as one wide layer whose outputs are dealt to them."""
+    packed, real = pack(scheme, fused.transpose(1, 2).flatten(0, 1))
+    fused.copy_(real.unflatten(0, (EXPERTS, -1)).transpose(1, 2))
+    for key, tensor in packed.items():
+        dealt = tensor.unflatten(1, (EXPERTS, -1)).transpose(0, 1) if tensor.dim() == 2 else tensor
+        tensors[f"{path}.{local}" if key == "transposed" else f"{path}.{local}_{key}"] = dealt
 
 
 def _parts(scheme: Scheme, local: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -228,6 +242,9 @@ PACKED_CONFIG = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
 BNB_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+MODELOPT_FP8 = ModeloptExpert(Fp8(strategy="tensor", scale_shape=(), input_scale_name="input_scale"))
+MODELOPT_NVFP4 = ModeloptExpert(Nvfp4(stored_codes_name="weight", global_shape=(), others=(("input_scale", "F32", ()),)))
+MODELOPT_CONFIG = {"quant_method": "modelopt"}
 OLD_MIXTRAL = {".mlp.": ".block_sparse_moe."}
 GRANITE = {".router.weight": ".router.layer.weight"}
 SCHEMES = [
@@ -244,6 +261,10 @@ SCHEMES = [
     Scheme("gpt-oss blocks", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")),
     Scheme("llama 4 by expert, pack-quantized", "llama4", PackQuantized(scale_shape=(1, 1)), PACKED_CONFIG),
     Scheme("nemotron by expert, fp8", "nemotron", FP8, FP8_CONFIG, {"model.": "backbone."}),
+    Scheme("gpt-oss of ModelOpt, fp8", "gpt-oss", MODELOPT_FP8, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
+    Scheme("gpt-oss of ModelOpt, nvfp4", "gpt-oss", MODELOPT_NVFP4, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
+    Scheme("llama 4 of ModelOpt, fp8", "llama4", MODELOPT_FP8, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
+    Scheme("llama 4 of ModelOpt, nvfp4", "llama4", MODELOPT_NVFP4, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
     Scheme("gpt-oss in gptqmodel's halves, gptq", "gpt-oss", GPTQ, GPTQMODEL_CONFIG),
     Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
 ]

@@ -96,6 +96,10 @@ STOCK = {
         "the method is unknown: a warning, codes are taken for weights, scales are left out", "the load fails", "-",
         ("ModelOpt W8A8 SmoothQuant", "ModelOpt W8A8, W8A16 (not smoothed)"), "codes for weights, a warning", "fails",
     ),
+    "ModelOpt's experts of gpt-oss": Stock(
+        "the method is unknown: a warning; FP8: codes are taken for weights, scales are left out; NVFP4: the load fails", "the load fails", "-",
+        ("ModelOpt FP8, NVFP4 experts of gpt-oss, Llama 4",), "codes for weights, or fails", "fails",
+    ),
     "gpt-oss MXFP4": Stock(
         "dequantized to bfloat16 where triton and kernels are missing", "not measured", "-", ("MXFP4 experts of gpt-oss",),
         "inflated to bfloat16", "not measured",

@@ -3,6 +3,8 @@
     experts.gate_up_proj_blocks [experts, …]            gpt-oss: `experts.<e>.gate_up_proj` with `blocks`, `scales`, `bias`
     experts.gate_up_proj.weight [experts, out, in], …   any dialect:  `experts.<e>.gate_up_proj` with `weight`, …
     input_linear.weight, output_linear.weight           GraniteMoe: `experts.<e>.gate_up_proj`, `experts.<e>.down_proj`
+    experts.gate_up_proj [experts, in, out], and experts.gate_up_proj_weight_scale, …
+                                                        ModelOpt: `experts.<e>.gate_up_proj` with `transposed`, `weight_scale`, …
 
 A slice along the first dimension is contiguous in the file, so that every expert is addressed by file and byte range.
 """
@@ -10,34 +12,48 @@ A slice along the first dimension is contiguous in the file, so that every exper
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from hfq.errors import FormatError
 from hfq.spec import ByteRange, TensorInfo
 
-__all__ = ["split_experts"]
+__all__ = ["TRANSPOSED", "split_experts"]
+
+TRANSPOSED = "transposed"
+"""The codes of one of ModelOpt's experts, inputs before outputs: the stored tensor has no name beside the layer's own."""
 
 _GPT_OSS = re.compile(r"^(.*)\.(\w+_proj)_(blocks|scales|bias)$")
 _FUSED = re.compile(r"^(.*?)\.?(experts\.\w+_proj|input_linear|output_linear)\.(\w+)$")
 _GRANITE = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+_MODELOPT = re.compile(r"^(.*)\.(gate_up_proj|down_proj)(?:_(weight_scale|weight_scale_2|input_scale|bias))?$")
 _CODES = ("weight_packed", "weight")
 _PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 _MOST_EXPERTS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """Where the slices of a fused tensor belong, and how many there are."""
+
+    experts: str
+    projection: str
+    local: str
+    count: int
+
+
 def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors, each fused tensor of packed experts replaced by its experts' slices."""
+    """The tensors, each fused tensor of packed experts replaced by its experts' slices; a single number is a slice of every one."""
     split: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         target = _target(name, tensors)
-        count = info.shape[0] if info.shape else 0
-        if target is None or not 0 < count <= _MOST_EXPERTS:
+        if target is None or not 0 < target.count <= _MOST_EXPERTS:
             split[name] = info
             continue
-        nbytes = info.nbytes // count
-        for expert in range(count):
-            part = f"{target[0]}.{expert}.{target[1]}.{target[2]}"
-            source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes)
+        nbytes = info.nbytes // target.count if info.shape else 0
+        for expert in range(target.count):
+            part = f"{target.experts}.{expert}.{target.projection}.{target.local}"
+            source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes or info.nbytes)
             if part in tensors:
                 raise FormatError(
                     "A checkpoint stores an expert twice; nothing was loaded.", file=info.range.file, tensor=part,
@@ -48,26 +64,35 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     return split
 
 
-def _target(name: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str, str] | None:
-    """(experts, projection, local name) of a fused tensor's slices; None for any other tensor."""
+def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
+    """The slices of a fused tensor; None for any other tensor."""
     if "_proj" not in name and "put_linear" not in name:
         return None
+    leading = tensors[name].shape[:1]
+    count = leading[0] if leading else 0
     found = _GPT_OSS.match(name)
     if found and f"{found[1]}.{found[2]}_blocks" in tensors:
-        return found[1], found[2], found[3]
+        return _Slices(found[1], found[2], found[3], count)
+    found = _MODELOPT.match(name)
+    if found and f"{found[1]}.{found[2]}_weight_scale" in tensors:
+        codes = _codes_of([f"{found[1]}.{found[2]}"], tensors)
+        if codes is None or leading not in ((), codes.shape[:1]):
+            return None
+        return _Slices(found[1], found[2], found[3] or TRANSPOSED, codes.shape[0])
     found = _FUSED.match(name)
     if not found:
         return None
     stem = name.removesuffix(f".{found[3]}")
-    codes = next((tensors[f"{stem}.{local}"] for local in _CODES if f"{stem}.{local}" in tensors), None)
-    if (
-        codes is None
-        or len(codes.shape) != 3
-        or codes.dtype not in _PACKED_DTYPES
-        or codes.shape[:1] != tensors[name].shape[:1]
-    ):
+    codes = _codes_of([f"{stem}.{local}" for local in _CODES], tensors)
+    if codes is None or codes.shape[:1] != leading:
         return None
     if found[2] in _GRANITE:
-        return f"{found[1]}.experts".removeprefix("."), _GRANITE[found[2]], found[3]
+        return _Slices(f"{found[1]}.experts".removeprefix("."), _GRANITE[found[2]], found[3], count)
     parent, _, projection = found[2].rpartition(".")
-    return f"{found[1]}.{parent}".removeprefix("."), projection, found[3]
+    return _Slices(f"{found[1]}.{parent}".removeprefix("."), projection, found[3], count)
+
+
+def _codes_of(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    """The first of these tensors that there is, where it can be the codes of several experts."""
+    codes = next((tensors[name] for name in names if name in tensors), None)
+    return codes if codes is not None and len(codes.shape) == 3 and codes.dtype in _PACKED_DTYPES else None

@@ -13,6 +13,7 @@ from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
+from hfq.formats.modelopt_experts import ModeloptExpert
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
@@ -218,6 +219,16 @@ CASES = [
         "modelopt-int4",
         ModeloptInt4(group_size=64, has_columns=True),
         {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64},
+    ),
+    Case(
+        "modelopt-experts-nvfp4",
+        ModeloptExpert(Nvfp4(stored_codes_name="weight", global_shape=())),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
+    Case(
+        "modelopt-experts-fp8",
+        ModeloptExpert(Fp8(strategy="tensor", scale_shape=())),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
     ),
 ]
 

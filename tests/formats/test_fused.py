@@ -40,6 +40,16 @@ def fp8(stem: str, experts: int = 3) -> dict[str, torch.Tensor]:
     }
 
 
+def modelopt(experts: int = 3) -> dict[str, torch.Tensor]:
+    return {
+        "experts.down_proj": any_bytes(experts, 32, 16),
+        "experts.down_proj_weight_scale": any_bytes(experts, 4, 16).view(torch.float8_e4m3fn),
+        "experts.down_proj_weight_scale_2": torch.tensor(0.25),
+        "experts.down_proj_input_scale": torch.rand(experts),
+        "experts.down_proj_bias": torch.randn(experts, 16).bfloat16(),
+    }
+
+
 @pytest.fixture
 def written(tmp_path):
     def written(tensors):
@@ -63,7 +73,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return (
         found.dtype == expected.dtype
         and found.shape == expected.shape
-        and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        and torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
     )
 
 
@@ -100,6 +110,19 @@ def test_each_expert_of_a_fused_weight_is_a_slice_of_the_file(written, stem, mod
         assert same(read_tensor(reader, found["weight_scale"]), tensors[f"{stem}.weight_scale"][expert])
 
 
+def test_each_expert_of_modelopt_is_a_slice_of_the_file_and_has_the_numbers_of_all(written):
+    tensors = modelopt()
+    stored, reader = written(tensors)
+    split = split_experts(stored)
+    assert len(split) == 3 * len(tensors)
+    for name, whole in tensors.items():
+        local = name.removeprefix("experts.down_proj").removeprefix("_") or "transposed"
+        for expert in range(3):
+            info = split[f"{LAYER}.experts.{expert}.down_proj.{local}"]
+            assert info.part_of == f"{LAYER}.{name}"
+            assert same(read_tensor(reader, info), whole[expert].contiguous() if whole.dim() else whole)
+
+
 def test_the_slices_are_detected_as_layers_of_their_own():
     modules = tensors_by_module(infos(gpt_oss() | fp8("block.input_linear")))
     found = detect_formats(modules, {})
@@ -123,6 +146,8 @@ DENSE = {
     "gate_up_proj_bias": torch.zeros(2, 8),
     "experts.down_proj_scales": any_bytes(2, 8, 1),
     "experts.down_proj.weight_scale": torch.zeros(2, 8, 1),
+    "experts.down_proj": any_bytes(2, 8, 16),
+    "experts.down_proj_weight_scale": torch.tensor(1.0),
 }
 
 
@@ -144,6 +169,15 @@ def test_tensors_that_disagree_on_the_number_of_experts_are_not_split_together()
     assert f"{LAYER}.experts.down_proj.weight_scale" in split
     assert f"{LAYER}.experts.2.down_proj.weight" in split
     assert f"{LAYER}.experts.0.down_proj.weight_scale" not in split
+
+
+@pytest.mark.parametrize("local", ["weight_scale", "bias"])
+def test_a_tensor_of_modelopt_for_another_number_of_experts_is_not_split(local):
+    name = f"experts.down_proj_{local}"
+    stored = infos(modelopt() | {name: modelopt(experts=2)[name]})
+    split = split_experts(stored)
+    assert split[f"{LAYER}.{name}"] == stored[f"{LAYER}.{name}"]
+    assert f"{LAYER}.experts.2.down_proj.transposed" in split
 
 
 def test_an_expert_that_is_stored_fused_and_by_itself_is_refused():

@@ -62,9 +62,20 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor, double: torch.T
     return dequantize_fp8(weight, scale)
 
 
+def dequantize_experts(weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None) -> torch.Tensor:
+    """Experts in one tensor, inputs before outputs; their scales share that order, or are one number for all."""
+    if scale.dim() < 2:
+        return from_quantized_weight(weight, scale.reshape(-1, 1, 1), QUANTIZATION_FP8, torch.float32)
+    turned = zip(weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous(), strict=True)
+    return torch.stack([dequantize_fp4(*expert, double).t() for expert in turned]).contiguous()
+
+
 def dequantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in PARTS}
+    dense = {name: tensor for name, tensor in tensors.items() if not name.endswith(PARTS)}
     for name, scale in tensors.items():
+        if name.endswith("_proj_weight_scale"):
+            module = name.removesuffix("_weight_scale")
+            dense[module] = dequantize_experts(tensors[module], scale, tensors.get(f"{name}_2"))
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
@@ -129,6 +140,12 @@ MAKERS = {
     "mxfp4": make(mtq.MXFP4_DEFAULT_CFG),
     "mxfp4-w4a8-fp8": make(mtq.W4A8_MXFP4_FP8_CFG),
     "fp8-kv-affine": make(mtq.FP8_DEFAULT_CFG, kv=mtq.FP8_AFFINE_KV_CFG),
+    "fp8-gptoss": make(mtq.FP8_DEFAULT_CFG, "gpt_oss"),
+    "fp8-pcpt-gptoss": make(mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG, "gpt_oss"),
+    "nvfp4-gptoss": make(mtq.NVFP4_DEFAULT_CFG, "gpt_oss"),
+    "fp8-llama4": make(mtq.FP8_DEFAULT_CFG, "llama4_text"),
+    "nvfp4-llama4": make(mtq.NVFP4_DEFAULT_CFG, "llama4_text"),
+    "nvfp4-w4a16-gptoss": make(mtq.W4A16_NVFP4_CFG, "gpt_oss"),
     "nvfp4-awq": make(mtq.NVFP4_AWQ_LITE_CFG),
 }
 

@@ -33,6 +33,7 @@ TINY = {
     "head_dim": 16,
 }  # fmt: skip
 NARROW = TINY | {"hidden_size": 32, "head_dim": 32}  # its o_proj is [32, 64]
+FEW = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
 GROUPED = TINY | {"hidden_size": 160, "head_dim": 8}  # quanto groups no row of 128 or less
 
 
@@ -79,6 +80,8 @@ def modelopt(m) -> dict[str, tuple]:
         "w8a8": (m.make(m.mtq.INT8_DEFAULT_CFG, sizes=TINY), QUERY),
         "w8a16": (m.make(m.mtq.INT8_WEIGHT_ONLY_CFG, sizes=TINY), QUERY),
         "nvfp4": (m.make(m.mtq.NVFP4_DEFAULT_CFG, sizes=TINY), QUERY),
+        "fp8-gptoss": (m.make(m.mtq.FP8_DEFAULT_CFG, "gpt_oss", sizes=FEW), EXPERTS),
+        "nvfp4-gptoss": (m.make(m.mtq.NVFP4_DEFAULT_CFG, "gpt_oss", sizes=FEW), EXPERTS),
     }
 
 
@@ -92,10 +95,9 @@ def autoround(m) -> dict[str, tuple]:
 
 
 def transformers(m) -> dict[str, tuple]:
-    experts = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
     return {
         "fp8-ragged": (m.fp8("llama", block=(24, 32), **TINY | {"hidden_size": 68}), QUERY),
-        "mxfp4-gptoss": (lambda folder: m.mxfp4(folder, **experts), EXPERTS),
+        "mxfp4-gptoss": (lambda folder: m.mxfp4(folder, **FEW), EXPERTS),
     }
 
 
@@ -151,7 +153,7 @@ def cut(stored: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], prefix:
     tensors = {name.replace(prefix, "m", 1): tensor for name, tensor in stored.items() if name.startswith(f"{prefix}.")}
     if not prefix.endswith(".experts"):
         return tensors, dense[f"{prefix}.weight"]
-    down = {name: tensor for name, tensor in tensors.items() if name.startswith("m.down_proj_") and "bias" not in name}
+    down = {name: tensor for name, tensor in tensors.items() if name.startswith("m.down_proj") and "bias" not in name}
     return down, dense[f"{prefix}.down_proj"].transpose(1, 2)  # a dense expert is [in, out]
 
 

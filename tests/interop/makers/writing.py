@@ -36,6 +36,10 @@ _OWN = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True, "head_dim": 64},
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256, "use_sliding_window": False},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
+    "llama4_text": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256, "interleave_moe_layer_step": 1, "head_dim": 32,
+        "no_rope_layers": [1, 1],
+    },
     "deepseek_v3": {
         **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
         "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
