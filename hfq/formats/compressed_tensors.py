@@ -230,7 +230,8 @@ class PackQuantized(PackShards, PackOrder):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         (rows, in_features), stop = panel.shape, start + panel.shape[0]
-        unpack_rows(panel, tensors["weight_packed"][start:stop], self.num_bits, self.is_straddling)
+        half = 1 << (self.num_bits - 1)
+        unpack_rows(panel, tensors["weight_packed"][start:stop], self.num_bits, self.is_straddling, half)
         scale = rows_of(tensors["weight_scale"], start, stop)
         zero = self.zero_points(tensors, start, stop)
         if self.has_g_idx:

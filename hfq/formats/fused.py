@@ -2,6 +2,7 @@
 
     experts.gate_up_proj_blocks [experts, …]            gpt-oss: `experts.<e>.gate_up_proj` with `blocks`, `scales`, `bias`
     experts.gate_up_proj.weight [experts, out, in], …   any dialect:  `experts.<e>.gate_up_proj` with `weight`, …
+    switch_mlp.gate_proj.weight [experts, out, in], …   MLX: `experts.<e>.gate_proj` with `weight`, …
     input_linear.weight, output_linear.weight           GraniteMoe: `experts.<e>.gate_up_proj`, `experts.<e>.down_proj`
     experts.gate_up_proj [experts, in, out], and experts.gate_up_proj_weight_scale, …
                                                         ModelOpt: `experts.<e>.gate_up_proj` with `transposed`, `weight_scale`, …
@@ -24,11 +25,11 @@ TRANSPOSED = "transposed"
 """The codes of one of ModelOpt's experts, inputs before outputs: the stored tensor has no name beside the layer's own."""
 
 _GPT_OSS = re.compile(r"^(.*)\.(\w+_proj)_(blocks|scales|bias)$")
-_FUSED = re.compile(r"^(.*?)\.?(experts\.\w+_proj|input_linear|output_linear)\.(\w+)$")
+_FUSED = re.compile(r"^(.*?)\.?((?:experts|switch_mlp)\.\w+_proj|input_linear|output_linear)\.(\w+)$")
 _GRANITE = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 _MODELOPT = re.compile(r"^(.*)\.(gate_up_proj|down_proj)(?:_(weight_scale|weight_scale_2|input_scale|bias))?$")
 _CODES = ("weight_packed", "weight")
-_PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
+_PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32")
 _MOST_EXPERTS = 4096
 
 
@@ -86,10 +87,8 @@ def _target(name: str, tensors: Mapping[str, TensorInfo]) -> _Slices | None:
     codes = _codes_of([f"{stem}.{local}" for local in _CODES], tensors)
     if codes is None or codes.shape[:1] != leading:
         return None
-    if found[2] in _GRANITE:
-        return _Slices(f"{found[1]}.experts".removeprefix("."), _GRANITE[found[2]], found[3], count)
-    parent, _, projection = found[2].rpartition(".")
-    return _Slices(f"{found[1]}.{parent}".removeprefix("."), projection, found[3], count)
+    projection = _GRANITE.get(found[2]) or found[2].rpartition(".")[2]
+    return _Slices(f"{found[1]}.experts".removeprefix("."), projection, found[3], count)
 
 
 def _codes_of(names: Iterable[str], tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:

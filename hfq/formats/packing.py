@@ -85,23 +85,24 @@ def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     return _signed((padded.unflatten(0, (-1, share)) << shifts[None, :, None]).sum(1))
 
 
-def unpack_rows(panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool) -> None:
-    """Writes the codes of rows, less half of their range, as floats.
+def unpack_rows(panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool, offset: int) -> None:
+    """Writes the codes of rows, less an offset, as floats.
 
     Args:
         panel: float32 [rows, count], contiguous; overwritten.
         words: int32 [rows, W], as `unpack_stream` takes them, or else `unpack_words`, along dim 1.
         num_bits: 1 to 8.
         is_straddling: Whether codes straddle words.
+        offset: What is taken from each code.
     """
-    half, count = 1 << (num_bits - 1), panel.shape[1]
+    count = panel.shape[1]
     if num_bits == 4:
-        look_up_nibbles(panel, words, torch.arange(-8.0, 8.0, device=panel.device))
+        look_up_nibbles(panel, words, torch.arange(16.0, device=panel.device) - offset)
     elif num_bits == 8:
-        panel.copy_(words.view(torch.uint8)[:, :count]).sub_(half)
+        panel.copy_(words.view(torch.uint8)[:, :count]).sub_(offset)
     else:
         unpack = unpack_stream if is_straddling else unpack_words
-        torch.sub(unpack(words.t(), num_bits, count).t(), half, out=panel)
+        torch.sub(unpack(words.t(), num_bits, count).t(), offset, out=panel)
 
 
 def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:

@@ -92,7 +92,13 @@ def is_declared(checkpoint: Checkpoint) -> bool:
 
 def _declared(checkpoint: Checkpoint) -> object:
     texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
-    return next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)
+    found = next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)
+    own = checkpoint.config.get(
+        "quantization"
+    )  # mlx-lm's, which has a copy as quantization_config; neither has a quant_method
+    if isinstance(own, Mapping) and "bits" in own and found in (None, own):
+        return {"quant_method": "mlx", **own}
+    return found
 
 
 def check_floats(checkpoint: Checkpoint, outcome: str) -> None:

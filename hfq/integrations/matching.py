@@ -14,22 +14,14 @@ from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.source import detection_hints, halves_experts
 from hfq.integrations.names import Names, owner_of
-from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, Slot, expert_of, find_experts, half_of, slot_of
+from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, PackedMatch, Slot, expert_of, find_experts, half_of, slot_of
+from hfq.integrations.ties import shared_heads
 from hfq.spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]
 
 _CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$")
 _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
-
-
-@dataclass(frozen=True)
-class PackedMatch:
-    """One layer that the checkpoint holds packed."""
-
-    slot: Slot
-    format: Format
-    infos: dict[str, TensorInfo]
 
 
 @dataclass
@@ -92,6 +84,7 @@ def match_model(
     match = matcher.match
     matcher.find_missing_layers()
     matcher.find_doubles()
+    match.packed |= shared_heads(model, match.packed)
     _check_ties(match, model)
     _find_missing(match, model, matcher.parameters, checkpoint.config.get("architectures"))
     if match.problems:

@@ -12,11 +12,15 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hfq.formats import Format
+from hfq.spec import TensorInfo
+
 __all__ = [
     "HALVES",
     "PROJECTIONS",
     "WEIGHT",
     "FusedExperts",
+    "PackedMatch",
     "Slot",
     "expert_of",
     "find_experts",
@@ -65,6 +69,15 @@ class Slot:
     in_features: int
     out_features: int
     has_bias: bool
+
+
+@dataclass(frozen=True)
+class PackedMatch:
+    """One layer that the checkpoint holds packed."""
+
+    slot: Slot
+    format: Format
+    infos: dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
+from hfq.formats.mlx import Mlx
+from hfq.formats.mlx_float import MlxFloat
 from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
 from hfq.formats.modelopt_experts import ModeloptExpert
 from hfq.formats.mxfp4 import Mxfp4
@@ -49,6 +51,7 @@ def gptq(id: str, zero_reading: str, config: dict, **options) -> Case:
 V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 PLANAR = {"quant_method": "gptq", "checkpoint_format": "gptq_p"}
 AUTOGPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}
 
@@ -196,6 +199,13 @@ CASES = [
     Case("quanto-qfloat8", QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS), None, kind="qfloat8"),
     Case("quanto-qint4", QuantoBits(num_bits=4, group_size=64, others=SCALARS), None, kind="qint4"),
     Case("quanto-qint2", QuantoBits(num_bits=2, group_size=32, others=SCALARS), None, kind="qint2"),
+    Case("mlx-4bit", Mlx(), MLX),
+    Case("mlx-3bit-metal", Mlx(num_bits=3, group_size=32, biases_name="qbiases"), {"quant_method": "metal", "bits": 3}),
+    Case("mlx-6bit", Mlx(num_bits=6, group_size=32), None),
+    Case("mlx-8bit", Mlx(num_bits=8, group_size=128), None),
+    Case("mlx-mxfp4", MlxFloat(), MLX | {"group_size": 32, "mode": "mxfp4"}),
+    Case("mlx-mxfp8", MlxFloat(mode="mxfp8"), MLX | {"group_size": 32, "bits": 8, "mode": "mxfp8"}),
+    Case("mlx-nvfp4", MlxFloat(mode="nvfp4"), MLX | {"group_size": 16, "mode": "nvfp4"}),
     Case("hqq-8bit", Hqq(num_bits=8, group_size=64), None),
     Case("hqq-4bit", Hqq(num_bits=4, group_size=64), None),
     Case("hqq-4bit-axis0", Hqq(num_bits=4, group_size=64, axis=0), None),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes other projects' environments and checkpoints, and loads every one of them with hfq: one table (`make interop`).
 # Usage: tests/interop/run.sh [MAKER ...], of gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt
-# autoround; all by default. Environments and checkpoints are kept in .interop.
+# autoround mlx; all by default. Environments and checkpoints are kept in .interop.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -28,7 +28,7 @@ environment() {  # environment NAME: created from its requirements once
 
 mkdir -p "$MADE"
 for maker in "${@:-}"; do
-    [ -n "$maker" ] || set -- gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt autoround
+    [ -n "$maker" ] || set -- gptqmodel llmcompressor autoawq bitsandbytes torchao quanto hqq transformers modelopt autoround mlx
 done
 for maker in "$@"; do
     case $maker in

@@ -7,6 +7,7 @@ in each environment in turn, with the peers that it has:
     python make_more_goldens.py bitsandbytes torchao quanto hqq transformers
     python make_more_goldens.py modelopt
     python make_more_goldens.py autoround
+    python make_more_goldens.py mlx
 """
 
 import argparse
@@ -101,9 +102,17 @@ def transformers(m) -> dict[str, tuple]:
     }
 
 
+def mlx(m) -> dict[str, tuple]:
+    return {
+        "4bit-g64": (m.make(sizes=TINY), QUERY),
+        "3bit-g32": (m.make(3, group=32, sizes=TINY), QUERY),
+        **{mode: (m.make(bits, mode, sizes=TINY), QUERY) for mode, bits in (("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4))},
+    }
+
+
 PEERS: dict[str, Callable] = {
     "bitsandbytes": bitsandbytes, "torchao": torchao, "quanto": quanto, "hqq": hqq, "modelopt": modelopt, "autoround": autoround,
-    "transformers": transformers,
+    "transformers": transformers, "mlx": mlx,
 }  # fmt: skip
 PACKAGES = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "autoround": "auto-round"}
 
@@ -138,6 +147,7 @@ def compact(value) -> str:
 def description(folder: Path, module: str, peer: str) -> dict[str, str]:
     """What the file says beside its tensors: the config, and a peer's own schema of the module."""
     config = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    config = {"quant_method": "mlx", **config} if peer == "mlx" else config  # as hfq reads it where mlx-lm names none
     found = {"quantization_config": compact(config), "rows": "every fourth"}
     found["peer"] = f"{PACKAGES.get(peer, peer)} {version(PACKAGES.get(peer, peer))}"
     if (folder / "quanto_qmap.json").exists():
