@@ -19,6 +19,7 @@ from hfq.formats.dense import Dense
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
+from hfq.formats.mlx import Mlx
 from hfq.formats.modelopt_experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
 
@@ -246,6 +247,7 @@ MODELOPT_FP8 = ModeloptExpert(Fp8(strategy="tensor", scale_shape=(), input_scale
 MODELOPT_NVFP4 = ModeloptExpert(Nvfp4(stored_codes_name="weight", global_shape=(), others=(("input_scale", "F32", ()),)))
 MODELOPT_CONFIG = {"quant_method": "modelopt"}
 OLD_MIXTRAL = {".mlp.": ".block_sparse_moe."}
+MLX_NAMES = ("gate_proj.*", "up_proj.*", "down_proj.*")
 GRANITE = {".router.weight": ".router.layer.weight"}
 SCHEMES = [
     Scheme("mixtral w1 w2 w3, gptq", "mixtral", GPTQ, GPTQ_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2")),
@@ -266,6 +268,7 @@ SCHEMES = [
     Scheme("llama 4 of ModelOpt, fp8", "llama4", MODELOPT_FP8, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
     Scheme("llama 4 of ModelOpt, nvfp4", "llama4", MODELOPT_NVFP4, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
     Scheme("gpt-oss in gptqmodel's halves, gptq", "gpt-oss", GPTQ, GPTQMODEL_CONFIG),
+    Scheme("qwen3 of mlx", "qwen3", Mlx(4, 32), {"quant_method": "mlx"}, {".experts": ".switch_mlp"}, MLX_NAMES),
     Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
 ]
 PLACEMENTS = {

@@ -1,0 +1,74 @@
+"""A head that is tied to an embedding which is stored packed, as mlx-lm writes them: one pair of modules, one set of bytes."""
+
+import json
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hfq import FormatError, HfqConfig
+from hfq.formats.mlx import Mlx
+
+QUANTIZATION = {"group_size": 64, "bits": 4, "mode": "affine"}
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+IDS = torch.tensor([[1, 40, 77, 9]])
+
+
+def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
+    """As mlx-lm: no quant_method, and `quantization` in config.json."""
+    tensors = tiny_models.packed_tensors(Mlx())
+    weight = tensors.pop("model.embed_tokens.weight").float()
+    del tensors["lm_head.weight"]
+    for number, module in enumerate(stored):
+        tensors |= {f"{module}.{local}": tensor for local, tensor in Mlx().quantize(weight + number).items()}
+    path = tiny_models.write_model(folder, tensors, None)
+    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": is_tied, "quantization": quantization}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return path
+
+
+def load(path, device_map=None):
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(), dtype=torch.float32, device_map=device_map
+    )
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("stored", [EMBEDDING, HEAD])
+def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
+    path = write(tmp_path / "tied", [stored])
+    untied = write(tmp_path / "untied", [EMBEDDING, HEAD], is_tied=False)
+    copy = {
+        f"{HEAD}.{key}": tiny_models.stored_tensors(untied)[f"{EMBEDDING}.{key}"] for key in ("weight", "scales", "biases")
+    }
+    tensors = tiny_models.stored_tensors(untied) | copy
+    tiny_models.write_model(untied, tensors, {"quant_method": "mlx", **QUANTIZATION})
+    expected = logits(load(untied))
+    for device_map in (None, {"": "cpu", EMBEDDING: "disk"}, {"": "disk"}):
+        model = load(path, device_map)
+        assert torch.equal(logits(model), expected)
+        model.tie_weights()  # as transformers does again on its own account
+        assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "saved")
+    saved, source = (tiny_models.digests(folder) for folder in (tmp_path / "saved", path))
+    assert saved.keys() == source.keys()
+    assert all(saved[name] == source[name] for name in source if "norm" not in name)  # norms are in float32 now
+    assert torch.equal(logits(load(tmp_path / "saved")), expected)
+
+
+def test_both_stored_under_a_config_that_ties_them_are_refused(tmp_path):
+    with pytest.raises(FormatError, match="set tie_word_embeddings to false"):
+        load(write(tmp_path, [EMBEDDING, HEAD]))
+
+
+def test_where_the_configs_two_copies_differ_quantization_config_counts(tmp_path):
+    path = write(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "metal", "bits": 3}}))
+    with pytest.raises(FormatError, match="contradict the config"):
+        load(path)
