@@ -12,6 +12,7 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.formats.mlx_float import MlxFloat
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels.held import HeldTensors
@@ -118,6 +119,7 @@ def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
         return nibbles.fp4
     describers: dict[type, Callable[..., NativeLayer]] = {
         Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
+        MlxFloat: nibbles.mlx_float,
     }  # fmt: skip
     return describers.get(type(weight_format))
 

@@ -1,4 +1,4 @@
-"""Layers of rows of 4-bit codes: MXFP4, NVFP4, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
+"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX's of both, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp4 import E2M1, PackedFp4
 from hfq.formats.gpt_oss import GptOssMxfp4
+from hfq.formats.mlx_float import MlxFloat
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.native.structure import (
     ADDED,
     BYTES,
     DTYPES,
+    E4M3,
+    E4M3_SCALED,
     GROUP_WORDS,
     NESTED,
     NIBBLES,
@@ -28,7 +31,7 @@ from hfq.kernels.native.structure import (
     NativeLayer,
 )
 
-__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "is_fp4", "pack_quantized"]
+__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "is_fp4", "mlx_float", "pack_quantized"]
 
 _CODES = tuple(float(code) for code in range(16))
 _OFFSET = tuple(float(code - 8) for code in range(16))
@@ -63,6 +66,21 @@ def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_featu
         scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], scale_dtype=SCALES[scale.dtype], shared=shared,
         divides=divides, values=ctypes.addressof(_VALUES[weight_format.values]), integers=ctypes.addressof(integers), unit=unit,
         offset=offset,
+    )  # fmt: skip
+
+
+def mlx_float(
+    weight_format: MlxFloat, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
+    """MLX's mxfp4 and nvfp4, and mxfp8, whose codes are bytes."""
+    scales, is_fp8 = tensors["scales"], weight_format.num_bits == 8
+    integers, unit, offset = _INTEGERS[E2M1]
+    return NativeLayer(
+        codes=tensors["weight"].data_ptr(), row_nbytes=in_features * weight_format.num_bits // 8, scales=scales.data_ptr(),
+        in_features=in_features, out_features=out_features, kind=E4M3 if is_fp8 else NIBBLES, bits=weight_format.num_bits,
+        block_out=1, block_in=weight_format.group_size, scale_stride=scales.shape[1], scale_step=1, groups=scales.shape[1],
+        scale_dtype=E4M3_SCALED if weight_format.mode == "nvfp4" else SCALES[scales.dtype], shared=1.0,
+        values=ctypes.addressof(_VALUES[E2M1]), integers=ctypes.addressof(integers), unit=unit, offset=offset,
     )  # fmt: skip
 
 
