@@ -169,7 +169,7 @@ HFQ_INLINE int64_t scale_place(const Layer &layer, int64_t n, int64_t group) {
     return n / layer.block_out * layer.scale_stride + group * layer.scale_step;
 }
 
-// What is taken off, or for QUADS added to, the codes of a row's group.
+// What is taken off the codes of a row's group, or ADDED to their products with its scale.
 HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
     switch (layer.row_zeros) {
         case GROUP_WORDS: return (float)(load32(layer.zeros + 4 * (n * layer.zero_words + group / 8)) >> group % 8 * 4 & 15);
@@ -1241,18 +1241,24 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
     vu words = (vu){} + load32(p), shifts;
-#if HFQ_PASS == 2
-    uint32_t second = load32(p + 4);
-    for (int i = 8; i < W; i++) words[i] = second;
-#endif
     for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
+#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)  // lane by lane, compilers take ten times as long
+    const __m512i second = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    words = (vu)_mm512_permutexvar_epi32(second, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)p)));
+#elif HFQ_PASS == 2
+    for (int i = 8; i < W; i++) words[i] = load32(p + 4);
+#endif
     return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
 // Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next place.
 static HFQ_INLINE vf decode_quads(const char *p, int place) {
     vu words;
-#if HFQ_PASS == 2
+#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+    const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+    const __m256i eight = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    words = (vu)_mm512_broadcast_i64x4(eight) >> ((vu)places + (uint32_t)(4 * place));
+#elif HFQ_PASS == 2
     uint16_t narrow[8];
     __builtin_memcpy(narrow, p, 16);
     for (int i = 0; i < W; i++) words[i] = (uint32_t)narrow[i % 8] >> 4 * (place + i / 8);
@@ -1335,7 +1341,7 @@ static bool has_nan(const char *codes, int64_t count) {
 
 // A weight, or W of them, as the reference computes it.
 template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V value, V scale, V zero) {
-    if (KIND == QUADS) return value * scale + zero;
+    if (KIND == QUADS || (KIND == NIBBLES && layer.row_zeros == ADDED)) return value * scale + zero;
     if (KIND == INT8) return (value - zero) * scale * layer.shared;
     if (KIND == NIBBLES) return (value - zero) * scale;
     return layer.divides ? value / scale : value * scale;
@@ -1403,15 +1409,17 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     const char *row = codes_of<KIND>(layer, n);
     int64_t size = layer.in_features, first = scale_place(layer, n, 0);
     const char *scales = layer.scales + 4 * first;  // of float32, one after the other
+    const bool adds = KIND == NIBBLES && layer.row_zeros == ADDED;
     vf total = all(0.0f);
     vub worst = {};
     for (int64_t at = 0, stop, segment = 0; at < size; at = stop, segment++) {
         stop = least(size, at + layer.block_in);
-        vf sum[4] = {}, zero = all(KIND == E4M3 || KIND == E5M2 ? 0.0f : row_zero(layer, n, segment));
+        vf sum[4] = {}, plain = all(0.0f), zero = all(KIND == E4M3 || KIND == E5M2 || adds ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
         for (; i + 4 * W <= stop; i += 4 * W) {
             __builtin_prefetch(codes_at<KIND>(row, i) + AHEAD);
             dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
+            if (adds) plain += (load<vf>(x + i) + load<vf>(x + i + W)) + (load<vf>(x + i + 2 * W) + load<vf>(x + i + 3 * W));
         }
         if (i < stop) {
             char rest[4 * W];
@@ -1419,10 +1427,12 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memset(part, 0, sizeof(part));
             __builtin_memcpy(rest, codes_at<KIND>(row, i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
             dot_codes<KIND>(rest, 0, codes, zero, part, sum, worst);
+            for (int64_t j = 0; adds && j < 4 * W; j += W) plain += load<vf>(part + j);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         float scale = layer.scale_dtype == F32 ? as_float(load32(scales + 4 * segment)) : scale_at(layer, first + segment * layer.scale_step);
         bool divides = KIND <= E5M2 && layer.divides;
+        if (adds) total = fma(plain, all(row_zero(layer, n, segment)), total);
         total = divides ? total + piece / scale : fma(piece, all(scale), total);
     }
     uint8_t magnitudes[32], found = 0;

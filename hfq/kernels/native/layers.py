@@ -12,6 +12,7 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from hfq.formats.mlx import Mlx
 from hfq.formats.mlx_float import MlxFloat
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.scaled import ScaledCodes
@@ -33,6 +34,8 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
         return f"it does not read {weight_format.name}"
     if isinstance(weight_format, PackQuantized):
         return nibbles.against_pack_quantized(weight_format, in_features)
+    if isinstance(weight_format, Mlx) and weight_format.num_bits != 4:
+        return "of mlx's affine codes it reads those of 4 bits"
     if isinstance(weight_format, Bnb4Bit):
         return nibbles.against_bnb(weight_format, in_features)
     if isinstance(weight_format, ScaledCodes) and weight_format.has_columns:
@@ -119,7 +122,7 @@ def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
         return nibbles.fp4
     describers: dict[type, Callable[..., NativeLayer]] = {
         Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
-        MlxFloat: nibbles.mlx_float,
+        Mlx: nibbles.mlx_affine, MlxFloat: nibbles.mlx_float,
     }  # fmt: skip
     return describers.get(type(weight_format))
 

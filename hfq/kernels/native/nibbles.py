@@ -1,4 +1,4 @@
-"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX's of both, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
+"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp4 import E2M1, PackedFp4
 from hfq.formats.gpt_oss import GptOssMxfp4
+from hfq.formats.mlx import Mlx
 from hfq.formats.mlx_float import MlxFloat
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
@@ -31,7 +32,17 @@ from hfq.kernels.native.structure import (
     NativeLayer,
 )
 
-__all__ = ["against_bnb", "against_pack_quantized", "awq_rows", "bnb", "fp4", "is_fp4", "mlx_float", "pack_quantized"]
+__all__ = [
+    "against_bnb",
+    "against_pack_quantized",
+    "awq_rows",
+    "bnb",
+    "fp4",
+    "is_fp4",
+    "mlx_affine",
+    "mlx_float",
+    "pack_quantized",
+]
 
 _CODES = tuple(float(code) for code in range(16))
 _OFFSET = tuple(float(code - 8) for code in range(16))
@@ -66,6 +77,17 @@ def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_featu
         scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], scale_dtype=SCALES[scale.dtype], shared=shared,
         divides=divides, values=ctypes.addressof(_VALUES[weight_format.values]), integers=ctypes.addressof(integers), unit=unit,
         offset=offset,
+    )  # fmt: skip
+
+
+def mlx_affine(weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    """MLX's affine codes of four bits, to whose products with a scale a float is added."""
+    codes, scales, biases = tensors["weight"], tensors["scales"], tensors[weight_format.biases_name]
+    return NativeLayer(
+        codes=codes.data_ptr(), row_nbytes=codes.shape[1] * 4, scales=scales.data_ptr(), zeros=biases.data_ptr(),
+        in_features=in_features, out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=weight_format.group_size,
+        scale_stride=scales.shape[1], scale_step=1, groups=scales.shape[1], scale_dtype=SCALES[scales.dtype], row_zeros=ADDED,
+        zero_dtype=DTYPES[biases.dtype], values=ctypes.addressof(_VALUES[_CODES]),
     )  # fmt: skip
 
 
