@@ -31,6 +31,8 @@ class Names:
         self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS, *_predicting_layers(model)}
+        if not any("lm_head" in name for name in self._tensors):
+            ignored.add(r"(^|\.)lm_head\.")  # of the class with a head, wherever that keeps it
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:

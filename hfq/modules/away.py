@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree
 
 from hfq.errors import PlacementError
 
@@ -20,13 +21,20 @@ _COMPUTES = {
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }  # fmt: skip
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+_WITHOUT_VALUES = {
+    torch.Tensor.detach, torch.Tensor.data.__get__, torch.Tensor.requires_grad_, torch.Tensor.copy_, torch.empty_like,  # type: ignore[attr-defined]
+    torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like, torch.Tensor.new_empty,
+    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.new_tensor,
+}  # fmt: skip
+"""What takes no values from a weight, or is what a state dict, a copy or an initialisation does with it."""
 
 
 class AwayParameter(nn.Parameter):
     """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it computes.
 
-    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise. Moving it to
-    where it computes leaves it as it is: Trainer and Accelerate move every model.
+    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise, as does all that
+    takes it, or what was made of it, together with values. Moving it to where it computes leaves it as it is: Trainer and Accelerate
+    move every model.
 
     Attributes:
         name: Its name, for messages.
@@ -43,17 +51,58 @@ class AwayParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _COMPUTES:
-            raise PlacementError(
-                f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own module alone, "
-                "while that computes.",
-                expected="a call of the module that owns the weight", found="its weight, read by other code",
-                fix="give this module a home in memory in device_map, or call the module",
-            )  # fmt: skip
-        if func in _MOVES and args[0].brought_to is not None:
+        if func in _MOVES and isinstance(args[0], cls) and args[0].brought_to is not None:
             return _moved(args[0], func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return _guarded(func, args, kwargs or {})
+
+
+class AwayValues(torch.Tensor):
+    """What was made of an `AwayParameter`, on meta: a view, a transpose, a sum. Computing with it is an error, too."""
+
+    name: str = "A parameter"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _guarded(func, args, kwargs or {})
+
+
+def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls what cannot give made-up values; what comes of it on meta is guarded in turn.
+
+    Raises:
+        PlacementError: The function computes with the weight.
+    """
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    away = next(leaf for leaf in tensors if isinstance(leaf, (AwayParameter, AwayValues)))
+    is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__", "__deepcopy__")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_moved = func in _MOVES and isinstance(args[0], AwayValues)
+        if func in _COMPUTES or is_moved or (not is_plain and any(not leaf.is_meta for leaf in tensors)):
+            raise _not_here(func, away.name)
+        result = func(*args, **kwargs)
+        made_up = any(isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in _pytree.tree_leaves(result))
+        if made_up and not is_plain:
+            raise _not_here(func, away.name)
+        return result if is_plain or func in _MOVES else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
+
+
+def _guard(leaf: Any, name: str) -> Any:
+    if type(leaf) is not torch.Tensor or not leaf.is_meta:
+        return leaf
+    values = leaf.as_subclass(AwayValues)
+    values.name = name
+    return values
+
+
+def _not_here(func: Any, name: str) -> PlacementError:
+    module = name.rpartition(".")[0]
+    return PlacementError(
+        f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own module alone, "
+        "while that computes.",
+        tensor=name if module else None, expected="a call of the module that owns the weight",
+        found="its weight, read by other code",
+        fix="give this module a home in memory in device_map" + (f' ({{"{module}": "cpu"}})' if module else "") + ", or call it",
+    )  # fmt: skip
 
 
 def check_stays(name: str, device: torch.device, asked: torch.device) -> None:

@@ -1,0 +1,66 @@
+"""A weight on disk takes part in nothing but its own module's computation: what torch would make up values for raises."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hfq.errors import PlacementError
+from hfq.modules.away import AwayParameter
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def away(*shape):
+    parameter = AwayParameter(torch.empty(*shape, device="meta"), requires_grad=False)
+    parameter.name, parameter.brought_to = NAME, torch.device("cpu")
+    return parameter
+
+
+def attention():
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    layer.out_proj.weight = away(8, 8)
+    return layer(X, X, X)
+
+
+COMPUTATIONS = {
+    "attention": attention,
+    "linear": lambda: F.linear(X, away(8, 8)),
+    "convolution": lambda: F.conv_transpose1d(X, away(3, 3, 2)),
+    "norm": lambda: F.group_norm(X, 1, away(3)),
+    "bilinear": lambda: F.bilinear(X, X, away(4, 8, 8)),
+    "bags": lambda: F.embedding_bag(torch.tensor([[1]]), away(8, 8)),
+    "mv": lambda: torch.mv(away(8, 8), torch.ones(8)),
+    "cat": lambda: torch.cat([away(2, 3, 8), X]),
+    "where": lambda: torch.where(X > 0, X, away(1)),
+    "in place": lambda: X.clone().add_(away(8)),
+    "division": lambda: X / away(8),
+    "a number less it": lambda: 1 - away(8),
+    "rows of it": lambda: torch.index_select(away(8, 8), 0, torch.tensor([1])),
+    "a function of it": lambda: X * away(8).exp(),
+    "a view of it": lambda: X + away(8).view(1, 1, 8),
+    "a part of it": lambda: F.linear(X, away(16, 8).chunk(2)[0]),
+    "its transpose, made by reshaping": lambda: X @ away(8, 8).reshape(8, 8),
+    "it, normalized": lambda: F.linear(X, F.normalize(away(8, 8))),
+    "it, in another dtype and flat": lambda: X.flatten()[:64] * away(8, 8).flatten().double(),
+    "a view, moved": lambda: away(8, 8).view(64).to("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_computing_with_it_or_with_what_was_made_of_it_is_refused(name):
+    with pytest.raises(PlacementError, match=r"(?s)not in memory.*\{\"model\.layers\.0\.mlp\.up_proj\": \"cpu\"\}") as caught:
+        COMPUTATIONS[name]()
+    assert caught.value.tensor == NAME
+
+
+def test_what_asks_for_no_values_is_answered():
+    weight = away(4, 8)
+    assert (weight.shape, weight.dtype, weight.dim(), weight.numel()) == ((4, 8), torch.float32, 2, 32)
+    assert weight.is_meta
+    assert weight.device == torch.device("cpu")
+    assert weight.detach().is_meta
+    assert torch.zeros_like(weight, device="cpu").shape == (4, 8)
+    assert weight.new_zeros(2, device="cpu").tolist() == [0, 0]
+    assert weight.to("cpu") is weight
+    assert weight.view(32).shape == (32,)
