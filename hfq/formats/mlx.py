@@ -26,14 +26,31 @@ from hfq.formats.packing import pack_stream, unpack_rows
 from hfq.formats.values import check_finite
 from hfq.spec import TensorInfo, TensorSpec
 
-__all__ = ["Mlx", "layer_options"]
+__all__ = ["Mlx", "MlxWords", "layer_options"]
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 
 
+class MlxWords(Format):
+    """What MLX's modes have in common: the codes of a row in words, one after the other."""
+
+    @property
+    def codes_name(self) -> str:
+        return "weight"
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        out_features, words = tensors["weight"].shape
+        return out_features, words * 32 // self.bits_per_code
+
+    def _specs(self, in_features: int, out_features: int, *scales: TensorSpec) -> tuple[TensorSpec, ...]:
+        words = in_features * self.bits_per_code // 32
+        bias = TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True)
+        return TensorSpec("weight", ("U32",), (out_features, words), "codes"), *scales, bias
+
+
 @dataclass(frozen=True)
-class Mlx(Format):
+class Mlx(MlxWords):
     """Affine codes with the parameters of one module; see the file's docstring.
 
     Attributes:
@@ -85,20 +102,9 @@ class Mlx(Format):
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MLX")
-        return (
-            TensorSpec("weight", ("U32",), (out_features, in_features * self.num_bits // 32), "codes"),
-            TensorSpec("scales", FLOATS, (out_features, in_features // self.group_size), "scale"),
-            TensorSpec(self.biases_name, FLOATS, (out_features, in_features // self.group_size), "zero_point"),
-            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
-        )
-
-    @property
-    def codes_name(self) -> str:
-        return "weight"
-
-    def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        out_features, words = tensors["weight"].shape
-        return out_features, words * 32 // self.num_bits
+        size = out_features, in_features // self.group_size
+        scales, biases = TensorSpec("scales", FLOATS, size, "scale"), TensorSpec(self.biases_name, FLOATS, size, "zero_point")
+        return self._specs(in_features, out_features, scales, biases)
 
     def describe(self) -> str:
         return f"mlx int{self.num_bits or '?'} g{self.group_size or '?'}"

@@ -93,9 +93,7 @@ def is_declared(checkpoint: Checkpoint) -> bool:
 def _declared(checkpoint: Checkpoint) -> object:
     texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
     found = next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)
-    own = checkpoint.config.get(
-        "quantization"
-    )  # mlx-lm's, which has a copy as quantization_config; neither has a quant_method
+    own = checkpoint.config.get("quantization")  # mlx-lm's; quantization_config is a copy of it, and neither names a method
     if isinstance(own, Mapping) and "bits" in own and found in (None, own):
         return {"quant_method": "mlx", **own}
     return found

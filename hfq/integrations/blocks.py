@@ -55,9 +55,8 @@ def _collect(
     dense: Mapping[str, list[DenseParameter]],
 ) -> Iterable[Block]:
     children = list(module.named_children())
-    if (
-        type(module).__name__ in whole or not children or isinstance(module, nn.MultiheadAttention)
-    ):  # it takes a child's weight
+    takes_weights = isinstance(module, nn.MultiheadAttention)  # of its child, which it never calls
+    if type(module).__name__ in whole or not children or takes_weights:
         linears = tuple(linear for key, linear in packed.items() if _is_within(key, name))
         slots = tuple(slot for key, slots in dense.items() if _is_within(key, name) for slot in slots)
         if linears or slots:

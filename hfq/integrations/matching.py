@@ -84,7 +84,7 @@ def match_model(
     match = matcher.match
     matcher.find_missing_layers()
     matcher.find_doubles()
-    match.packed |= shared_heads(model, match.packed)
+    match.packed |= shared_heads(model, match.packed, match.dense)
     _check_ties(match, model)
     _find_missing(match, model, matcher.parameters, checkpoint.config.get("architectures"))
     if match.problems:

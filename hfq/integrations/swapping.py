@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import nn
@@ -60,8 +59,10 @@ def swap_packed(
     for name in match.halved:
         owner = model.get_submodule(name.rpartition(".")[0])
         halves = {local: packed[f"{name}.{local}"] for local in halves_of(owner)}
-        joined = JoinedLinear(halves).train(model.get_submodule(name).training)  # type: ignore[arg-type]
+        replaced = model.get_submodule(name)
+        joined = JoinedLinear(halves).train(replaced.training)  # type: ignore[arg-type]
         setattr(owner, name.rpartition(".")[2], joined)
+        _stand_for(replaced, joined)
     for name, experts in match.experts.items():
         layers = [
             {
@@ -82,7 +83,7 @@ def swap_packed(
 def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
     """Makes a module that was replaced call its successor: model code may hold it in a list of its own, as Mask2Former's does."""
     replaced._parameters.clear()
-    replaced.__dict__["forward"] = partial(type(module).__call__, module)
+    replaced.__dict__["forward"] = module.__call__
 
 
 def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:

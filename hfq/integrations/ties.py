@@ -12,7 +12,9 @@ from hfq.integrations.slots import PackedMatch, slot_of
 __all__ = ["shared_heads"]
 
 
-def shared_heads(model: PreTrainedModel, packed: Mapping[str, PackedMatch]) -> dict[str, PackedMatch]:
+def shared_heads(
+    model: PreTrainedModel, packed: Mapping[str, PackedMatch], dense: Mapping[str, object]
+) -> dict[str, PackedMatch]:
     """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is left to share.
 
     A multiplication with the head reads the rows that a lookup takes: what is stored once is saved once.
@@ -20,6 +22,7 @@ def shared_heads(model: PreTrainedModel, packed: Mapping[str, PackedMatch]) -> d
     Args:
         model: The skeleton, before any module was replaced; forgets these ties.
         packed: What is stored packed, by name in the model.
+        dense: What is stored as it is, by name in the model; a head among it stays the contradiction that it is.
 
     Returns:
         The layers by name, each of the tensors of the one that it is tied to.
@@ -28,7 +31,7 @@ def shared_heads(model: PreTrainedModel, packed: Mapping[str, PackedMatch]) -> d
     for pair in list(model.all_tied_weights_keys.items()):
         target, source = (name.removesuffix(".weight") for name in pair)
         missing, stored = (source, target) if target in packed else (target, source)
-        if stored not in packed or missing in packed:
+        if stored not in packed or missing in packed or f"{missing}.weight" in dense:
             continue
         slot, match = slot_of(missing, model.get_submodule(missing)), packed[stored]
         if (

@@ -22,11 +22,12 @@ _COMPUTES = {
 }  # fmt: skip
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _WITHOUT_VALUES = {
-    torch.Tensor.detach, torch.Tensor.data.__get__, torch.Tensor.requires_grad_, torch.Tensor.copy_, torch.empty_like,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__,  # type: ignore[union-attr]
+    torch.Tensor.requires_grad_, torch.Tensor.copy_, torch.empty_like,
     torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like, torch.Tensor.new_empty,
     torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.new_tensor,
 }  # fmt: skip
-"""What takes no values from a weight, or is what a state dict, a copy or an initialisation does with it."""
+"""What takes no values from a weight, or is what an initialisation does with it."""
 
 
 class AwayParameter(nn.Parameter):
@@ -74,7 +75,7 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     away = next(leaf for leaf in tensors if isinstance(leaf, (AwayParameter, AwayValues)))
-    is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__", "__deepcopy__")
+    is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("__set__", "__delete__", "__deepcopy__")
     with torch._C.DisableTorchFunctionSubclass():
         is_moved = func in _MOVES and isinstance(args[0], AwayValues)
         if func in _COMPUTES or is_moved or (not is_plain and any(not leaf.is_meta for leaf in tensors)):
@@ -83,7 +84,8 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
         made_up = any(isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in _pytree.tree_leaves(result))
         if made_up and not is_plain:
             raise _not_here(func, away.name)
-        return result if is_plain or func in _MOVES else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
+        is_kept = is_plain or func in _MOVES or isinstance(result, torch.Size)  # which a tree would make a tuple of
+        return result if is_kept else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
 
 
 def _guard(leaf: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFloat
+from hfq.formats.mlx_float import MlxFp4, MlxFp8
 from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
 from hfq.formats.modelopt_experts import ModeloptExpert
 from hfq.formats.mxfp4 import Mxfp4
@@ -203,9 +203,9 @@ CASES = [
     Case("mlx-3bit-metal", Mlx(num_bits=3, group_size=32, biases_name="qbiases"), {"quant_method": "metal", "bits": 3}),
     Case("mlx-6bit", Mlx(num_bits=6, group_size=32), None),
     Case("mlx-8bit", Mlx(num_bits=8, group_size=128), None),
-    Case("mlx-mxfp4", MlxFloat(), MLX | {"group_size": 32, "mode": "mxfp4"}),
-    Case("mlx-mxfp8", MlxFloat(mode="mxfp8"), MLX | {"group_size": 32, "bits": 8, "mode": "mxfp8"}),
-    Case("mlx-nvfp4", MlxFloat(mode="nvfp4"), MLX | {"group_size": 16, "mode": "nvfp4"}),
+    Case("mlx-mxfp4", MlxFp4(), MLX | {"group_size": 32, "mode": "mxfp4"}),
+    Case("mlx-mxfp8", MlxFp8(), MLX | {"group_size": 32, "bits": 8, "mode": "mxfp8"}),
+    Case("mlx-nvfp4", MlxFp4(mode="nvfp4"), MLX | {"group_size": 16, "mode": "nvfp4"}),
     Case("hqq-8bit", Hqq(num_bits=8, group_size=64), None),
     Case("hqq-4bit", Hqq(num_bits=4, group_size=64), None),
     Case("hqq-4bit-axis0", Hqq(num_bits=4, group_size=64, axis=0), None),

@@ -6,7 +6,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.mlx import Mlx, layer_options
-from hfq.formats.mlx_float import MlxFloat
+from hfq.formats.mlx_float import MlxFp4
 from hfq.spec import ByteRange, TensorInfo
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -53,7 +53,7 @@ def test_an_entry_without_a_mode_is_affine_beside_a_model_of_floats():
     config = {"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4", MODULE: {"group_size": 64, "bits": 8}}
     assert isinstance(detect(infos(32, 2), config), Mlx)
     floats = infos(16, 4, "U8", "model.layers.0.self_attn.q_proj", biases=None)
-    assert detect(floats, config) == MlxFloat("mxfp4")
+    assert detect(floats, config) == MlxFp4(mode="mxfp4")
 
 
 @pytest.mark.parametrize(

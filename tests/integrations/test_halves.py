@@ -8,6 +8,7 @@ import tiny_models
 import torch
 from moe_models import GPTQ, GPTQMODEL_CONFIG, PLACEMENTS
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP, Phi4MultimodalMLP
 
 from hfq import FormatError, HfqConfig
@@ -90,6 +91,23 @@ def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(fam
 def test_every_placement_gives_the_same_logits(placement, tmp_path):
     path = save(tmp_path, "phi3", write("phi3")[0])
     assert torch.equal(logits(load(path, PLACEMENTS[placement])), logits(load(path)))
+
+
+def test_a_fused_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too(tmp_path, monkeypatch):
+    path = save(tmp_path, "phi3", write("phi3")[0])
+    expected, made = logits(load(path)), Phi3MLP.__init__
+
+    def init(self, config):
+        made(self, config)
+        self.held = [self.gate_up_proj]
+
+    def forward(self, hidden_states):
+        gate, up = self.held[0](hidden_states).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+    monkeypatch.setattr(Phi3MLP, "__init__", init)
+    monkeypatch.setattr(Phi3MLP, "forward", forward)
+    assert torch.equal(logits(load(path)), expected)
 
 
 def test_halves_may_be_dense(tmp_path):

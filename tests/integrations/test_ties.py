@@ -66,6 +66,17 @@ def test_both_stored_under_a_config_that_ties_them_are_refused(tmp_path):
         load(write(tmp_path, [EMBEDDING, HEAD]))
 
 
+def test_a_dense_head_beside_a_packed_embedding_that_it_is_tied_to_is_refused(tmp_path):
+    """One of the two would be left out without a word."""
+    path = write(tmp_path)
+    tensors = tiny_models.stored_tensors(path) | {"lm_head.weight": torch.ones(96, 128)}
+    config = (path / "config.json").read_text()
+    tiny_models.write_model(path, tensors, None)
+    (path / "config.json").write_text(config)
+    with pytest.raises(FormatError, match="set tie_word_embeddings to false"):
+        load(path)
+
+
 def test_where_the_configs_two_copies_differ_quantization_config_counts(tmp_path):
     path = write(tmp_path)
     config = json.loads((path / "config.json").read_text())

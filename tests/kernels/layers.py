@@ -17,7 +17,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFloat
+from hfq.formats.mlx_float import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
@@ -113,9 +113,9 @@ CASES = {
     "nvfp4 modelopt": Case(Nvfp4(stored_codes_name="weight", group_size=32), 352, 37),
     "mlx g32": Case(Mlx(4, 32), 352, 37),
     "mlx g64, bf16 scales": Case(Mlx(4, 64), 320, 37, dtype=torch.bfloat16),
-    "mxfp4 of mlx": Case(MlxFloat(), 352, 37),
-    "nvfp4 of mlx": Case(MlxFloat(mode="nvfp4"), 336, 37),
-    "mxfp8 of mlx": Case(MlxFloat(mode="mxfp8"), 352, 37),
+    "mxfp4 of mlx": Case(MlxFp4(), 352, 37),
+    "nvfp4 of mlx": Case(MlxFp4(mode="nvfp4"), 336, 37),
+    "mxfp8 of mlx": Case(MlxFp8(), 352, 37),
     "awq gemv g32": Case(Awq(version="gemv", group_size=32), 352, 37),
     "awq gemv g128": Case(Awq(version="gemv", group_size=128), 384, 37),
     "awq gemv g64": Case(Awq(version="gemv", group_size=64), 320, 37),

@@ -43,6 +43,9 @@ COMPUTATIONS = {
     "its transpose, made by reshaping": lambda: X @ away(8, 8).reshape(8, 8),
     "it, normalized": lambda: F.linear(X, F.normalize(away(8, 8))),
     "it, in another dtype and flat": lambda: X.flatten()[:64] * away(8, 8).flatten().double(),
+    "its adjoint": lambda: X @ away(8, 8).H,
+    "its data": lambda: F.linear(X, away(8, 8).data),
+    "it, detached": lambda: F.linear(X, away(8, 8).detach()),
     "a view, moved": lambda: away(8, 8).view(64).to("cpu"),
 }
 

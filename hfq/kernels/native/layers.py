@@ -13,7 +13,7 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFloat
+from hfq.formats.mlx_float import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.scaled import ScaledCodes
 from hfq.kernels.held import HeldTensors
@@ -122,7 +122,7 @@ def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
         return nibbles.fp4
     describers: dict[type, Callable[..., NativeLayer]] = {
         Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
-        Mlx: nibbles.mlx_affine, MlxFloat: nibbles.mlx_float,
+        Mlx: nibbles.mlx_affine, MlxFp8: nibbles.mlx_fp8,
     }  # fmt: skip
     return describers.get(type(weight_format))
 

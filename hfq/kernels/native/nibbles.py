@@ -13,7 +13,7 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp4 import E2M1, PackedFp4
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFloat
+from hfq.formats.mlx_float import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.native.structure import (
@@ -40,7 +40,7 @@ __all__ = [
     "fp4",
     "is_fp4",
     "mlx_affine",
-    "mlx_float",
+    "mlx_fp8",
     "pack_quantized",
 ]
 
@@ -65,18 +65,19 @@ _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
 
 def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
-    """MXFP4, MXINT4, NVFP4 and the experts of gpt-oss."""
+    """MXFP4, MXINT4, NVFP4, MLX's of both, and the experts of gpt-oss."""
     codes = tensors[weight_format.codes_name]
-    scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4) else "weight_scale"]
+    scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4 | MlxFp4) else "weight_scale"]
+    is_e4m3 = isinstance(weight_format, MlxFp4) and weight_format.mode == "nvfp4"  # as bytes
     shared = float(tensors[weight_format.global_name]) if isinstance(weight_format, Nvfp4) else 1.0
     divides = isinstance(weight_format, Nvfp4) and weight_format.global_name == "weight_global_scale"
     integers, unit, offset = _INTEGERS[weight_format.values]
     return NativeLayer(
         codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scale.data_ptr(), in_features=in_features,
         out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=in_features // scale.shape[1],
-        scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], scale_dtype=SCALES[scale.dtype], shared=shared,
-        divides=divides, values=ctypes.addressof(_VALUES[weight_format.values]), integers=ctypes.addressof(integers), unit=unit,
-        offset=offset,
+        scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], shared=shared, divides=divides,
+        scale_dtype=E4M3_SCALED if is_e4m3 else SCALES[scale.dtype], values=ctypes.addressof(_VALUES[weight_format.values]),
+        integers=ctypes.addressof(integers), unit=unit, offset=offset,
     )  # fmt: skip
 
 
@@ -91,18 +92,13 @@ def mlx_affine(weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_feat
     )  # fmt: skip
 
 
-def mlx_float(
-    weight_format: MlxFloat, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
-    """MLX's mxfp4 and nvfp4, and mxfp8, whose codes are bytes."""
-    scales, is_fp8 = tensors["scales"], weight_format.num_bits == 8
-    integers, unit, offset = _INTEGERS[E2M1]
+def mlx_fp8(weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+    """MLX's mxfp8, whose codes are bytes."""
+    scales = tensors["scales"]
     return NativeLayer(
-        codes=tensors["weight"].data_ptr(), row_nbytes=in_features * weight_format.num_bits // 8, scales=scales.data_ptr(),
-        in_features=in_features, out_features=out_features, kind=E4M3 if is_fp8 else NIBBLES, bits=weight_format.num_bits,
-        block_out=1, block_in=weight_format.group_size, scale_stride=scales.shape[1], scale_step=1, groups=scales.shape[1],
-        scale_dtype=E4M3_SCALED if weight_format.mode == "nvfp4" else SCALES[scales.dtype], shared=1.0,
-        values=ctypes.addressof(_VALUES[E2M1]), integers=ctypes.addressof(integers), unit=unit, offset=offset,
+        codes=tensors["weight"].data_ptr(), row_nbytes=in_features, scales=scales.data_ptr(), in_features=in_features,
+        out_features=out_features, kind=E4M3, block_out=1, block_in=weight_format.group_size, scale_stride=scales.shape[1],
+        scale_step=1, scale_dtype=SCALES[scales.dtype],
     )  # fmt: skip
 
 
@@ -173,4 +169,4 @@ def bnb(weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_feature
 
 def is_fp4(weight_format: object) -> bool:
     """Whether `fp4` describes layers of a format; a subclass may mean its codes otherwise."""
-    return type(weight_format) in (Mxfp4, Nvfp4, GptOssMxfp4)
+    return type(weight_format) in (Mxfp4, Nvfp4, GptOssMxfp4, MlxFp4)
