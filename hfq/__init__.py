@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from hfq.errors import CheckpointError, FormatError, HfqError, PlacementError, SetupError
-from hfq.integrations.registration import register as _register
+from hfq.import_hook import register as _register
 from hfq.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats.dtypes import safetensors_dtype, torch_dtype
 from hfq.modules.row import read_tensor
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared" / "checkpoints"

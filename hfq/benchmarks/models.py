@@ -18,7 +18,7 @@ import numpy as np
 
 from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.errors import CheckpointError, SetupError
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 __all__ = ["FORMATS", "Architecture", "checkpoint_files", "default_folder", "make_checkpoint"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hfq.checkpoint.reader import changed, unreadable
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["WINDOW", "available_memory", "filesystem_type", "is_network", "populate", "resident_fraction"]
 

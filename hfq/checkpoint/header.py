@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from hfq.errors import CheckpointError
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["Header", "HeaderLimits", "open_regular", "parse_header", "read_header", "read_raw"]
 

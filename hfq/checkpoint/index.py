@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from hfq.checkpoint.header import Header, HeaderLimits, open_regular, read_header
 from hfq.errors import CheckpointError
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["JSON_LIMIT", "Checkpoint", "parse_json", "weight_map_of"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from hfq.spec import ByteRange, Segment, TensorInfo, row_layout
+from hfq.tensor_spec import ByteRange, Segment, TensorInfo, row_layout
 
 __all__ = ["ARENA_ALIGNMENT", "Arena", "ReadPlan", "Request", "RowRead", "coalesce", "plan_reads"]
 

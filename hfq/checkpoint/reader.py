@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfq.checkpoint.header import Header
-from hfq.checkpoint.hollow import check_has_weights
+from hfq.checkpoint.headers_only import check_has_weights
 from hfq.checkpoint.index import Checkpoint
 from hfq.errors import CheckpointError, SetupError
-from hfq.spec import ByteRange, ByteRuns
+from hfq.tensor_spec import ByteRange, ByteRuns
 
 __all__ = ["Counters", "Reader", "changed", "unreadable"]
 

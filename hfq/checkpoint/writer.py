@@ -13,7 +13,7 @@ from pathlib import Path
 from hfq.checkpoint.header import parse_header
 from hfq.checkpoint.reader import Reader
 from hfq.errors import CheckpointError
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["CopiedBytes", "StoredTensor", "write_safetensors"]
 

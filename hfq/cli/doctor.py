@@ -107,7 +107,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
 
 def leftover_findings(folder: Path, clean: bool) -> Iterator[Finding]:
     """What killed runs have left beside the checkpoint, in hfq's cache and in shared memory."""
-    from hfq.checkpoint.leftovers import find_leftovers
+    from hfq.checkpoint.cleanup import find_leftovers
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq"
     found = find_leftovers([folder, folder.resolve().parent, cache / "bench", cache / "headers"])

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
     from hfq.formats import Format
-    from hfq.spec import TensorInfo
+    from hfq.tensor_spec import TensorInfo
 
 __all__ = ["inspect", "inspect_checkpoint"]
 

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
-    from hfq.checkpoint.pack import PackReport
+    from hfq.checkpoint.reshard import PackReport
 
 __all__ = ["pack"]
 
@@ -37,7 +37,7 @@ def _pack(source: Checkpoint, target: Path) -> PackReport:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from hfq.checkpoint.pack import pack_checkpoint
+    from hfq.checkpoint.reshard import pack_checkpoint
 
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

@@ -12,13 +12,22 @@ from pathlib import Path
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.folder import Made, NewFile, check_target, in_order, index_file, shard_head, side_files, write_folder
+from hfq.checkpoint.write_checkpoint import (
+    Made,
+    NewFile,
+    check_target,
+    in_order,
+    index_file,
+    shard_head,
+    side_files,
+    write_folder,
+)
 from hfq.convert.dialects import DIALECTS, Target
 from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.reading import check_equal, read_layers
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.source import SIDE_FILES, source_config
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]
 

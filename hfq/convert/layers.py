@@ -13,7 +13,7 @@ from hfq.errors import FormatError
 from hfq.formats import Format
 from hfq.formats.dtypes import safetensors_dtype
 from hfq.modules.row import read_tensor
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 __all__ = ["LayerPlan", "NewTensor", "SourceLayer", "exact_cast", "refusal"]
 

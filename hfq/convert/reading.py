@@ -16,7 +16,7 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.source import detection_hints, halves_experts
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["check_equal", "read_layers"]
 

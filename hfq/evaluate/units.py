@@ -15,7 +15,7 @@ from hfq.integrations.loaded import loading_of
 from hfq.integrations.slots import WEIGHT, expert_of
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import read_tensor
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Distance", "Unit", "Weights", "digest", "distance"]
 

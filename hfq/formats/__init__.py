@@ -12,7 +12,7 @@ from hfq.formats.dense import Dense
 from hfq.formats.fused import split_experts
 from hfq.formats.plugins import load_plugin
 from hfq.formats.refusals import refuse_unreadable
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = [
     "FORMATS", "ActivationScheme", "Dense", "Dialect", "Format", "NotPackedError", "UnquantizedError", "detect_formats",

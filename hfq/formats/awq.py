@@ -32,7 +32,7 @@ from hfq.formats.packing import pack_stream, unpack_stream
 from hfq.formats.reordering import AwqOrder
 from hfq.formats.sharding import AwqShards
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Awq"]
 

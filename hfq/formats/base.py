@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.spec import Cut, LayerSlice, TensorInfo, TensorSpec
+from hfq.tensor_spec import Cut, LayerSlice, TensorInfo, TensorSpec
 
 __all__ = ["ActivationScheme", "Dialect", "FORMATS", "FLOATS", "Format", "bounded_int"]
 

@@ -29,7 +29,7 @@ from hfq.formats.fp4 import E2M1
 from hfq.formats.nibbles import look_up_nibbles
 from hfq.formats.scaled import ScaledCodes, other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
 
 __all__ = ["NF4_VALUES", "Bnb4Bit", "BnbInt8"]
 

@@ -32,7 +32,7 @@ from hfq.formats.reordering import PackOrder
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.sharding import PackShards
 from hfq.formats.values import check_finite, check_index
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["IntQuantized", "PackQuantized"]
 

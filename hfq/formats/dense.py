@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.formats.base import FLOATS, Format
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Dense"]
 

@@ -30,7 +30,7 @@ from hfq.formats.reordering import Fp8Order
 from hfq.formats.scaled import Others, other_specs, other_tensors
 from hfq.formats.sharding import Fp8Shards
 from hfq.formats.values import check_finite, check_positive
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Fp8"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hfq.errors import FormatError
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 __all__ = ["TRANSPOSED", "split_experts"]
 

@@ -21,7 +21,7 @@ from hfq.formats.base import FLOATS, Dialect
 from hfq.formats.fp4 import PackedFp4, powers, store_powers
 from hfq.formats.groups import check_divides
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["GptOssMxfp4"]
 

@@ -41,7 +41,7 @@ from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_
 from hfq.formats.reordering import GptqOrder
 from hfq.formats.sharding import GptqShards
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["WORD_ONES", "Gptq"]
 

@@ -10,7 +10,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import bounded_int
 from hfq.formats.patterns import matches
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = [
     "BITS", "PLANAR_BITS", "ZeroReading", "check_zero_points", "is_awq", "is_planar", "module_options", "names_writer",

@@ -24,7 +24,7 @@ from hfq.formats.base import FLOATS, Dialect, Format
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.scaled import Others, other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import DTYPE_BITS, TensorInfo, TensorSpec
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
 
 __all__ = ["Hqq"]
 

@@ -24,7 +24,7 @@ from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
 from hfq.formats.groups import apply_groups, check_divides
 from hfq.formats.packing import pack_stream, unpack_rows
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Mlx", "MlxWords", "layer_options"]
 

@@ -24,7 +24,7 @@ from hfq.formats.fp8_codes import widen_into
 from hfq.formats.groups import apply_groups, check_divides
 from hfq.formats.mlx import MlxWords, layer_options
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["MlxFp4", "MlxFp8"]
 

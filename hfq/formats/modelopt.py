@@ -24,7 +24,7 @@ from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_
 from hfq.formats.groups import apply_groups, rows_of
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["ModeloptInt4", "ModeloptInt8"]
 

@@ -27,7 +27,7 @@ from hfq.formats.base import ActivationScheme, Dialect, Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.fused import TRANSPOSED
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["ModeloptExpert"]
 

@@ -25,7 +25,7 @@ from hfq.formats.groups import check_divides
 from hfq.formats.refusals import refused
 from hfq.formats.scaled import other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["MXINT4", "Mxfp4"]
 

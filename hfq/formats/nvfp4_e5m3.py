@@ -18,7 +18,7 @@ from hfq.formats.fp4 import PackedFp4
 from hfq.formats.groups import check_divides
 from hfq.formats.scaled import other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Nvfp4E5m3"]
 

@@ -25,7 +25,7 @@ from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
 from hfq.formats.groups import check_divides
 from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["QuantoBits", "QuantoBytes"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.compressed_config import format_of
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["REFUSED", "UnreadableDialectError", "refuse_unreadable", "refused"]
 

@@ -23,7 +23,7 @@ from hfq.formats.groups import apply_groups, rows_of
 from hfq.formats.reordering import ScaledOrder
 from hfq.formats.sharding import ScaledShards
 from hfq.formats.values import check_finite
-from hfq.spec import TensorInfo, TensorSpec
+from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Others", "ScaledCodes", "other_specs", "other_tensors"]
 

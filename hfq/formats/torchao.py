@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, Dialect
 from hfq.formats.scaled import ScaledCodes, other_tensors
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Torchao"]
 

@@ -17,10 +17,10 @@ from hfq.modules.packed import PackedModule
 from hfq.modules.row import arena_layout
 from hfq.placement.budget import Budget, Kind, Unit, plan_homes
 from hfq.placement.device_map import check_device
-from hfq.spec import TensorInfo
 from hfq.streaming.block import DenseParameter
 from hfq.streaming.layout import lay_out
 from hfq.streaming.rows import can_read_rows
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["computing_device", "fill_map", "gather_units", "map_of"]
 

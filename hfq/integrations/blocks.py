@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
-from hfq.spec import TensorInfo
 from hfq.streaming.block import Block, DenseParameter
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["find_blocks", "stored_place"]
 

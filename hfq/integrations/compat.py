@@ -42,11 +42,11 @@ from typing import Any
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.source import as_source, source_config
+from hfq.import_hook import run_pending
 from hfq.integrations.early import reading_early
 from hfq.integrations.packing_check import check_packing
 from hfq.integrations.preflight import check_arguments, check_sizes, open_local
 from hfq.integrations.ranks import failing_together
-from hfq.integrations.registration import run_pending
 from hfq.integrations.tp_plan import asks_for_ranks, check_distributed, joining, noting_meshes
 from hfq.integrations.transformers import METHOD, HfqConfig
 from hfq.integrations.zero_config import is_zero3

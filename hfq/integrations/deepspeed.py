@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hfq.errors import SetupError
-from hfq.integrations.registration import run_pending
+from hfq.import_hook import run_pending
 from hfq.integrations.zero_config import ZeroConfig
 from hfq.modules.packed import PackedModule
 from hfq.placement.zero_memory import SMALLEST_SWAPPED

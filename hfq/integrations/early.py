@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.execute import bring_in, cold_ranges
+from hfq.checkpoint.execute_reads import bring_in, cold_ranges
 from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.errors import HfqError
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["EarlyReading", "early_reading", "reading_early"]
 

@@ -21,7 +21,7 @@ from hfq.modules.fused import FusedLinear
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, is_mappable, map_row
-from hfq.spec import ByteRange, Cut, LayerSlice, TensorInfo
+from hfq.tensor_spec import ByteRange, Cut, LayerSlice, TensorInfo
 
 __all__ = ["Layers", "rank_slice_of"]
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfq.checkpoint.folder import INDEX
-from hfq.checkpoint.hollow import Hollow
+from hfq.checkpoint.headers_only import Hollow
+from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.integrations.hub_fetch import SINGLE, RemoteModel
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hfq.checkpoint.folder import INDEX
 from hfq.checkpoint.header import parse_header, read_raw
-from hfq.checkpoint.hollow import Hollow
+from hfq.checkpoint.headers_only import Hollow
 from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
+from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.formats.source import SIDE_FILES
 from hfq.integrations.hub_errors import explain

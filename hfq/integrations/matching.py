@@ -16,7 +16,7 @@ from hfq.formats.source import detection_hints, halves_experts
 from hfq.integrations.names import Names, owner_of
 from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, PackedMatch, Slot, expert_of, find_experts, half_of, slot_of
 from hfq.integrations.ties import shared_heads
-from hfq.spec import DTYPE_BITS, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]
 

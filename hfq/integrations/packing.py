@@ -22,7 +22,7 @@ from hfq.formats.source import check_floats
 from hfq.integrations.linears import check_unfused, find_blocks, find_linears, find_skipped, size_of
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.transformers import HfqConfig
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 from hfq.version import __version__
 
 __all__ = ["FloatLayer", "Packing", "lay_out_rows", "plan_packing"]

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.private import PrivateFile
+from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
 from hfq.formats.rounding import round_weight
@@ -31,7 +31,7 @@ from hfq.integrations.rows import progress_bar
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import read_tensor
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackingLoading"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.hollow import check_has_weights
+from hfq.checkpoint.headers_only import check_has_weights
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
 from hfq.integrations.skeleton import stop_at_skeleton
 from hfq.placement.device_map import AUTOMATIC, check_device

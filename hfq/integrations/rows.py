@@ -19,18 +19,18 @@ import torch
 from transformers.utils import logging
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.execute import bring_in, cold_ranges, read_arena
+from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
 from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
-from hfq.checkpoint.shared import SharedArena
+from hfq.checkpoint.shared_memory import SharedArena
 from hfq.errors import PlacementError
 from hfq.integrations.checks import check_bias
 from hfq.integrations.early import early_reading
 from hfq.integrations.zero_config import is_deepspeed
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, is_mappable, map_row
-from hfq.spec import ByteRange
 from hfq.streaming.buffers import huge_buffer
+from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
     from hfq.integrations.loading import Loading

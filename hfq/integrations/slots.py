@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfq.formats import Format
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = [
     "HALVES",

@@ -34,7 +34,7 @@ from hfq.modules.row import ArenaRow, read_tensor
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
 from hfq.placement.zero import check_same_plan
-from hfq.spec import Cut, LayerSlice, row_layout
+from hfq.tensor_spec import Cut, LayerSlice, row_layout
 
 __all__ = ["SlicedLoading"]
 

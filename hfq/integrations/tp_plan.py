@@ -19,7 +19,7 @@ from hfq.integrations.zero_config import is_zero3
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.placement.tensor_parallel import rank_slice
-from hfq.spec import LayerSlice
+from hfq.tensor_spec import LayerSlice
 
 if TYPE_CHECKING:
     from hfq.integrations.loading import Loading

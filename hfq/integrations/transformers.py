@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
 from hfq.formats.recipe import RECIPE_OPTIONS, Recipe
-from hfq.integrations.registration import run_pending
+from hfq.import_hook import run_pending
 from hfq.kernels.table import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hfq.checkpoint.execute import read_all
+from hfq.checkpoint.execute_reads import read_all
 from hfq.formats import Format
 from hfq.integrations.checks import check_bias
 from hfq.integrations.ranks import attempt, exchange, raise_together
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow, arena_layout, read_tensor
 from hfq.placement.zero import ShardRead, ZeroRow
-from hfq.spec import Segment
+from hfq.tensor_spec import Segment
 
 if TYPE_CHECKING:
     from hfq.integrations.loading import Loading

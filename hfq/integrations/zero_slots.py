@@ -13,7 +13,7 @@ from hfq.integrations.blocks import stored_place
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import arena_layout
 from hfq.placement.zero import ZeroRow, packed_zero_row
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 if TYPE_CHECKING:
     from hfq.integrations.zero3 import ShardedLoading

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.direct import DIRECT_ALIGNMENT, DirectFiles
+from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT, DirectFiles
 from hfq.errors import PlacementError
 from hfq.integrations.deepspeed import shard_status
 from hfq.placement.zero import ShardRead
-from hfq.spec import ByteRange
 from hfq.streaming.buffers import huge_buffer
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["CheckpointSwapper", "ShardSource"]
 

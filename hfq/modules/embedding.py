@@ -9,7 +9,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.formats import Format
 from hfq.modules.packed import PackedModule
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackedEmbedding"]
 

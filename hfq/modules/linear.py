@@ -11,7 +11,7 @@ from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.table import Kernel
 from hfq.modules.packed import PackedModule
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackedLinear"]
 

@@ -16,7 +16,7 @@ from hfq.formats.dtypes import torch_dtype
 from hfq.modules.away import AwayParameter, check_stays
 from hfq.modules.resting import Resting
 from hfq.modules.row import ArenaRow
-from hfq.spec import Segment, TensorInfo
+from hfq.tensor_spec import Segment, TensorInfo
 
 if TYPE_CHECKING:
     from hfq.modules.home import Home

@@ -11,7 +11,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.placement.estimate import ModelSizes, Workload
 from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 __all__ = ["LADDER", "Shapes", "choose_format"]
 

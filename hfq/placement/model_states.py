@@ -13,7 +13,7 @@ from hfq.formats import Format, UnquantizedError, detect_formats, tensors_by_mod
 from hfq.formats.dtypes import torch_dtype
 from hfq.formats.source import detection_hints, source_config
 from hfq.placement.zero_memory import ModelStates
-from hfq.spec import DTYPE_BITS, TensorInfo, row_layout
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo, row_layout
 
 __all__ = ["count_states"]
 

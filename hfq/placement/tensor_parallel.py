@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hfq.spec import DTYPE_BITS, ByteRuns, Cut, LayerSlice, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRuns, Cut, LayerSlice, TensorInfo
 
 __all__ = ["TensorPart", "rank_slice"]
 

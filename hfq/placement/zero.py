@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hfq.errors import PlacementError
-from hfq.spec import ByteRange, Segment, TensorInfo
+from hfq.tensor_spec import ByteRange, Segment, TensorInfo
 
 __all__ = ["ShardRead", "ZeroPlan", "ZeroRow", "check_same_plan", "packed_zero_row"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.folder import check_target
+from hfq.checkpoint.write_checkpoint import check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
@@ -31,7 +31,7 @@ from hfq.quantize.recovery import Teacher
 from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
-from hfq.spec import DTYPE_BITS, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 from hfq.version import __version__
 
 __all__ = ["quantize"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hfq.checkpoint import write_safetensors
-from hfq.checkpoint.folder import sync_folder
+from hfq.checkpoint.write_checkpoint import sync_folder
 from hfq.checkpoint.writer import StoredTensor
 from hfq.errors import CheckpointError, SetupError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.folder import INDEX, side_files
+from hfq.checkpoint.write_checkpoint import INDEX, side_files
 from hfq.errors import CheckpointError
 from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.gptq import Gptq

@@ -23,9 +23,9 @@ from hfq.modules.packed import PackedModule
 from hfq.modules.row import read_tensor
 from hfq.quantize.held import hold, let_go
 from hfq.quantize.layers import find_blocks
-from hfq.spec import TensorInfo
 from hfq.streaming.block import DenseParameter
 from hfq.streaming.buffers import untouched_rings
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Source"]
 

@@ -12,8 +12,8 @@ from torch import nn
 from hfq.modules.away import AwayParameter
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import ArenaRow
-from hfq.spec import Segment, TensorInfo
 from hfq.streaming.layout import BlockLayout
+from hfq.tensor_spec import Segment, TensorInfo
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within", "rests_on_disk"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hfq.checkpoint.direct import DIRECT_ALIGNMENT
+from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT
 from hfq.checkpoint.read_plan import coalesce
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["GAP_NBYTES", "PAGE", "BlockLayout", "Run", "lay_out"]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hfq.errors import SetupError
-from hfq.spec import ByteRange
 from hfq.streaming.clock import Clock
 from hfq.streaming.source import CHUNK_NBYTES
 from hfq.streaming.spans import Span
+from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
     from hfq.streaming.streamer import Streamer

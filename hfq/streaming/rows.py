@@ -7,13 +7,13 @@ import inspect
 import torch
 from torch import nn
 
-from hfq.checkpoint.direct import DirectFiles
+from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.dtypes import torch_dtype
-from hfq.spec import ByteRange
 from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.guards import no_copy, of_block
 from hfq.streaming.pool import Pool, Ticket
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["RowTable", "can_read_rows", "is_table", "read_by_row"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 from hfq.checkpoint import Reader
-from hfq.checkpoint.direct import DirectFiles
+from hfq.checkpoint.direct_io import DirectFiles
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import CheckpointError
-from hfq.spec import ByteRange
 from hfq.streaming.layout import PAGE
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["CHUNK_NBYTES", "Mode", "Source"]
 

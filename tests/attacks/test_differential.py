@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from hfq import HfqError
 from hfq.checkpoint import read_header
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 EXAMPLES = 300
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 8, 64, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, -1, -8])

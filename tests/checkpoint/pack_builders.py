@@ -7,7 +7,7 @@ import tiny_models
 import torch
 
 from hfq.checkpoint import Checkpoint, write_safetensors
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 ODD = [
     ("model.layers.10.mlp.a", "U8", (3,)),

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.direct import DirectFiles
-from hfq.spec import ByteRange
+from hfq.checkpoint.direct_io import DirectFiles
+from hfq.tensor_spec import ByteRange
 
 PAGE, SIZE = 4096, 40_000  # about ten pages; not a multiple
 NOISE = random.Random(0).randbytes(SIZE)

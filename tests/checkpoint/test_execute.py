@@ -12,11 +12,12 @@ import torch
 from checkpoint.builders import refused, stored_bytes
 from safetensors.torch import save_file
 
-from hfq.checkpoint import Checkpoint, Reader, execute, read_plan
-from hfq.checkpoint.execute import bring_in, cold_ranges, read_arena
+from hfq.checkpoint import Checkpoint, Reader, read_plan
+from hfq.checkpoint import execute_reads as execute
+from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
 from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import Arena, RowRead, plan_reads
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.float32]
 

@@ -9,7 +9,7 @@ from checkpoint.builders import refused
 
 from hfq.checkpoint import filesystem
 from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network, populate, resident_fraction
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 MIB = 1 << 20
 MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from hfq.checkpoint.leftovers import find_leftovers
+from hfq.checkpoint.cleanup import find_leftovers
 
 
 @pytest.fixture

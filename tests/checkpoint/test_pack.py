@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq.checkpoint import Checkpoint, read_header
-from hfq.checkpoint import folder as writing
-from hfq.checkpoint.pack import pack_checkpoint
+from hfq.checkpoint import write_checkpoint as writing
+from hfq.checkpoint.reshard import pack_checkpoint
 
 SIZES = {"U8": 1, "F32": 4, "I64": 8, "BF16": 2}
 EXPERT = [("up.weight", "U8", (4, 8)), ("up.scale", "BF16", (3,)), ("down.weight", "U8", (5, 8)), ("down.scale", "F32", ())]

@@ -10,8 +10,8 @@ from checkpoint.builders import refused, run_python
 from checkpoint.pack_builders import ODD, assert_nothing_left, assert_packed, made_up
 
 import hfq
-from hfq.checkpoint import folder
-from hfq.checkpoint.pack import pack_checkpoint
+from hfq.checkpoint import write_checkpoint as folder
+from hfq.checkpoint.reshard import pack_checkpoint
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_the_free_space_decides_on_a_system_that_cannot_reserve(tmp_path, odd, m
 
 FULL_DISK = """
 import resource, sys, hfq
-from hfq.checkpoint.pack import pack_checkpoint
+from hfq.checkpoint.reshard import pack_checkpoint
 source = hfq.Checkpoint.open(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -191,7 +191,7 @@ def test_a_copy_that_does_not_read_back_is_refused(tmp_path, odd, monkeypatch):
 
 KILLED = """
 import os, sys, hfq
-from hfq.checkpoint.pack import pack_checkpoint
+from hfq.checkpoint.reshard import pack_checkpoint
 pack_checkpoint(hfq.Checkpoint.open(sys.argv[1]), sys.argv[2], lambda nbytes: os.kill(os.getpid(), 9))
 """
 

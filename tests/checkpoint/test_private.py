@@ -5,9 +5,9 @@ import os
 import pytest
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.private import PrivateFile
+from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import CheckpointError
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 LABEL = "(private)"
 DATA = bytes(range(256)) * 32

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, Arena, RowRead, coalesce, plan_reads
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from checkpoint.builders import refused, stored_bytes
 
 from hfq import HfqError
 from hfq.checkpoint import Reader, reader
-from hfq.spec import ByteRange, ByteRuns
+from hfq.tensor_spec import ByteRange, ByteRuns
 
 
 def read(source, info):

@@ -14,13 +14,13 @@ import pytest
 from checkpoint.builders import ROOT, refused
 
 from hfq import CheckpointError, PlacementError
-from hfq.checkpoint.shared import SharedArena
+from hfq.checkpoint.shared_memory import SharedArena
 
 NBYTES = 1 << 20
 
 SCRIPT = """
 import sys
-from hfq.checkpoint.shared import SharedArena
+from hfq.checkpoint.shared_memory import SharedArena
 folder, role, nbytes, key = sys.argv[1:]
 def fill(memory):
     if role == "filler":  # stops in the middle, until it is killed

@@ -14,7 +14,7 @@ from checkpoint.builders import ROOT, refused, run_python
 from safetensors import safe_open
 
 from hfq.checkpoint import read_header, write_safetensors
-from hfq.spec import DTYPE_BITS
+from hfq.tensor_spec import DTYPE_BITS
 
 OLD = {"a": ("U8", (4,), b"old!")}
 NEW = {"a": ("U8", (4,), b"new!")}

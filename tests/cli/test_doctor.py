@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from typer.testing import CliRunner
 
-from hfq.checkpoint import leftovers
+from hfq.checkpoint import cleanup as leftovers
 from hfq.cli.doctor import TESTED
 from hfq.cli.main import app
 from hfq.kernels.native import library

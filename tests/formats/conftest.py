@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 SAFETENSORS = {
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0", "torch.uint8": "U8",

@@ -7,7 +7,7 @@ from hfq.errors import FormatError
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.mlx import Mlx, layer_options
 from hfq.formats.mlx_float import MlxFp4
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 MODULE = "model.layers.0.mlp.down_proj"
 CONFIG = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine"}

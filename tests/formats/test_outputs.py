@@ -8,7 +8,7 @@ from hfq.formats.outputs import OUTPUTS
 from hfq.formats.recipe import METHODS, Recipe
 from hfq.formats.rounding import round_weight, rounded_tensors
 from hfq.quantize.affine import absmax
-from hfq.spec import ByteRange, TensorInfo
+from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02
 RECIPES = [*(Recipe(method=method) for method in METHODS), Recipe(method="glm", num_bits=8),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.formats.base import FLOATS, Format
-from hfq.spec import TensorSpec
+from hfq.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

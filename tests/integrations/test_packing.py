@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
 from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.checkpoint import Checkpoint, private
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint import temporary_file as private
 from hfq.formats.source import source_config
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.packing_check import refuse_packing

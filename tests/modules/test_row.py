@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hfq.formats.dtypes import torch_dtype
 from hfq.modules.row import ArenaRow, arena_layout, is_mappable, map_row, map_tensor, read_tensor
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 TENSORS = {
     "weight": torch.arange(0, 35, dtype=torch.float32).reshape(5, 7).to(torch.float8_e4m3fn),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfq.placement.tensor_parallel import TensorPart, rank_slice
-from hfq.spec import ByteRange, ByteRuns, Cut, TensorInfo
+from hfq.tensor_spec import ByteRange, ByteRuns, Cut, TensorInfo
 
 OFFSET = 40
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfq.spec import DTYPE_BITS, ByteRange, TensorInfo
 from hfq.streaming.layout import PAGE, Run, lay_out
+from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 FILE = "a.safetensors"
 NOISE = random.Random(0).randbytes(500_000)

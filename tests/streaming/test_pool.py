@@ -7,11 +7,11 @@ import weakref
 import pytest
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.checkpoint.direct import DirectFiles
+from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
-from hfq.spec import ByteRange
 from hfq.streaming.pool import Pool, Ticket
 from hfq.streaming.source import Source
+from hfq.tensor_spec import ByteRange
 
 TIMEOUT = 20
 

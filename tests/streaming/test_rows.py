@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.checkpoint.direct import DirectFiles
+from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.dtypes import safetensors_dtype
 from hfq.streaming.block import Block, DenseParameter

@@ -18,10 +18,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfq.checkpoint.folder import NewFile, check_target, in_order, index_file, module_of, shard_head, side_files, write_folder
 from hfq.checkpoint.index import Checkpoint
+from hfq.checkpoint.write_checkpoint import (
+    NewFile,
+    check_target,
+    in_order,
+    index_file,
+    module_of,
+    shard_head,
+    side_files,
+    write_folder,
+)
 from hfq.errors import CheckpointError
-from hfq.spec import TensorInfo
+from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackReport", "pack_checkpoint"]
 

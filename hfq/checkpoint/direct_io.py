@@ -7,7 +7,7 @@ import threading
 import weakref
 
 from hfq.checkpoint.reader import Reader
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["DIRECT_ALIGNMENT", "DirectFiles"]
 

@@ -10,7 +10,7 @@ from functools import partial
 from hfq.checkpoint.filesystem import WINDOW, populate, resident_fraction
 from hfq.checkpoint.read_plan import ReadPlan, Request, coalesce
 from hfq.checkpoint.reader import Reader
-from hfq.spec import ByteRange
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["bring_in", "cold_ranges", "read_all", "read_arena"]
 

@@ -22,7 +22,7 @@ from hfq.checkpoint.header import Header, open_regular
 from hfq.checkpoint.index import _DANGEROUS_SUFFIXES, Checkpoint, _check_contained
 from hfq.checkpoint.reader import Reader
 from hfq.errors import CheckpointError
-from hfq.spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
+from hfq.tensor_spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = [
     "INDEX", "Made", "NewFile", "check_target", "in_order", "index_file", "module_of", "shard_head", "side_files", "sync_folder",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfq.checkpoint.shared import is_abandoned
+from hfq.checkpoint.shared_memory import is_abandoned
 
 __all__ = ["Leftover", "find_leftovers"]
 
