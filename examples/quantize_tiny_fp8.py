@@ -11,7 +11,7 @@ import shutil
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.modules.row import read_tensor
 

@@ -15,13 +15,13 @@ from hfq.checkpoint import write_safetensors
 from hfq.formats.base import Format
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.formats.dense import Dense
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
-from hfq.formats.mlx import Mlx
-from hfq.formats.modelopt_experts import ModeloptExpert
+from hfq.formats.mlx.affine import Mlx
+from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
+from hfq.formats.unquantized import Dense
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.formats.dtypes import safetensors_dtype, torch_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype, torch_dtype
 from hfq.modules.row import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 

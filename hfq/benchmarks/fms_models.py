@@ -10,7 +10,7 @@ import torch
 
 from hfq.checkpoint import write_safetensors
 from hfq.formats import Format
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 

@@ -22,8 +22,8 @@ from hfq.benchmarks.kernel_peers import Call, make_peers
 from hfq.benchmarks.report import Record, Report, rotated
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.awq import Awq
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.compressed_tensors import IntQuantized
-from hfq.formats.dtypes import torch_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4

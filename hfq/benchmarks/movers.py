@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from hfq.benchmarks.limits import touch
 from hfq.checkpoint import Checkpoint
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule

@@ -11,9 +11,9 @@ import torch
 from hfq.benchmarks.quality_measure import Quantize, Subject
 from hfq.formats import Format
 from hfq.formats.fp8 import Fp8
-from hfq.formats.recipe import Recipe
 from hfq.quantize.affine import absmax, zero_point
 from hfq.quantize.codebook import fixed, kmeans
+from hfq.recipes.recipe import Recipe
 
 __all__ = [
     "ACT_ORDER", "INT8", "NUMBER_FORMATS", "WEIGHTS_ALONE", "measure_gptq", "measure_int8", "measure_kmeans", "measure_rounded",

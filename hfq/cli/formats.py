@@ -51,7 +51,7 @@ def formats(markdown: Annotated[bool, typer.Option("--markdown", help="Print the
     from rich.table import Table
 
     from hfq.formats import FORMATS
-    from hfq.formats.refusals import REFUSED
+    from hfq.formats.detection.unsupported import REFUSED
 
     if markdown:
         print(as_markdown(), end="")
@@ -68,7 +68,7 @@ def formats(markdown: Annotated[bool, typer.Option("--markdown", help="Print the
 def as_markdown() -> str:
     """The text of docs/formats.md."""
     from hfq.formats import FORMATS
-    from hfq.formats.refusals import REFUSED
+    from hfq.formats.detection.unsupported import REFUSED
 
     rows = [_row(dialect) for cls in FORMATS.values() for dialect in cls.dialects]
     refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]

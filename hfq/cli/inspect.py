@@ -53,7 +53,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
         FormatError: The config contradicts the tensors.
     """
     from hfq.formats import NotPackedError, detect_formats, tensors_by_module
-    from hfq.formats.source import detection_hints, source_config
+    from hfq.formats.configs.source_config import detection_hints, source_config
 
     modules = tensors_by_module(checkpoint.tensors)
     source = source_config(checkpoint) or {}

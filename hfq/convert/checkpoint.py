@@ -26,7 +26,7 @@ from hfq.convert.dialects import DIALECTS, Target
 from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.convert.reading import check_equal, read_layers
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
-from hfq.formats.source import SIDE_FILES, source_config
+from hfq.formats.configs.source_config import SIDE_FILES, source_config
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 __all__ = ["ConvertReport", "convert_checkpoint"]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_planes, unpack_words
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.configs.gptq_config import BITS
 from hfq.formats.gptq import Gptq
-from hfq.formats.gptq_config import BITS
-from hfq.formats.packing import pack_stream, unpack_planes, unpack_words
 
 __all__ = ["GptqOptions", "PackOptions", "plan_gptq", "plan_pack"]
 

@@ -11,7 +11,7 @@ import torch
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError
 from hfq.formats import Format
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.modules.row import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 

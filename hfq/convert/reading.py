@@ -13,9 +13,9 @@ from hfq.convert.layers import SourceLayer, refusal
 from hfq.errors import CheckpointError, FormatError
 from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.compressed_tensors import PackQuantized
+from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.formats.source import detection_hints, halves_experts
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["check_equal", "read_layers"]

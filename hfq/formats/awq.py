@@ -23,15 +23,15 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.awq_words import deinterleave, interleave, order_columns
 from hfq.formats.base import FLOATS, Dialect, bounded_int
-from hfq.formats.gptq_config import is_awq, module_options
-from hfq.formats.groups import apply_groups, check_divides
-from hfq.formats.nibbles import look_up_nibbles
-from hfq.formats.packing import pack_stream, unpack_stream
-from hfq.formats.reordering import AwqOrder
-from hfq.formats.sharding import AwqShards
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.awq_words import deinterleave, interleave, order_columns
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
+from hfq.formats.codecs.groups import apply_groups, check_divides
+from hfq.formats.codecs.nibbles import look_up_nibbles
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.configs.gptq_config import is_awq, module_options
+from hfq.formats.layouts.row_order import AwqOrder
+from hfq.formats.layouts.slicing import AwqShards
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Awq"]

@@ -24,11 +24,11 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
-from hfq.formats.dtypes import torch_dtype
-from hfq.formats.fp4 import E2M1
-from hfq.formats.nibbles import look_up_nibbles
-from hfq.formats.scaled import ScaledCodes, other_tensors
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.formats.codecs.nibbles import look_up_nibbles
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.fp4 import E2M1
+from hfq.formats.layouts.scaled import ScaledCodes, other_tensors
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
 
 __all__ = ["NF4_VALUES", "Bnb4Bit", "BnbInt8"]

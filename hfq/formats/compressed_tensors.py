@@ -25,13 +25,19 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
-from hfq.formats.compressed_config import group_of, read_activations, read_block, refuse_float, refuse_transforms
-from hfq.formats.groups import apply_groups, check_divides, rows_of
-from hfq.formats.packing import pack_stream, pack_words, unpack_rows, unpack_stream
-from hfq.formats.reordering import PackOrder
-from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
-from hfq.formats.sharding import PackShards
-from hfq.formats.values import check_finite, check_index
+from hfq.formats.codecs.bit_packing import pack_stream, pack_words, unpack_rows, unpack_stream
+from hfq.formats.codecs.groups import apply_groups, check_divides, rows_of
+from hfq.formats.codecs.value_checks import check_finite, check_index
+from hfq.formats.configs.compressed_tensors_config import (
+    group_of,
+    read_activations,
+    read_block,
+    refuse_float,
+    refuse_transforms,
+)
+from hfq.formats.layouts.row_order import PackOrder
+from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
+from hfq.formats.layouts.slicing import PackShards
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["IntQuantized", "PackQuantized"]

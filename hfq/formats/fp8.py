@@ -24,12 +24,12 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect
-from hfq.formats.fp8_codes import scale_as_float, widen_into
-from hfq.formats.fp8_config import Hints, guess_block, read_hints
-from hfq.formats.reordering import Fp8Order
-from hfq.formats.scaled import Others, other_specs, other_tensors
-from hfq.formats.sharding import Fp8Shards
-from hfq.formats.values import check_finite, check_positive
+from hfq.formats.codecs.fp8_codes import scale_as_float, widen_into
+from hfq.formats.codecs.value_checks import check_finite, check_positive
+from hfq.formats.configs.fp8_config import Hints, guess_block, read_hints
+from hfq.formats.layouts.row_order import Fp8Order
+from hfq.formats.layouts.scaled import Others, other_specs, other_tensors
+from hfq.formats.layouts.slicing import Fp8Shards
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Fp8"]

@@ -5,7 +5,7 @@
     experts.gate_up_proj_bias   [experts, out]
     and the same of down_proj
 
-`hfq.formats.fused.split_experts` makes each expert's slice a module of its own, with tensors `blocks`, `scales`, `bias`.
+`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, with tensors `blocks`, `scales`, `bias`.
 
 Source: openai/gpt-oss, transformers' `integrations/mxfp4.py`.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from hfq.formats.base import FLOATS, Dialect
-from hfq.formats.fp4 import PackedFp4, powers, store_powers
-from hfq.formats.groups import check_divides
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.groups import check_divides
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.fp4 import PackedFp4, powers, store_powers
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["GptOssMxfp4"]

@@ -24,7 +24,9 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, bounded_int
-from hfq.formats.gptq_config import (
+from hfq.formats.codecs.bit_packing import pack_planes, pack_stream, unpack_planes, unpack_stream
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.configs.gptq_config import (
     BITS,
     PLANAR_BITS,
     ZeroReading,
@@ -37,10 +39,8 @@ from hfq.formats.gptq_config import (
     read_zero_reading,
     stored_bits,
 )
-from hfq.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_stream
-from hfq.formats.reordering import GptqOrder
-from hfq.formats.sharding import GptqShards
-from hfq.formats.values import check_finite
+from hfq.formats.layouts.row_order import GptqOrder
+from hfq.formats.layouts.slicing import GptqShards
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["WORD_ONES", "Gptq"]

@@ -21,9 +21,9 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, Format
-from hfq.formats.dtypes import torch_dtype
-from hfq.formats.scaled import Others, other_tensors
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.scaled import Others, other_tensors
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo, TensorSpec
 
 __all__ = ["Hqq"]

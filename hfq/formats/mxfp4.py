@@ -18,13 +18,13 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import Dialect
-from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
-from hfq.formats.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
-from hfq.formats.gptq_config import module_options
-from hfq.formats.groups import check_divides
-from hfq.formats.refusals import refused
-from hfq.formats.scaled import other_tensors
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.groups import check_divides
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.configs.gptq_config import module_options
+from hfq.formats.detection.unsupported import refused
+from hfq.formats.layouts.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
+from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["MXINT4", "Mxfp4"]

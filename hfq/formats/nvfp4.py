@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from hfq.formats.base import Dialect
-from hfq.formats.compressed_config import format_of, group_of, read_activations, refuse_transforms
-from hfq.formats.fp4 import OTHERS, PackedFp4
-from hfq.formats.groups import check_divides
-from hfq.formats.scaled import other_tensors
-from hfq.formats.values import check_finite, check_positive
+from hfq.formats.codecs.groups import check_divides
+from hfq.formats.codecs.value_checks import check_finite, check_positive
+from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.layouts.fp4 import OTHERS, PackedFp4
+from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Nvfp4"]

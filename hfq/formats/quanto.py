@@ -22,9 +22,9 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
-from hfq.formats.groups import check_divides
-from hfq.formats.scaled import Others, ScaledCodes, other_specs, other_tensors
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.groups import check_divides
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["QuantoBits", "QuantoBytes"]

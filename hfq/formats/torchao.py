@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, Dialect
-from hfq.formats.scaled import ScaledCodes, other_tensors
+from hfq.formats.layouts.scaled import ScaledCodes, other_tensors
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Torchao"]

@@ -41,7 +41,7 @@ from typing import Any
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
-from hfq.formats.source import as_source, source_config
+from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.early import reading_early
 from hfq.integrations.packing_check import check_packing

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 from hfq.integrations.matching import Match, match_model
 from hfq.integrations.preflight import check_sizes, open_local
 

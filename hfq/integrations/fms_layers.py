@@ -10,7 +10,7 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, PlacementError
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.integrations.checks import check_bias
 from hfq.integrations.fms_config import Source
 from hfq.integrations.fms_layout import Layout, Part

@@ -19,7 +19,7 @@ from hfq.checkpoint.headers_only import Hollow
 from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
-from hfq.formats.source import SIDE_FILES
+from hfq.formats.configs.source_config import SIDE_FILES
 from hfq.integrations.hub_errors import explain
 
 __all__ = ["RemoteModel"]

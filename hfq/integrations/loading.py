@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 from hfq.integrations.auto_map import fill_map, gather_units
 from hfq.integrations.blocks import find_blocks
 from hfq.integrations.checks import (

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
-from hfq.formats.source import detection_hints, halves_experts
+from hfq.formats.configs.source_config import detection_hints, halves_experts
 from hfq.integrations.names import Names, owner_of
 from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, PackedMatch, Slot, expert_of, find_experts, half_of, slot_of
 from hfq.integrations.ties import shared_heads

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hfq.errors import SetupError
-from hfq.formats.recipe import Recipe
 from hfq.integrations.transformers import HfqConfig
 from hfq.integrations.zero_config import is_zero3
+from hfq.recipes.recipe import Recipe
 
 __all__ = ["check_packing", "refuse_packing"]
 

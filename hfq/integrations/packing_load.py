@@ -22,7 +22,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
-from hfq.formats.rounding import round_weight
+from hfq.formats.layouts.rounding import round_weight
 from hfq.integrations.checks import open_files
 from hfq.integrations.compat import passed_key_mapping, passed_offload_folder
 from hfq.integrations.loading import Loading

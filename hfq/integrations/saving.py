@@ -14,7 +14,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.formats.source import SIDE_FILES, is_declared
+from hfq.formats.configs.source_config import SIDE_FILES, is_declared
 from hfq.integrations.matching import Match
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import map_tensor

@@ -13,10 +13,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
-from hfq.formats.recipe import RECIPE_OPTIONS, Recipe
 from hfq.import_hook import run_pending
 from hfq.kernels.table import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
+from hfq.recipes.recipe import RECIPE_OPTIONS, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -68,7 +68,7 @@ class HfqConfig(QuantizationConfigMixin):
             files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
         source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
         method: How `hfq.quantize` quantizes a float checkpoint, and `from_pretrained` packs one while loading it, where the method
-            needs no calibration; its options are those of `hfq.formats.recipe.Recipe`: `num_bits`, `group_size`, `symmetric`,
+            needs no calibration; its options are those of `hfq.recipes.recipe.Recipe`: `num_bits`, `group_size`, `symmetric`,
             `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`, `recovery`. `modules_to_not_convert` then stay
             floats.
 

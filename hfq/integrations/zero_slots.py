@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.integrations.blocks import stored_place
 from hfq.modules.packed import PackedModule
 from hfq.modules.row import arena_layout

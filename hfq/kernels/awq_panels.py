@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 
 from hfq.formats.awq import Awq
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 
 __all__ = ["PART_NBYTES", "fill_awq", "is_in_columns"]
 

@@ -20,7 +20,7 @@ import torch
 
 from hfq.errors import CheckpointError
 from hfq.formats import Format
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.kernels import panels
 from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.native.library import library

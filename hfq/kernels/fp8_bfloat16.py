@@ -17,9 +17,9 @@ from typing import TypeGuard
 
 import torch
 
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.fp8_codes import has_nan, scale_as_float, widen_into
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.kernels.scripts import scripted
 from hfq.kernels.together import flushes_subnormals
 

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import torch
 
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.gptq import Gptq
 from hfq.kernels.scripts import scripted
 

@@ -19,9 +19,9 @@ import torch
 
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.bitsandbytes import BnbInt8
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.compressed_tensors import IntQuantized
-from hfq.formats.scaled import ScaledCodes
+from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
 from hfq.kernels.held import HeldTensors

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from hfq.formats import Format
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.fp8_codes import scale_as_float
+from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fp8_codes import scale_as_float
 from hfq.kernels import fp8_bfloat16, fp8_panels, reference, together
 from hfq.kernels.awq_panels import fill_awq, is_in_columns
 from hfq.kernels.gptq_panels import fill_gptq, is_fillable

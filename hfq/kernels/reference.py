@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from hfq.formats import Format
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 
 __all__ = ["ACCELERATOR_PANEL_NBYTES", "PANEL_NBYTES", "linear", "linear_grad"]
 

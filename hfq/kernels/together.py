@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch.utils import _python_dispatch
 
-from hfq.formats.buffers import borrow_buffers, lend_buffers
+from hfq.formats.codecs.thread_buffers import borrow_buffers, lend_buffers
 from hfq.kernels.native.team import team
 
 __all__ = ["LEAST_NUMEL", "divide", "flushes_subnormals", "for_each", "members"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from hfq.errors import PlacementError
 from hfq.formats import Format
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.modules.away import AwayParameter, check_stays
 from hfq.modules.resting import Resting
 from hfq.modules.row import ArenaRow

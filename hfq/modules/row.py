@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.checkpoint import Reader
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, row_layout
 
 __all__ = ["ArenaRow", "is_mappable", "map_row", "map_tensor", "read_tensor"]

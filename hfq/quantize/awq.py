@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.formats.awq import Awq
-from hfq.formats.rounding import check_finite_weight
+from hfq.formats.layouts.rounding import check_finite_weight
 from hfq.quantize.block import BlockQuantizer
 from hfq.quantize.folding import Fold, Trace, find_fold, trace
 from hfq.quantize.gptq import check_moments

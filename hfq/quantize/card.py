@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from hfq.checkpoint import Checkpoint
-from hfq.formats.recipe import Recipe
 from hfq.quantize.calibration import Calibration
 from hfq.quantize.report import QuantizeReport
+from hfq.recipes.recipe import Recipe
 from hfq.version import __version__
 
 __all__ = ["model_card"]

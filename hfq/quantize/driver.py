@@ -17,9 +17,8 @@ from hfq.checkpoint.write_checkpoint import check_target
 from hfq.checkpoint.writer import CopiedBytes, StoredTensor
 from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
-from hfq.formats.dtypes import safetensors_dtype
-from hfq.formats.recipe import METHODS, Recipe
-from hfq.formats.rounding import rounded_tensors
+from hfq.formats.codecs.dtypes import safetensors_dtype
+from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.integrations.transformers import HfqConfig
 from hfq.quantize.calibration import Calibration, Text, calibrate
 from hfq.quantize.heap import trim_heap
@@ -31,6 +30,7 @@ from hfq.quantize.recovery import Teacher
 from hfq.quantize.replay import Call, capture, run_block
 from hfq.quantize.report import LayerReport, Progress, QuantizeReport
 from hfq.quantize.source import Source, sizes_known
+from hfq.recipes.recipe import METHODS, Recipe
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 from hfq.version import __version__
 

@@ -16,9 +16,9 @@ import torch
 
 from hfq.errors import FormatError, SetupError
 from hfq.formats.gptq import Gptq
-from hfq.formats.recipe import Recipe
 from hfq.quantize.heap import trim_heap
 from hfq.quantize.triangle import Triangle
+from hfq.recipes.recipe import Recipe
 
 __all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
 

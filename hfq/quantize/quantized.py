@@ -13,7 +13,6 @@ from torch import nn
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats import Format
-from hfq.formats.recipe import Recipe
 from hfq.modules.row import read_tensor
 from hfq.quantize.awq import AwqQuantizer
 from hfq.quantize.block import BlockQuantizer, put_packed
@@ -21,6 +20,7 @@ from hfq.quantize.folding import put
 from hfq.quantize.recovery import Recovery
 from hfq.quantize.replay import Call
 from hfq.quantize.source import Source
+from hfq.recipes.recipe import Recipe
 
 __all__ = ["QuantizedBlock", "put_finished", "quantize_block"]
 

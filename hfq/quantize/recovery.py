@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from hfq.formats import Format
-from hfq.formats.recipe import Recipe
 from hfq.quantize.block import as_weight, put_weight
 from hfq.quantize.folding import put
 from hfq.quantize.replay import Call, forward_block, run_block
+from hfq.recipes.recipe import Recipe
 
 __all__ = ["Recovery", "Teacher"]
 

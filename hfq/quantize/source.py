@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.formats.dense import Dense
-from hfq.formats.dtypes import torch_dtype
-from hfq.formats.source import check_floats
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.formats.configs.source_config import check_floats
+from hfq.formats.unquantized import Dense
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.experts import PackedExperts

@@ -9,7 +9,7 @@ from torch import nn
 
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.guards import no_copy, of_block
 from hfq.streaming.pool import Pool, Ticket

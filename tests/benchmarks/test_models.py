@@ -11,7 +11,7 @@ from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_
 from hfq.checkpoint import Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 from hfq.modules.row import read_tensor
 
 SMALL = Architecture(128, 2)

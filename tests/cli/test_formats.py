@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hfq.cli.formats import as_markdown
 from hfq.cli.main import app
 from hfq.formats import FORMATS
-from hfq.formats.refusals import REFUSED
+from hfq.formats.detection.unsupported import REFUSED
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIALECTS = [dialect for cls in FORMATS.values() for dialect in cls.dialects]

@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 
 from hfq.checkpoint import Checkpoint
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 
 optimum_cli = pytest.importorskip("optimum.commands.optimum_cli")
 QUANTIZE = ["quantize", "--method", "rtn", "--bits", "3", "--group-size", "32"]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hfq import FormatError
 from hfq.checkpoint import Checkpoint
 from hfq.cli.main import app
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

@@ -12,10 +12,10 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
-from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFp4, MlxFp8
-from hfq.formats.modelopt import ModeloptInt4, ModeloptInt8
-from hfq.formats.modelopt_experts import ModeloptExpert
+from hfq.formats.mlx.affine import Mlx
+from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
+from hfq.formats.modelopt.experts import ModeloptExpert
+from hfq.formats.modelopt.linear import ModeloptInt4, ModeloptInt8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3

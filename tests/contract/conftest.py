@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.source import detection_hints
+from hfq.formats.configs.source_config import detection_hints
 
 
 def pytest_generate_tests(metafunc):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hfq import Checkpoint, HfqConfig
 from hfq.convert import convert_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.source import detection_hints
+from hfq.formats.configs.source_config import detection_hints
 
 ROWS = {case.id: case for case in CASES}
 TOKENS = torch.arange(1, 25)[None]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq.checkpoint import Checkpoint
-from hfq.formats.refusals import REFUSED, refused
+from hfq.formats.detection.unsupported import REFUSED, refused
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.gptq import Gptq
-from hfq.formats.modelopt import ModeloptInt4
+from hfq.formats.modelopt.linear import ModeloptInt4
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.quanto import QuantoBits
 

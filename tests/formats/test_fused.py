@@ -7,10 +7,10 @@ from tiny_models import described
 from hfq import FormatError
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fused import split_experts
 from hfq.formats.gpt_oss import GptOssMxfp4
+from hfq.formats.layouts.fused_experts import split_experts
 from hfq.modules.row import read_tensor
 
 LAYER = "model.layers.3.mlp"

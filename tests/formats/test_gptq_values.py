@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hfq.errors import FormatError
+from hfq.formats.codecs.bit_packing import pack_stream
 from hfq.formats.gptq import Gptq
-from hfq.formats.packing import pack_stream
 
 LOGGER = "hfq.formats.gptq"
 MODULE = "model.layers.3.mlp.down_proj"

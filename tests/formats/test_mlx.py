@@ -5,8 +5,8 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.mlx import Mlx, layer_options
-from hfq.formats.mlx_float import MlxFp4
+from hfq.formats.mlx.affine import Mlx, layer_options
+from hfq.formats.mlx.float_modes import MlxFp4
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 MODULE = "model.layers.0.mlp.down_proj"

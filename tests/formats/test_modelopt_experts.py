@@ -7,8 +7,8 @@ from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.fp4 import E2M1
-from hfq.formats.modelopt_experts import ModeloptExpert
+from hfq.formats.layouts.fp4 import E2M1
+from hfq.formats.modelopt.experts import ModeloptExpert
 
 IN, OUT = 48, 6
 CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4"}

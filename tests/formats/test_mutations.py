@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hfq import HfqError
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 OUT, IN = 64, 128

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hfq.formats.nibbles import look_up_nibbles
+from hfq.formats.codecs.nibbles import look_up_nibbles
 
 VALUES = torch.randn(16, generator=torch.Generator().manual_seed(5))
 BYTES = torch.arange(256, dtype=torch.uint8)

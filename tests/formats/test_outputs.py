@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hfq.formats import FORMATS, detect_formats
-from hfq.formats.outputs import OUTPUTS
-from hfq.formats.recipe import METHODS, Recipe
-from hfq.formats.rounding import round_weight, rounded_tensors
+from hfq.formats.layouts.rounding import round_weight, rounded_tensors
 from hfq.quantize.affine import absmax
+from hfq.recipes.recipe import METHODS, Recipe
+from hfq.recipes.schemes import OUTPUTS
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
 
 BITS = range(1, 9)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hfq.formats.packing import pack_planes, pack_words, unpack_planes, unpack_words
+from hfq.formats.codecs.bit_packing import pack_planes, pack_words, unpack_planes, unpack_words
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 COLUMNS = 3

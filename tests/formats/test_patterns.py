@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from hfq.errors import FormatError
-from hfq.formats.patterns import matches
+from hfq.formats.configs.safe_regex import matches
 
 NAME = "model.layers.11.mlp.gate_proj"
 

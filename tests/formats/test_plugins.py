@@ -9,7 +9,8 @@ from tiny_models import described
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, SetupError
-from hfq.formats import FORMATS, NotPackedError, detect_formats, plugins
+from hfq.formats import FORMATS, NotPackedError, detect_formats
+from hfq.formats.detection import plugins
 
 METHOD = "halves-of-tests"
 SOURCE = '''

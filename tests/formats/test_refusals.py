@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hfq import FormatError, HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.refusals import REFUSED
+from hfq.formats.detection.unsupported import REFUSED
 
 CT = {"quant_method": "compressed-tensors"}
 WORDS, FLOATS = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)

@@ -7,7 +7,7 @@ import pytest
 
 from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.errors import CheckpointError, FormatError
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 
 GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.values import check_finite, check_index, check_positive
+from hfq.formats.codecs.value_checks import check_finite, check_index, check_positive
 
 EXTREMES = [0.0, -0.0, 1e-45, 3.4e38, -3.4e38]
 

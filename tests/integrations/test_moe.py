@@ -26,7 +26,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.formats.bitsandbytes import Bnb4Bit
-from hfq.formats.dense import Dense
+from hfq.formats.unquantized import Dense
 
 
 @pytest.fixture(scope="module", params=SCHEMES, ids=lambda scheme: scheme.id)

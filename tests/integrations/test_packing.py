@@ -18,7 +18,7 @@ from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupEr
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.packing_check import refuse_packing
 

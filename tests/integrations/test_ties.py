@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
-from hfq.formats.mlx import Mlx
+from hfq.formats.mlx.affine import Mlx
 
 QUANTIZATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
 from hfq import HfqConfig, HfqError
-from hfq.formats.refusals import UnreadableDialectError
+from hfq.formats.detection.unsupported import UnreadableDialectError
 
 LIMIT, MOST_RESIDENT = 1e-5, 1.02
 

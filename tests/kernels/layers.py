@@ -16,8 +16,8 @@ from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.gptq import Gptq
-from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFp4, MlxFp8
+from hfq.formats.mlx.affine import Mlx
+from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes

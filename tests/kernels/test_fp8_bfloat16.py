@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernels.layers import fp8, shared_by
 
-from hfq.formats.buffers import release_buffers, thread_buffer
+from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from hfq.kernels import fp8_bfloat16, panels, reference
 
 CASES = {

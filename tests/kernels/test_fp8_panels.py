@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernels.layers import fp8, shared_by
 
-from hfq.formats.buffers import release_buffers, thread_buffer
-from hfq.formats.fp8_codes import has_nan
+from hfq.formats.codecs.fp8_codes import has_nan
+from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from hfq.kernels import fp8_panels, panels, reference
 
 CASES = {

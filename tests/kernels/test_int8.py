@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfq.formats import ActivationScheme
 from hfq.formats.bitsandbytes import BnbInt8
-from hfq.formats.buffers import release_buffers
+from hfq.formats.codecs.thread_buffers import release_buffers
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import int8, panels

@@ -5,8 +5,8 @@ import torch
 from kernels.layers import CASES, misplaced, shared_by
 
 from hfq.benchmarks.kernels import FORMATS, random_layer
-from hfq.formats.buffers import _buffers, lend_buffers, release_buffers
-from hfq.formats.fp8_codes import widen_into
+from hfq.formats.codecs.fp8_codes import widen_into
+from hfq.formats.codecs.thread_buffers import _buffers, lend_buffers, release_buffers
 from hfq.kernels import panels, reference
 
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
@@ -123,7 +123,7 @@ def test_every_code_is_widened_as_torch_casts_it(dtype, shape):
 
 
 def test_codes_without_nan_are_widened_over_many_chunks(monkeypatch):
-    monkeypatch.setattr("hfq.formats.fp8_codes._CHUNK", 100)
+    monkeypatch.setattr("hfq.formats.codecs.fp8_codes._CHUNK", 100)
     codes = (torch.arange(7 * 60) % 126).to(torch.uint8).view(7, 60).view(torch.float8_e4m3fn)
     panel = torch.empty(7, 60)
     widen_into(panel, codes)

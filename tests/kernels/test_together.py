@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfq.formats.buffers import release_buffers, thread_buffer
+from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from hfq.kernels import together
 from hfq.kernels.native.team import team
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.table import choose_kernel

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfq.formats.dtypes import torch_dtype
+from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.modules.row import ArenaRow, arena_layout, is_mappable, map_row, map_tensor, read_tensor
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 

@@ -16,7 +16,7 @@ import hfq
 from hfq import HfqConfig, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.formats.awq import Awq
-from hfq.formats.source import source_config
+from hfq.formats.configs.source_config import source_config
 
 AWQ = {"method": "awq", "num_bits": 3, "group_size": 64}
 READERS = {

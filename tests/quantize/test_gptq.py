@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hfq import FormatError, SetupError
-from hfq.formats.recipe import Recipe
 from hfq.quantize.gptq import Factor, factorize, solve
 from hfq.quantize.obq import obq
+from hfq.recipes.recipe import Recipe
 
 ROWS, COLUMNS = 64, 96
 

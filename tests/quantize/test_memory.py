@@ -11,12 +11,12 @@ from transformers.pytorch_utils import Conv1D
 import hfq
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.quantize import bound_nbytes, measure_memory
-from hfq.formats.recipe import METHODS, Recipe
-from hfq.formats.rounding import round_weight
+from hfq.formats.layouts.rounding import round_weight
 from hfq.quantize import block
 from hfq.quantize.calibration import Calibration
 from hfq.quantize.held import hold, let_go, tensors_of
 from hfq.quantize.source import Source
+from hfq.recipes.recipe import METHODS, Recipe
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -16,8 +16,8 @@ from tiny_models import digests
 import hfq
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
+from hfq.formats.configs.source_config import source_config
 from hfq.formats.gptq import Gptq
-from hfq.formats.source import source_config
 
 
 def files_of(folder):

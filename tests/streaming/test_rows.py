@@ -11,7 +11,7 @@ from torch import nn
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.pool import Pool
 from hfq.streaming.rows import RowTable, can_read_rows

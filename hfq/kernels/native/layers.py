@@ -12,10 +12,10 @@ from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFp8
+from hfq.formats.layouts.scaled import ScaledCodes
+from hfq.formats.mlx.affine import Mlx
+from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.formats.scaled import ScaledCodes
 from hfq.kernels.held import HeldTensors
 from hfq.kernels.native import nibbles
 from hfq.kernels.native.structure import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer

@@ -10,10 +10,10 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.bitsandbytes import Bnb4Bit
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.formats.fp4 import E2M1, PackedFp4
 from hfq.formats.gpt_oss import GptOssMxfp4
-from hfq.formats.mlx import Mlx
-from hfq.formats.mlx_float import MlxFp4, MlxFp8
+from hfq.formats.layouts.fp4 import E2M1, PackedFp4
+from hfq.formats.mlx.affine import Mlx
+from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.native.structure import (

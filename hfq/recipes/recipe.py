@@ -10,11 +10,11 @@ from typing import Any
 from hfq.errors import FormatError, SetupError, nearest
 from hfq.formats.awq import Awq
 from hfq.formats.base import ActivationScheme, Format
+from hfq.formats.configs.gptq_config import BITS
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.formats.gptq_config import BITS
-from hfq.formats.outputs import OUTPUTS, Output
-from hfq.formats.outputs.base import group_config
+from hfq.recipes.scheme import group_config
+from hfq.recipes.schemes import OUTPUTS, Output
 
 __all__ = ["METHODS", "RECIPE_OPTIONS", "Recipe"]
 
@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def output(self) -> Output | None:
-        """What the method writes, for those that have a file in `hfq.formats.outputs`."""
+        """What the method writes, for those that have a file in `hfq.recipes.schemes`."""
         return OUTPUTS.get(self.method)
 
     @property

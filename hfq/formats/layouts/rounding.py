@@ -9,7 +9,7 @@ import torch
 
 from hfq.errors import SetupError
 from hfq.formats.base import Format
-from hfq.formats.dtypes import safetensors_dtype
+from hfq.formats.codecs.dtypes import safetensors_dtype
 
 __all__ = ["check_finite_weight", "round_weight", "rounded_tensors"]
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, bounded_int
-from hfq.formats.compressed_config import format_of, group_of, read_activations, read_block, refuse_transforms, unusable
+from hfq.formats.configs.compressed_tensors_config import (
+    format_of,
+    group_of,
+    read_activations,
+    read_block,
+    refuse_transforms,
+    unusable,
+)
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Hints", "guess_block", "read_hints"]

@@ -7,7 +7,7 @@
     experts.gate_up_proj_bias           [experts, out], gpt-oss only
     and the same of down_proj; gate and up channels in the model's own order: in turns in gpt-oss, in halves in Llama 4
 
-`hfq.formats.fused.split_experts` makes each expert's slice a module of its own, whose codes it calls `transposed`; a number without
+`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, whose codes it calls `transposed`; a number without
 dimensions belongs to every expert. What is left is ModelOpt's linear layer of the same dialect, transposed. In its other dialects
 (MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a scale here, which is not what it calibrates: they are refused.
 
@@ -25,7 +25,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, Dialect, Format
 from hfq.formats.fp8 import Fp8
-from hfq.formats.fused import TRANSPOSED
+from hfq.formats.layouts.fused_experts import TRANSPOSED
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.tensor_spec import TensorInfo, TensorSpec
 

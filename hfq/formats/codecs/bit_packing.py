@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hfq.formats.nibbles import look_up_nibbles
+from hfq.formats.codecs.nibbles import look_up_nibbles
 
 __all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_rows", "unpack_stream", "unpack_words"]
 

@@ -17,12 +17,12 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS
-from hfq.formats.dtypes import torch_dtype
-from hfq.formats.fp8_codes import widen_into
-from hfq.formats.groups import apply_groups, rows_of
-from hfq.formats.reordering import ScaledOrder
-from hfq.formats.sharding import ScaledShards
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.formats.codecs.fp8_codes import widen_into
+from hfq.formats.codecs.groups import apply_groups, rows_of
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.row_order import ScaledOrder
+from hfq.formats.layouts.slicing import ScaledShards
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Others", "ScaledCodes", "other_specs", "other_tensors"]

@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 
 from hfq.formats.base import FLOATS, ActivationScheme, Format
-from hfq.formats.groups import apply_groups, check_divides
-from hfq.formats.nibbles import look_up_nibbles
-from hfq.formats.scaled import Others, other_specs
+from hfq.formats.codecs.groups import apply_groups, check_divides
+from hfq.formats.codecs.nibbles import look_up_nibbles
+from hfq.formats.layouts.scaled import Others, other_specs
 from hfq.tensor_spec import TensorSpec
 
 __all__ = ["E2M1", "OTHERS", "PackedFp4", "powers", "store_powers"]

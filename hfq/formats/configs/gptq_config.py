@@ -9,7 +9,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import bounded_int
-from hfq.formats.patterns import matches
+from hfq.formats.configs.safe_regex import matches
 from hfq.tensor_spec import TensorInfo
 
 __all__ = [

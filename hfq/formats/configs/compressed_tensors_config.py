@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hfq.errors import FormatError
 from hfq.formats.base import ActivationScheme, bounded_int
-from hfq.formats.patterns import matches
+from hfq.formats.configs.safe_regex import matches
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_float", "refuse_transforms", "unusable"]

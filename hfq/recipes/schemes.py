@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hfq.formats.outputs.base import Output
-from hfq.formats.outputs.glm import GLM
-from hfq.formats.outputs.int8 import W8A8, W8A16
-from hfq.formats.outputs.mxfp4 import MXFP4
+from hfq.recipes.int8_schemes import W8A8, W8A16
+from hfq.recipes.mxfp4_scheme import MXFP4
+from hfq.recipes.scheme import Output
+from hfq.recipes.w4a16 import GLM
 
 __all__ = ["OUTPUTS", "Output"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from hfq.errors import FormatError
-from hfq.formats.compressed_config import format_of
+from hfq.formats.configs.compressed_tensors_config import format_of
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["REFUSED", "UnreadableDialectError", "refuse_unreadable", "refused"]

@@ -6,7 +6,7 @@ Format: OCP Microscaling Formats 1.0, section 6.3. Written as compressed-tensors
 from __future__ import annotations
 
 from hfq.formats.mxfp4 import Mxfp4
-from hfq.formats.outputs.base import Output
+from hfq.recipes.scheme import Output
 
 __all__ = ["MXFP4"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hfq.formats.buffers import thread_buffer
+from hfq.formats.codecs.thread_buffers import thread_buffer
 
 __all__ = ["has_nan", "scale_as_float", "widen_into"]
 

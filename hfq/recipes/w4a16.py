@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from hfq.formats.codecs.bit_packing import pack_stream
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.formats.outputs.base import Output, absmax_codes
-from hfq.formats.packing import pack_stream
+from hfq.recipes.scheme import Output, absmax_codes
 
 __all__ = ["GLM", "PackedRows", "packed_group"]
 

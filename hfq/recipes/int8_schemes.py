@@ -13,8 +13,8 @@ import torch
 
 from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import IntQuantized
-from hfq.formats.outputs.base import Output, absmax_codes
-from hfq.formats.outputs.glm import PackedRows, packed_group
+from hfq.recipes.scheme import Output, absmax_codes
+from hfq.recipes.w4a16 import PackedRows, packed_group
 
 __all__ = ["W8A8", "W8A16"]
 

@@ -19,11 +19,11 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import Dialect
-from hfq.formats.fp4 import PackedFp4, powers, store_powers
-from hfq.formats.fp8_codes import widen_into
-from hfq.formats.groups import apply_groups, check_divides
-from hfq.formats.mlx import MlxWords, layer_options
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.fp8_codes import widen_into
+from hfq.formats.codecs.groups import apply_groups, check_divides
+from hfq.formats.codecs.value_checks import check_finite
+from hfq.formats.layouts.fp4 import PackedFp4, powers, store_powers
+from hfq.formats.mlx.affine import MlxWords, layer_options
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["MlxFp4", "MlxFp8"]

@@ -21,9 +21,9 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
-from hfq.formats.groups import apply_groups, check_divides
-from hfq.formats.packing import pack_stream, unpack_rows
-from hfq.formats.values import check_finite
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_rows
+from hfq.formats.codecs.groups import apply_groups, check_divides
+from hfq.formats.codecs.value_checks import check_finite
 from hfq.tensor_spec import TensorInfo, TensorSpec
 
 __all__ = ["Mlx", "MlxWords", "layer_options"]

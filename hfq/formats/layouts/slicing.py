@@ -15,7 +15,7 @@ import torch
 
 from hfq.errors import FormatError
 from hfq.formats.base import Format
-from hfq.formats.values import check_index
+from hfq.formats.codecs.value_checks import check_index
 from hfq.tensor_spec import Cut, LayerSlice, TensorInfo
 
 __all__ = ["AwqShards", "Fp8Shards", "GptqShards", "PackShards", "ScaledShards"]

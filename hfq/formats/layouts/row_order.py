@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from hfq.formats.base import Format
-from hfq.formats.packing import pack_stream, unpack_stream
+from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
 
 __all__ = ["AwqOrder", "Fp8Order", "GptqOrder", "PackOrder", "ScaledOrder"]
 

@@ -1,0 +1,1 @@
+"""Codes and scales as bits: no format, no config."""

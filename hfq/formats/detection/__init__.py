@@ -1,0 +1,1 @@
+"""Detection of formats, and formats that hfq does not support."""

@@ -1,0 +1,1 @@
+"""Tensor layouts that several formats share."""
