@@ -27,7 +27,7 @@ def pytest_collection():
 @pytest.fixture(scope="session")
 def compiled():
     """The settled state of a process that wants the compiled part, built into the user's own cache unless it is there."""
-    from hfq.kernels.native import library
+    from hfq.kernels.cpp import library
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(library.SWITCH, "1")
@@ -44,7 +44,7 @@ def emulated(compiled, tmp_path_factory):
     import ctypes
     import subprocess
 
-    from hfq.kernels.native import build, library
+    from hfq.kernels.cpp import build, library
 
     made = tmp_path_factory.mktemp("emulated") / "kernels.so"
     flags = [flag for flag in build.FLAGS if flag != "-O2"]
@@ -57,7 +57,7 @@ def emulated(compiled, tmp_path_factory):
 @pytest.fixture
 def native(compiled, monkeypatch):
     """The compiled part, in use for one test, at the best level of the processor."""
-    from hfq.kernels.native import library
+    from hfq.kernels.cpp import library
 
     monkeypatch.setattr(library, "_once", compiled)
     yield compiled.library

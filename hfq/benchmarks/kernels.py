@@ -28,8 +28,8 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.held import HeldTensors
-from hfq.kernels.table import KERNELS, Kernel, explain_kernels
+from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.registry import KERNELS, Kernel, explain_kernels
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
 

@@ -12,8 +12,8 @@ from hfq.benchmarks.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing
 from hfq.benchmarks.kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
-from hfq.kernels.native.library import library, reason_missing
-from hfq.kernels.panels import product_dtype
+from hfq.kernels.cpp.library import library, reason_missing
+from hfq.kernels.cpu.panels import product_dtype
 
 __all__ = ["report"]
 

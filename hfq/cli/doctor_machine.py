@@ -61,7 +61,7 @@ def device_findings() -> Iterator[Finding]:
 
 def kernel_findings() -> Iterator[Finding]:
     """The kernels that can run, and why others cannot; the compiled one is built for it."""
-    from hfq.kernels.table import KERNELS, check_kernel
+    from hfq.kernels.registry import KERNELS, check_kernel
 
     check_kernel("auto")
     for kernel in sorted(KERNELS.values(), key=lambda kernel: -kernel.priority):

@@ -97,7 +97,7 @@ def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> 
 
 
 def _kernels(found: Format, tensors: dict[str, TensorInfo]) -> dict[str, str | None]:
-    from hfq.kernels.table import explain_kernels
+    from hfq.kernels.registry import explain_kernels
 
     try:
         out_features, in_features = found.shape(tensors)  # type: ignore[arg-type]  # of what is described, shapes are enough

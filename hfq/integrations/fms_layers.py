@@ -16,7 +16,7 @@ from hfq.integrations.fms_config import Source
 from hfq.integrations.fms_layout import Layout, Part
 from hfq.integrations.swapping import build_packed
 from hfq.integrations.transformers import HfqConfig
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.registry import choose_kernel
 from hfq.modules.fused import FusedLinear
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule

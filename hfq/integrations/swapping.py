@@ -15,7 +15,7 @@ from hfq.integrations.matching import Match, PackedMatch
 from hfq.integrations.slots import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
-from hfq.kernels.table import choose_kernel, explain_kernels
+from hfq.kernels.registry import choose_kernel, explain_kernels
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.experts import PackedExperts, SortedExperts
 from hfq.modules.joined import JoinedLinear

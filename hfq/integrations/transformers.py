@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfq.errors import SetupError, nearest
 from hfq.import_hook import run_pending
-from hfq.kernels.table import check_kernel
+from hfq.kernels.registry import check_kernel
 from hfq.placement.device_map import AUTOMATIC, check_device
 from hfq.recipes.recipe import RECIPE_OPTIONS, Recipe
 
@@ -44,7 +44,7 @@ class HfqConfig(QuantizationConfigMixin):
 
     Args:
         kernel: `"auto"` for the best kernel there is for each layer, `"reference"` for plain torch and results that are the same
-            on every machine with the same torch, or the name of another kernel (`hfq.kernels.table`).
+            on every machine with the same torch, or the name of another kernel (`hfq.kernels.registry`).
         activations: `"checkpoint"` quantizes activations as the checkpoint's config declares; `"none"` leaves them as they
             are, and so does `"auto"`.
         modules_to_not_convert: Modules that must not be packed. A module that the checkpoint stores packed is refused.

@@ -9,7 +9,7 @@ import torch
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
-from hfq.kernels.table import Kernel
+from hfq.kernels.registry import Kernel
 from hfq.modules.packed import PackedModule
 from hfq.tensor_spec import TensorInfo
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from hfq.kernels.held import HeldTensors
+from hfq.kernels.layer_tensors import HeldTensors
 
 __all__ = ["Resting"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfq.formats import Format
-from hfq.kernels import panels
+from hfq.kernels.cpu import panels
 
 __all__ = ["hold", "let_go", "tensors_of"]
 

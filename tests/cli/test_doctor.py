@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hfq.checkpoint import cleanup as leftovers
 from hfq.cli.doctor import TESTED
 from hfq.cli.main import app
-from hfq.kernels.native import library
+from hfq.kernels.cpp import library
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

@@ -3,7 +3,7 @@
 import pytest
 from contract.test_contract_model import PLACEMENTS, logits
 
-from hfq.kernels.native.layers import reason_against
+from hfq.kernels.cpp.layers import reason_against
 from hfq.modules.linear import PackedLinear
 
 

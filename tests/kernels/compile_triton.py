@@ -5,7 +5,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hfq.kernels import triton_device
+from hfq.kernels.cuda import triton_device
 
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STEPS": 4}
 FLOATS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}

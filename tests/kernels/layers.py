@@ -21,7 +21,7 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
-from hfq.kernels import together
+from hfq.kernels.cpu import thread_team as together
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
@@ -170,7 +170,7 @@ def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
 
 @contextmanager
 def shared_by(threads: int):
-    """Within it every weight is shared by so many threads, however small it is (`hfq.kernels.together`)."""
+    """Within it every weight is shared by so many threads, however small it is (`hfq.kernels.cpu.thread_team`)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from hfq.kernels.native import build as building
-from hfq.kernels.native import library
+from hfq.kernels.cpp import build as building
+from hfq.kernels.cpp import library
 
 FAKE = """#!/bin/sh
 if [ "$1" = --version ]; then echo fake 1; exit; fi
@@ -56,7 +56,7 @@ def test_a_second_call_compiles_nothing(runs):
 
 
 def test_processes_that_start_at_once_compile_once(runs):
-    code = "from hfq.kernels.native.build import build; print(build().read_text())"
+    code = "from hfq.kernels.cpp.build import build; print(build().read_text())"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["library"] * 3
     assert runs() == 1
@@ -209,7 +209,7 @@ def test_the_child_of_a_fork_holds_no_lock_of_a_parent_that_was_killed(tmp_path,
     code = f"""
 import os, time
 from pathlib import Path
-from hfq.kernels.native.build import _locked
+from hfq.kernels.cpp.build import _locked
 with _locked(Path({str(tmp_path / "lock")!r})):
     if os.fork():
         os._exit(1)
@@ -260,7 +260,7 @@ def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
     import torch
     from kernels.layers import CASES
 
-    from hfq.kernels import cpu
+    from hfq.kernels.cpp import kernel as cpu
 
     weight_format, tensors = CASES["w4 g32"].make()
     activations, before = torch.ones(32, 352), torch.get_num_threads()

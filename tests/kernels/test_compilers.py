@@ -12,11 +12,11 @@ import torch
 from kernels.layers import CASES
 from kernels.test_native import random
 
-from hfq.kernels import cpu
-from hfq.kernels.native import build as building
-from hfq.kernels.native import int8 as compiled_int8
-from hfq.kernels.native import library
-from hfq.kernels.native.layers import DTYPES
+from hfq.kernels.cpp import build as building
+from hfq.kernels.cpp import int8_library as compiled_int8
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import library
+from hfq.kernels.cpp.layers import DTYPES
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

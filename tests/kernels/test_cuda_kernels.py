@@ -9,9 +9,12 @@ from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
-from hfq.kernels import cuda_libraries, reference, scaled_mm, table, triton_linear
+from hfq.kernels import reference
+from hfq.kernels import registry as table
 from hfq.kernels.activations import quantize_activations
-from hfq.kernels.table import choose_kernel, explain_kernels
+from hfq.kernels.cuda import libraries as cuda_libraries
+from hfq.kernels.cuda import scaled_mm, triton_linear
+from hfq.kernels.registry import choose_kernel, explain_kernels
 
 TOKEN, TENSOR = ActivationScheme("token"), ActivationScheme("tensor")
 GROUP = ActivationScheme("group", group_size=128)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from kernels.layers import CASES
 
-from hfq.kernels.native.layers import describe_layer
-from hfq.kernels.native.structure import PRODUCT
+from hfq.kernels.cpp.layer_struct import PRODUCT
+from hfq.kernels.cpp.layers import describe_layer
 
 CHILDREN = """
 import os, signal, sys
@@ -36,7 +36,7 @@ def multiply(kernel):
 
 
 def settle():
-    from hfq.kernels.native.library import library
+    from hfq.kernels.cpp.library import library
 
     return library()
 

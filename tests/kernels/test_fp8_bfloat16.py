@@ -5,7 +5,8 @@ import torch
 from kernels.layers import fp8, shared_by
 
 from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
-from hfq.kernels import fp8_bfloat16, panels, reference
+from hfq.kernels import reference
+from hfq.kernels.cpu import fp8_bfloat16, panels
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),

@@ -6,7 +6,8 @@ from kernels.layers import fp8, shared_by
 
 from hfq.formats.codecs.fp8_codes import has_nan
 from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
-from hfq.kernels import fp8_panels, panels, reference
+from hfq.kernels import reference
+from hfq.kernels.cpu import fp8_panels, panels
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),

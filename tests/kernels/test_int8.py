@@ -18,13 +18,13 @@ from hfq.formats.bitsandbytes import BnbInt8
 from hfq.formats.codecs.thread_buffers import release_buffers
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
-from hfq.kernels import int8, panels
 from hfq.kernels.activations import OutlierTally, outlier_channels, quantize_activations
-from hfq.kernels.held import HeldTensors
-from hfq.kernels.native import build as building
-from hfq.kernels.native import int8 as compiled_int8
-from hfq.kernels.native.int8 import Engine, RoundedWeight, best_engine, integer_product, rounded_linear
-from hfq.kernels.table import choose_kernel, explain_kernels
+from hfq.kernels.cpp import build as building
+from hfq.kernels.cpp import int8_library as compiled_int8
+from hfq.kernels.cpp.int8_library import Engine, RoundedWeight, best_engine, integer_product, rounded_linear
+from hfq.kernels.cpu import int8, panels
+from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.registry import choose_kernel, explain_kernels
 
 TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
 LLM = ActivationScheme("token", dtype="int8", outlier_threshold=6.0)

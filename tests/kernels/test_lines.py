@@ -8,8 +8,8 @@ from kernels.layers import Case, at_the_end_of_a_page, misplaced
 
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
-from hfq.kernels import cpu
-from hfq.kernels.native import library
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import library
 
 LAYERS = {  # rows of words are whole lines; columns are several parts for one row, and end within what is taken together
     **{

@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from hfq.errors import CheckpointError
 from hfq.formats.fp8 import Fp8
-from hfq.kernels import cpu, panels, reference
-from hfq.kernels.native import layers, library
-from hfq.kernels.native.layers import DTYPES, describe_layer
-from hfq.kernels.native.team import team
+from hfq.kernels import reference
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import layers, library
+from hfq.kernels.cpp.layers import DTYPES, describe_layer
+from hfq.kernels.cpp.openmp_team import team
+from hfq.kernels.cpu import panels
 
 # float32 sums in another order, or integers exactly; then one rounding of the result
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -7,7 +7,8 @@ from kernels.layers import CASES, misplaced, shared_by
 from hfq.benchmarks.kernels import FORMATS, random_layer
 from hfq.formats.codecs.fp8_codes import widen_into
 from hfq.formats.codecs.thread_buffers import _buffers, lend_buffers, release_buffers
-from hfq.kernels import panels, reference
+from hfq.kernels import reference
+from hfq.kernels.cpu import panels
 
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
 

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from hfq.kernels import fp8_bfloat16, fp8_panels, scripts
+from hfq.kernels.cpu import fp8_bfloat16, fp8_panels
+from hfq.kernels.cpu import torchscript as scripts
 
 
 def shifted(values: torch.Tensor, by: int) -> bool:

@@ -12,9 +12,9 @@ from kernels.test_tiles import kept_by_a_thread
 
 from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
-from hfq.kernels import cpu
-from hfq.kernels.native import library
-from hfq.kernels.native.layers import DTYPES, describe_layer
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import library
+from hfq.kernels.cpp.layers import DTYPES, describe_layer
 
 SIZES = [(2, 64, 704, 304), (4, 32, 352, 40), (4, 176, 704, 1096), (4, 64, 448, 64), (8, 32, 96, 12), (8, 352, 704, 200)]
 """(bits, group_size, in_features, out_features): with strips that end within a vector, with many of them."""

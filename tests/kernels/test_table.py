@@ -10,8 +10,9 @@ from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
-from hfq.kernels import panels, reference
-from hfq.kernels.table import KERNELS, check_kernel, choose_kernel, explain_kernels
+from hfq.kernels import reference
+from hfq.kernels.cpu import panels
+from hfq.kernels.registry import KERNELS, check_kernel, choose_kernel, explain_kernels
 
 
 def test_the_reference_kernel_is_chosen_by_its_name():

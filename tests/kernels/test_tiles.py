@@ -14,9 +14,9 @@ from hfq.formats.awq import Awq
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels import cpu
-from hfq.kernels.native import library
-from hfq.kernels.native.layers import DTYPES, describe_layer
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import library
+from hfq.kernels.cpp.layers import DTYPES, describe_layer
 
 SHORT = torch.bfloat16
 

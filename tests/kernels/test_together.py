@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
-from hfq.kernels import together
-from hfq.kernels.native.team import team
+from hfq.kernels.cpp.openmp_team import team
+from hfq.kernels.cpu import thread_team as together
 
 PATIENCE = 60.0  # seconds; members of a team meet at once
 

@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 from hfq.formats import ActivationScheme
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
-from hfq.kernels import reference, triton_linear
+from hfq.kernels import reference
 from hfq.kernels.activations import quantize_activations
+from hfq.kernels.cuda import triton_linear
 
 READ = [name for name, case in CASES.items() if triton_linear.reason_against(case.format, 0, 0) is None]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

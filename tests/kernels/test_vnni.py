@@ -8,9 +8,9 @@ from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels import cpu
-from hfq.kernels.native import library
-from hfq.kernels.native.layers import DTYPES
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp import library
+from hfq.kernels.cpp.layers import DTYPES
 
 ROWS = (1, 2, 3, 8, 17)
 LARGER = {  # several spans to a group, parts of several strips, and columns and rows that end within what is taken together

@@ -7,7 +7,7 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.registry import choose_kernel
 from hfq.modules.linear import PackedLinear
 from hfq.modules.row import ArenaRow, map_row
 

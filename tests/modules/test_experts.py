@@ -15,8 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels.cpu import FUSED_ROWS
-from hfq.kernels.table import KERNELS, choose_kernel
+from hfq.kernels.cpp.kernel import FUSED_ROWS
+from hfq.kernels.registry import KERNELS, choose_kernel
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 

@@ -6,7 +6,7 @@ from tiny_models import described
 from hfq.formats.base import Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.registry import choose_kernel
 from hfq.modules.fused import FusedLinear
 from hfq.modules.linear import PackedLinear
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfq.errors import PlacementError
-from hfq.kernels.table import KERNELS
+from hfq.kernels.registry import KERNELS
 from hfq.modules.home import HOME_ROWS, Home
 from hfq.modules.linear import PackedLinear
 

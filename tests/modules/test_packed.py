@@ -11,7 +11,7 @@ from hfq import PlacementError
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.hqq import Hqq
 from hfq.formats.quanto import QuantoBits, QuantoBytes
-from hfq.kernels.table import choose_kernel
+from hfq.kernels.registry import choose_kernel
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.modules.packed import PackedModule

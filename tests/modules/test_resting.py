@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hfq.kernels.held import HeldTensors
-from hfq.kernels.table import KERNELS
+from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.registry import KERNELS
 
 IN = 96
 BACKINGS = ["mapped", "arena"]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from hfq.kernels import reference
-from hfq.kernels.table import Kernel
+from hfq.kernels.registry import Kernel
 
 SIZE = 64
 

@@ -14,9 +14,9 @@ import torch
 
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.fp8 import Fp8
-from hfq.kernels import triton_linear
 from hfq.kernels.activations import activation_codes
-from hfq.kernels.cuda_libraries import probe
+from hfq.kernels.cuda import triton_linear
+from hfq.kernels.cuda.libraries import probe
 
 __all__ = ["linear", "reason_against"]
 

@@ -16,7 +16,7 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.native.structure import (
+from hfq.kernels.cpp.layer_struct import (
     ADDED,
     BYTES,
     DTYPES,

@@ -9,10 +9,13 @@ import torch
 
 from hfq.errors import SetupError, nearest
 from hfq.formats import ActivationScheme, Format
-from hfq.kernels import cpu, int8, panels, reference, scaled_mm, triton_linear
-from hfq.kernels.cuda_libraries import capability
-from hfq.kernels.native.layers import reason_against
-from hfq.kernels.native.library import reason_missing, start
+from hfq.kernels import reference
+from hfq.kernels.cpp import kernel as cpu
+from hfq.kernels.cpp.layers import reason_against
+from hfq.kernels.cpp.library import reason_missing, start
+from hfq.kernels.cpu import int8, panels
+from hfq.kernels.cuda import scaled_mm, triton_linear
+from hfq.kernels.cuda.libraries import capability
 
 __all__ = ["KERNELS", "Kernel", "check_kernel", "choose_kernel", "explain_kernels"]
 
@@ -39,7 +42,7 @@ class Kernel:
         refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
         refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features, out_features) → why it
             cannot; None where it can. None for a kernel that multiplies floats, rounded before or not.
-        grouped_linear: Rows times one layer after the other in one call, see `hfq.kernels.cpu.grouped_linear`; None if it has none.
+        grouped_linear: Rows times one layer after the other in one call, see `hfq.kernels.cpp.kernel.grouped_linear`; None if it has none.
     """
 
     name: str

@@ -209,7 +209,7 @@ def _finish(product: _Product, activations: torch.Tensor, tensors: Mapping[str, 
 
 
 def _device() -> Any:
-    from hfq.kernels import triton_device
+    from hfq.kernels.cuda import triton_device
 
     return triton_device
 

@@ -20,8 +20,8 @@ import torch
 from hfq.formats.codecs.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.kernels.scripts import scripted
-from hfq.kernels.together import flushes_subnormals
+from hfq.kernels.cpu.thread_team import flushes_subnormals
+from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 

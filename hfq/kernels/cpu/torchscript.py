@@ -1,7 +1,7 @@
 """Plain torch without Python between its operations: TorchScript, where torch has it.
 
 A call of a script gives the interpreter's lock away once, not once for each operation, so threads that multiply side by side
-(`hfq.kernels.together`) do not wait for each other to begin the next.
+(`hfq.kernels.cpu.thread_team`) do not wait for each other to begin the next.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from hfq.formats.bitsandbytes import BnbInt8
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.layouts.scaled import ScaledCodes
-from hfq.kernels import panels
 from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
-from hfq.kernels.held import HeldTensors
-from hfq.kernels.native.int8 import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
-from hfq.kernels.native.structure import DTYPES
+from hfq.kernels.cpp.int8_library import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
+from hfq.kernels.cpp.layer_struct import DTYPES
+from hfq.kernels.cpu import panels
+from hfq.kernels.layer_tensors import HeldTensors
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hfq.kernels.native.build import BuildError, build
-from hfq.kernels.native.library import is_wanted
-from hfq.kernels.native.structure import DTYPES
-from hfq.kernels.native.team import team
+from hfq.kernels.cpp.build import BuildError, build
+from hfq.kernels.cpp.layer_struct import DTYPES
+from hfq.kernels.cpp.library import is_wanted
+from hfq.kernels.cpp.openmp_team import team
 
 __all__ = [
     "SOURCE",

@@ -15,7 +15,7 @@ import torch
 
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.gptq import Gptq
-from hfq.kernels.scripts import scripted
+from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["fill_gptq", "is_fillable"]
 

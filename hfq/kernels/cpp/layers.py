@@ -16,9 +16,9 @@ from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.held import HeldTensors
-from hfq.kernels.native import nibbles
-from hfq.kernels.native.structure import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
+from hfq.kernels.cpp import nibble_layers as nibbles
+from hfq.kernels.cpp.layer_struct import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
+from hfq.kernels.layer_tensors import HeldTensors
 
 __all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
 

@@ -2,7 +2,7 @@
 
 torch divides each of its operations among its threads, and they wait for each other after it; a part of a weight is a dozen of
 them, of tens of microseconds each. Here a thread takes a part through all of them. The threads are torch's own, see
-`hfq.kernels.native.team`; an operation within it has one.
+`hfq.kernels.cpp.openmp_team`; an operation within it has one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from hfq.formats.codecs.thread_buffers import borrow_buffers, lend_buffers
-from hfq.kernels.native.team import team
+from hfq.kernels.cpp.openmp_team import team
 
 __all__ = ["LEAST_NUMEL", "divide", "flushes_subnormals", "for_each", "members"]
 

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 
-from hfq.kernels.native.build import BuildError, build
-from hfq.kernels.native.team import team
+from hfq.kernels.cpp.build import BuildError, build
+from hfq.kernels.cpp.openmp_team import team
 
 __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 

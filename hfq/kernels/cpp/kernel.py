@@ -21,10 +21,10 @@ import torch
 from hfq.errors import CheckpointError
 from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import thread_buffer
-from hfq.kernels import panels
-from hfq.kernels.native.layers import DTYPES, NativeLayer, describe_layer
-from hfq.kernels.native.library import library
-from hfq.kernels.native.structure import AWQ, GPTQ, PRODUCT
+from hfq.kernels.cpp.layer_struct import AWQ, GPTQ, PRODUCT
+from hfq.kernels.cpp.layers import DTYPES, NativeLayer, describe_layer
+from hfq.kernels.cpp.library import library
+from hfq.kernels.cpu import panels
 
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
 

@@ -1,6 +1,6 @@
 // Multiplies by packed weights on a CPU, reading the checkpoint's bytes where they lie, at any alignment.
 //
-// Plain C ABI, no torch and no Python headers; hfq/kernels/native/library.py compiles this file and loads it. The file includes
+// Plain C ABI, no torch and no Python headers; hfq/kernels/cpp/library.py compiles this file and loads it. The file includes
 // itself once for each instruction set (scalar, AVX2, AVX-512); the best that the processor has is chosen when it runs.
 //
 // With -DHFQ_EMULATE every form is compiled for any processor, without its own instructions, so that its logic can be tested there.
@@ -28,7 +28,7 @@ enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3, E4M3_SCALED = 4, NESTED = 5 }
 enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
 enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 4 };
 
-// One packed layer; hfq/kernels/native/layers.py fills it in.
+// One packed layer; hfq/kernels/cpp/layers.py fills it in.
 // Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step with
 // g = index[k] or, without an index, k / block_in.
 //   NIBBLES: two codes a byte, the lower half first unless `high_first`; `values` are the 16 floats that they stand for. Where those

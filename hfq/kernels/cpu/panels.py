@@ -17,9 +17,11 @@ from hfq.formats import Format
 from hfq.formats.codecs.fp8_codes import scale_as_float
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.kernels import fp8_bfloat16, fp8_panels, reference, together
-from hfq.kernels.awq_panels import fill_awq, is_in_columns
-from hfq.kernels.gptq_panels import fill_gptq, is_fillable
+from hfq.kernels import reference
+from hfq.kernels.cpu import fp8_bfloat16, fp8_panels
+from hfq.kernels.cpu import thread_team as together
+from hfq.kernels.cpu.awq_panels import fill_awq, is_in_columns
+from hfq.kernels.cpu.gptq_panels import fill_gptq, is_fillable
 
 __all__ = [
     "ALL_NBYTES",
@@ -35,7 +37,7 @@ __all__ = [
 
 PANEL_NBYTES = 11 << 19
 """The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the reading of
-the activations. Each thread has one (`hfq.kernels.together`)."""
+the activations. Each thread has one (`hfq.kernels.cpu.thread_team`)."""
 
 ALL_NBYTES = 64 << 20
 """The most bytes of all threads' panels, likewise."""

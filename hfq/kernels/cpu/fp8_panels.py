@@ -14,8 +14,8 @@ import torch
 from hfq.formats.codecs.fp8_codes import has_nan
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.kernels import together
-from hfq.kernels.scripts import scripted
+from hfq.kernels.cpu import thread_team as together
+from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
 
