@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from hfq import HfqConfig
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 CONFIG = {

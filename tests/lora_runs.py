@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq import HfqConfig
 from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 DISK = {"": "disk"}

@@ -8,7 +8,7 @@ import torch
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.formats.codecs.dtypes import safetensors_dtype, torch_dtype
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 DATA = Path(__file__).parent / "data"

@@ -28,7 +28,7 @@ from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.integrations.planning import PlannedModel, kind_of_weight
-from hfq.placement.profile import Profile
+from hfq.placement.estimate.profile import Profile
 
 __all__ = ["MachineProbe", "calibrate", "disk_file"]
 

@@ -17,8 +17,8 @@ from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.integrations.planning import open_model
-from hfq.placement.model_states import count_states
-from hfq.placement.profile import Zero3Rates
+from hfq.placement.estimate.profile import Zero3Rates
+from hfq.placement.zero.model_states import count_states
 
 __all__ = ["RanksProbe", "measure_ranks"]
 

@@ -21,7 +21,7 @@ from hfq.benchmarks.limits import touch
 from hfq.benchmarks.models import checkpoint_files
 from hfq.benchmarks.process import memory, reset_peak, serve
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 
 __all__ = ["LOADERS", "LoadWorker"]
 

@@ -23,7 +23,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["IN_MEMORY", "MOVERS", "ON_DISK", "Compute", "Mover", "layer_nbytes", "standing_in"]
 

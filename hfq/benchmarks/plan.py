@@ -26,10 +26,10 @@ from hfq.benchmarks.probes import KindProbe, layers_of
 from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.benchmarks.report import Record, Report
 from hfq.integrations.planning import PlannedModel, open_model
-from hfq.placement.hardware import Hardware
-from hfq.placement.model_states import count_states
-from hfq.placement.roofline import predict
-from hfq.placement.zero_fit import ZeroFit, fit_zero3, gathering_work
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.roofline import predict
+from hfq.placement.zero.fit import ZeroFit, fit_zero3, gathering_work
+from hfq.placement.zero.model_states import count_states
 
 __all__ = ["GENERATED", "bench_plan", "generated"]
 

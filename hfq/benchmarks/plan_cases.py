@@ -14,10 +14,10 @@ from hfq.errors import PlacementError
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.planning import PlannedModel
 from hfq.placement.budget import READ_AHEAD_NBYTES, plan_homes, ring_nbytes
-from hfq.placement.estimate import Estimate, Workload, estimate_placement, list_stages
-from hfq.placement.hardware import Hardware
-from hfq.placement.profile import PUBLISHED
-from hfq.placement.roofline import Work
+from hfq.placement.estimate.estimate import Estimate, Workload, estimate_placement, list_stages
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.profile import PUBLISHED
+from hfq.placement.estimate.roofline import Work
 
 __all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_homes", "open_cases"]
 

@@ -25,7 +25,7 @@ from hfq.formats import Format
 from hfq.integrations.planning import PlannedModel, kind_of_weight
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.linear import PackedLinear
-from hfq.placement.pipeline import SideBySide
+from hfq.placement.estimate.pipeline import SideBySide
 
 __all__ = ["BesideProbe", "KindProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
 

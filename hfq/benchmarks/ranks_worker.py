@@ -18,8 +18,8 @@ from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.process import serve
 from hfq.formats.gptq import Gptq
-from hfq.modules.packed import PackedModule
-from hfq.placement.launch_files import deepspeed_config
+from hfq.modules.quantized_module import PackedModule
+from hfq.placement.launch_configs import deepspeed_config
 
 __all__ = ["RanksWorker"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.placement.profile import Profile
+    from hfq.placement.estimate.profile import Profile
 
 __all__ = ["calibrate"]
 
@@ -38,7 +38,7 @@ def calibrate(
     from hfq.benchmarks.models import default_folder
     from hfq.cli.named import named_checkpoint
     from hfq.integrations.planning import open_model
-    from hfq.placement.profile import profile_path
+    from hfq.placement.estimate.profile import profile_path
 
     with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:
         model = None if found is None else open_model(found.folder)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfq.integrations.planning import PlannedModel
-    from hfq.placement.estimate import Estimate, Workload
-    from hfq.placement.hardware import Hardware
-    from hfq.placement.profile import Profile
+    from hfq.placement.estimate.estimate import Estimate, Workload
+    from hfq.placement.estimate.hardware import Hardware
+    from hfq.placement.estimate.profile import Profile
 
 __all__ = ["PlacementOptions", "plan_placement"]
 
@@ -53,7 +53,7 @@ def make_report(options: PlacementOptions) -> dict:
     """The plan as JSON-ready data."""
     from hfq.cli.named import named_checkpoint
     from hfq.integrations.planning import open_model
-    from hfq.placement.estimate import Workload
+    from hfq.placement.estimate.estimate import Workload
 
     hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)
     with named_checkpoint(options.path) as found:
@@ -65,7 +65,7 @@ def make_report(options: PlacementOptions) -> dict:
 
 def _planned(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict) -> dict:
     if options.catalog is not None:
-        from hfq.placement.catalog import rank_machines, read_catalog
+        from hfq.placement.estimate.catalog import rank_machines, read_catalog
 
         report["catalog"] = rank_machines(read_catalog(options.catalog), model.sizes, workload)
         return report | {"files": {}}
@@ -81,9 +81,9 @@ def _planned(options: PlacementOptions, model: PlannedModel, hardware: Hardware,
 def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.checkpoint.filesystem import available_memory
     from hfq.integrations.hub import split_name
-    from hfq.placement.estimate import estimate_placement
-    from hfq.placement.launch_files import accelerate_yaml, loading_code
-    from hfq.placement.roofline import TERMS, what_helps
+    from hfq.placement.estimate.estimate import estimate_placement
+    from hfq.placement.estimate.roofline import TERMS, what_helps
+    from hfq.placement.launch_configs import accelerate_yaml, loading_code
 
     profile = _profile(options, model)
     free = available_memory() if profile.is_measured else None
@@ -118,9 +118,9 @@ def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> d
 
 
 def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
-    from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
-    from hfq.placement.launch_files import accelerate_yaml
-    from hfq.placement.spread import spread_units
+    from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
+    from hfq.placement.launch_configs import accelerate_yaml
+    from hfq.placement.multi_device import spread_units
 
     sizes = model.sizes
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
@@ -139,10 +139,10 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
 
 
 def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
-    from hfq.placement.launch_files import accelerate_yaml, deepspeed_config
-    from hfq.placement.model_states import count_states
-    from hfq.placement.roofline import TERMS
-    from hfq.placement.zero_fit import fit_zero3, predict_zero3
+    from hfq.placement.estimate.roofline import TERMS
+    from hfq.placement.launch_configs import accelerate_yaml, deepspeed_config
+    from hfq.placement.zero.fit import fit_zero3, predict_zero3
+    from hfq.placement.zero.model_states import count_states
 
     itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
     states = count_states(model.loading.checkpoint, itemsize=itemsize)
@@ -164,8 +164,8 @@ def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, w
 
 
 def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) -> dict:
-    from hfq.placement.hardware import parse_size
-    from hfq.placement.ladder import choose_format
+    from hfq.placement.estimate.best_format import choose_format
+    from hfq.placement.estimate.hardware import parse_size
 
     return choose_format(model.shapes(), model.sizes, workload, parse_size(options.budget or "", "--budget"))
 
@@ -173,8 +173,8 @@ def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) 
 def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
     """The machine's profile, with the rate that the catalog has of the accelerator that was named."""
     from hfq.benchmarks.machine import machine_facts
-    from hfq.placement.catalog import SHIPPED, read_catalog
-    from hfq.placement.profile import read_profile
+    from hfq.placement.estimate.catalog import SHIPPED, read_catalog
+    from hfq.placement.estimate.profile import read_profile
 
     facts = machine_facts(Path(model.loading.checkpoint.root))
     profile = read_profile(options.profile, {"processor": facts["processor"]})
@@ -186,8 +186,8 @@ def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
 
 def _hardware(options: PlacementOptions) -> Hardware:
     from hfq.checkpoint.filesystem import available_memory
-    from hfq.placement.catalog import SHIPPED, read_catalog
-    from hfq.placement.hardware import Hardware, parse_gpus, parse_size
+    from hfq.placement.estimate.catalog import SHIPPED, read_catalog
+    from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
 
     known = {} if all(text[:1].isdigit() for text in options.gpu) else read_catalog(SHIPPED).gpus
     gpus = parse_gpus(options.gpu, known)

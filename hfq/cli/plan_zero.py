@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hfq.placement.zero_memory import ModelStates, ZeroMemory, ZeroSetup
+    from hfq.placement.zero.memory import ModelStates, ZeroMemory, ZeroSetup
 
 __all__ = ["ZeroOptions", "as_size", "plan_zero"]
 
@@ -35,7 +35,7 @@ class ZeroOptions:
 def plan_zero(options: ZeroOptions, as_json: bool) -> None:
     """Prints what a model takes under ZeRO: bytes on each device, in CPU memory and on NVMe, per rank and node."""
     from hfq.errors import SetupError
-    from hfq.placement.zero_memory import STAGES, estimate_zero
+    from hfq.placement.zero.memory import STAGES, estimate_zero
 
     _check_source(options.path, options.parameters, options.lora_rank, options.trainable)
     if options.lora_target and options.lora_rank is None:
@@ -85,7 +85,7 @@ def _states(
     from dataclasses import replace
 
     from hfq.errors import SetupError
-    from hfq.placement.zero_memory import ModelStates
+    from hfq.placement.zero.memory import ModelStates
 
     added = (int(extra),) if extra else ()
     if path is None:
@@ -94,7 +94,7 @@ def _states(
         return ModelStates(frozen=frozen, trained=trained, is_sum=True)
     from hfq.checkpoint import Checkpoint
     from hfq.cli.named import named_checkpoint
-    from hfq.placement.model_states import count_states
+    from hfq.placement.zero.model_states import count_states
 
     everything = optimizer != "none" and lora_rank is None and not added
     with named_checkpoint(path) as found:
@@ -108,7 +108,7 @@ def _states(
 
 
 def _setup(stage: int, ranks: int, ranks_per_node: int | None, optimizer: str, offloads: dict[str, str]) -> ZeroSetup:
-    from hfq.placement.zero_memory import ZeroSetup
+    from hfq.placement.zero.memory import ZeroSetup
 
     return ZeroSetup(stage, ranks, ranks_per_node, optimizer, **offloads)  # type: ignore[arg-type]
 
@@ -133,7 +133,7 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
     from rich.console import Console
     from rich.table import Table
 
-    from hfq.placement.zero_memory import HOMES, OPTIMIZERS
+    from hfq.placement.zero.memory import HOMES, OPTIMIZERS
 
     console = Console(markup=False, highlight=False)
     console.print(

@@ -12,7 +12,7 @@ from hfq.checkpoint import Reader
 from hfq.errors import FormatError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 __all__ = ["LayerPlan", "NewTensor", "SourceLayer", "exact_cast", "refusal"]

@@ -13,8 +13,8 @@ from torch import nn
 from hfq.formats import Dense, Format
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.slots import WEIGHT, expert_of
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
+from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Distance", "Unit", "Weights", "digest", "distance"]

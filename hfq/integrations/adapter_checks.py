@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
 from hfq.integrations.slots import WEIGHT
-from hfq.modules.away import AwayParameter
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.offloaded_parameter import AwayParameter
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["check_adapter", "check_replication", "is_fixed", "linears_of"]
 

@@ -13,8 +13,8 @@ from transformers.utils import logging
 
 from hfq.integrations.matching import Match
 from hfq.modules.experts import PackedExperts
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import arena_layout
+from hfq.modules.flat_buffer import arena_layout
+from hfq.modules.quantized_module import PackedModule
 from hfq.placement.budget import Budget, Kind, Unit, plan_homes
 from hfq.placement.device_map import check_device
 from hfq.streaming.block import DenseParameter

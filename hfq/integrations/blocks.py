@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfq.integrations.matching import Match
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 from hfq.streaming.block import Block, DenseParameter
 from hfq.tensor_spec import TensorInfo
 

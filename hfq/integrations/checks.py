@@ -13,7 +13,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.integrations.compat import opened_checkpoint
 from hfq.integrations.matching import Match
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes"]
 

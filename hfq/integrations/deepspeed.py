@@ -18,8 +18,8 @@ from torch import nn
 from hfq.errors import SetupError
 from hfq.import_hook import run_pending
 from hfq.integrations.zero_config import ZeroConfig
-from hfq.modules.packed import PackedModule
-from hfq.placement.zero_memory import SMALLEST_SWAPPED
+from hfq.modules.quantized_module import PackedModule
+from hfq.placement.zero.memory import SMALLEST_SWAPPED
 
 __all__ = [
     "Sharder", "gather", "gather_state", "is_gathered", "least_swapped", "mark_leaf", "missing_internals", "partition_whole_model",

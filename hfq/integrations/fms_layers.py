@@ -17,10 +17,10 @@ from hfq.integrations.fms_layout import Layout, Part
 from hfq.integrations.swapping import build_packed
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.registry import choose_kernel
+from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
 from hfq.modules.fused import FusedLinear
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, is_mappable, map_row
+from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import ByteRange, Cut, LayerSlice, TensorInfo
 
 __all__ = ["Layers", "rank_slice_of"]

@@ -21,8 +21,8 @@ from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import Layout, find_layout
 from hfq.integrations.packing_check import refuse_packing
 from hfq.integrations.transformers import HfqConfig
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import is_mappable, map_tensor, read_tensor
+from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["dense_tensors", "load_model", "make_skeleton"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from hfq.placement.kv_cache import Activations, KvLayer
+from hfq.placement.estimate.kv_cache import Activations, KvLayer
 
 __all__ = ["activation_sizes", "kv_layers"]
 

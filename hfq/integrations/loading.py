@@ -36,11 +36,11 @@ from hfq.integrations.rows import load_rows, log_summary
 from hfq.integrations.saving import like_source, stored_state
 from hfq.integrations.swapping import swap_packed
 from hfq.integrations.transformers import HfqConfig
-from hfq.modules.away import AwayParameter
+from hfq.modules.cpu_execution import Home
 from hfq.modules.experts import PackedExperts
-from hfq.modules.home import Home
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.offloaded_parameter import AwayParameter
+from hfq.modules.quantized_module import PackedModule
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry

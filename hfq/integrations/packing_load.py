@@ -29,8 +29,8 @@ from hfq.integrations.loading import Loading
 from hfq.integrations.packing import FloatLayer, Packing, lay_out_rows, plan_packing
 from hfq.integrations.rows import progress_bar
 from hfq.integrations.transformers import HfqConfig
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
+from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackingLoading"]

@@ -22,7 +22,7 @@ from hfq.errors import SetupError
 from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = [
     "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "gathering", "including", "keeping_devices", "refuse_merge",

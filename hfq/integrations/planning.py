@@ -16,8 +16,8 @@ from hfq.integrations.kv_layers import activation_sizes, kv_layers
 from hfq.integrations.loading import Loading
 from hfq.integrations.skeleton import load_skeleton
 from hfq.modules.linear import PackedLinear
-from hfq.placement.estimate import Estimate, ModelSizes
-from hfq.placement.ladder import Shapes
+from hfq.placement.estimate.best_format import Shapes
+from hfq.placement.estimate.estimate import Estimate, ModelSizes
 from hfq.placement.plan import Plan
 
 __all__ = ["PlannedModel", "count_calls", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]

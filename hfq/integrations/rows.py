@@ -27,8 +27,8 @@ from hfq.errors import PlacementError
 from hfq.integrations.checks import check_bias
 from hfq.integrations.early import early_reading
 from hfq.integrations.zero_config import is_deepspeed
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, is_mappable, map_row
+from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
+from hfq.modules.quantized_module import PackedModule
 from hfq.streaming.buffers import huge_buffer
 from hfq.tensor_spec import ByteRange
 

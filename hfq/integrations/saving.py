@@ -16,8 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import SIDE_FILES, is_declared
 from hfq.integrations.matching import Match
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import map_tensor
+from hfq.modules.flat_buffer import map_tensor
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["SIDE_FILES", "like_source", "stored_state"]
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from hfq.integrations.loading import Loading
 from hfq.integrations.planning import count_calls, count_products, routed_share
-from hfq.placement.estimate import list_stages
-from hfq.placement.profile import Profile, read_profile
-from hfq.placement.roofline import TERMS, Work, predict
+from hfq.placement.estimate.estimate import list_stages
+from hfq.placement.estimate.profile import Profile, read_profile
+from hfq.placement.estimate.roofline import TERMS, Work, predict
 
 __all__ = ["SpeedReport", "report_speed", "takes_tokens"]
 

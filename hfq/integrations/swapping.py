@@ -16,11 +16,11 @@ from hfq.integrations.slots import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
+from hfq.modules.concat_linear import JoinedLinear
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.experts import PackedExperts, SortedExperts
-from hfq.modules.joined import JoinedLinear
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["build_packed", "swap_packed"]
 

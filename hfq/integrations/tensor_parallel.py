@@ -28,12 +28,12 @@ from hfq.integrations.rows import ReadReport
 from hfq.integrations.saving import stored_state
 from hfq.integrations.tp_plan import find_slices, generic, passed_rules
 from hfq.integrations.transformers import HfqConfig
+from hfq.modules.flat_buffer import ArenaRow, read_tensor
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, read_tensor
+from hfq.modules.quantized_module import PackedModule
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
-from hfq.placement.zero import check_same_plan
+from hfq.placement.zero.shards import check_same_plan
 from hfq.tensor_spec import Cut, LayerSlice, row_layout
 
 __all__ = ["SlicedLoading"]

@@ -61,7 +61,7 @@ class HfqConfig(QuantizationConfigMixin):
         load: Under ZeRO-3: with `"ranges"` every rank reads the bytes of its own shards; with `"broadcast"` rank 0 reads all and
             deals it out, for clusters of which one node alone has the files.
         execute_on: Where packed layers compute that rest in CPU memory beside an accelerator: `"accelerator"` brings their bytes
-            to it, `"home"` brings their activations to the CPU, `"auto"` chooses call by call (`hfq.modules.home`).
+            to it, `"home"` brings their activations to the CPU, `"auto"` chooses call by call (`hfq.modules.cpu_execution`).
         outlier_threshold: For bitsandbytes' 8-bit checkpoints under `activations="checkpoint"`: from which amplitude on LLM.int8()
             leaves an input channel as it is; None takes the checkpoint's own, 0 rounds every channel.
         nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own

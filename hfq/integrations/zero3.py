@@ -30,10 +30,10 @@ from hfq.integrations.zero_config import read_zero_config
 from hfq.integrations.zero_make import ShardMaker
 from hfq.integrations.zero_slots import ZeroSlot, find_slots
 from hfq.modules.experts import PackedExperts
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, arena_layout
+from hfq.modules.flat_buffer import ArenaRow, arena_layout
+from hfq.modules.quantized_module import PackedModule
 from hfq.placement.plan import Plan, PlanEntry
-from hfq.placement.zero import ZeroPlan, check_same_plan
+from hfq.placement.zero.shards import ZeroPlan, check_same_plan
 
 __all__ = ["ShardedLoading"]
 

@@ -17,9 +17,9 @@ from hfq.checkpoint.execute_reads import read_all
 from hfq.formats import Format
 from hfq.integrations.checks import check_bias
 from hfq.integrations.ranks import attempt, exchange, raise_together
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, arena_layout, read_tensor
-from hfq.placement.zero import ShardRead, ZeroRow
+from hfq.modules.flat_buffer import ArenaRow, arena_layout, read_tensor
+from hfq.modules.quantized_module import PackedModule
+from hfq.placement.zero.shards import ShardRead, ZeroRow
 from hfq.tensor_spec import Segment
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from hfq.integrations.zero_pool import plan_pool, swap_options
 from hfq.integrations.zero_slots import ZeroSlot
 from hfq.integrations.zero_swap import CheckpointSwapper, ShardSource
 from hfq.modules.experts import PackedExperts
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import arena_layout
+from hfq.modules.flat_buffer import arena_layout
+from hfq.modules.quantized_module import PackedModule
 
 if TYPE_CHECKING:
     from hfq.integrations.zero3 import ShardedLoading

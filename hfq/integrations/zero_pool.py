@@ -9,7 +9,7 @@ from typing import Any
 
 from hfq.errors import PlacementError
 from hfq.integrations.zero_config import ZeroConfig
-from hfq.placement.zero import ZeroPlan
+from hfq.placement.zero.shards import ZeroPlan
 
 __all__ = ["Pool", "plan_pool", "swap_options"]
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.integrations.blocks import stored_place
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import arena_layout
-from hfq.placement.zero import ZeroRow, packed_zero_row
+from hfq.modules.flat_buffer import arena_layout
+from hfq.modules.quantized_module import PackedModule
+from hfq.placement.zero.shards import ZeroRow, packed_zero_row
 from hfq.tensor_spec import DTYPE_BITS
 
 if TYPE_CHECKING:

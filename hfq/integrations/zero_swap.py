@@ -19,7 +19,7 @@ from hfq.checkpoint import Reader
 from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT, DirectFiles
 from hfq.errors import PlacementError
 from hfq.integrations.deepspeed import shard_status
-from hfq.placement.zero import ShardRead
+from hfq.placement.zero.shards import ShardRead
 from hfq.streaming.buffers import huge_buffer
 from hfq.tensor_spec import ByteRange
 

@@ -8,7 +8,7 @@ import torch
 
 from hfq.errors import SetupError
 from hfq.formats import Format
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackedEmbedding"]

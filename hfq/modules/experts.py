@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["PackedExperts", "SortedExperts"]
 

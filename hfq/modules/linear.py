@@ -10,7 +10,7 @@ from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.registry import Kernel
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["PackedLinear"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats import Format
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 from hfq.quantize.awq import AwqQuantizer
 from hfq.quantize.block import BlockQuantizer, put_packed
 from hfq.quantize.folding import put

@@ -19,8 +19,8 @@ from hfq.formats.unquantized import Dense
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.transformers import HfqConfig
 from hfq.modules.experts import PackedExperts
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
+from hfq.modules.quantized_module import PackedModule
 from hfq.quantize.held import hold, let_go
 from hfq.quantize.layers import find_blocks
 from hfq.streaming.block import DenseParameter

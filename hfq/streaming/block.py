@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hfq.modules.away import AwayParameter
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow
+from hfq.modules.flat_buffer import ArenaRow
+from hfq.modules.offloaded_parameter import AwayParameter
+from hfq.modules.quantized_module import PackedModule
 from hfq.streaming.layout import BlockLayout
 from hfq.tensor_spec import Segment, TensorInfo
 

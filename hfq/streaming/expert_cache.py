@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hfq.checkpoint.filesystem import available_memory
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 from hfq.streaming.guards import no_copy
 from hfq.streaming.pool import Pool, Ticket
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import HfqError
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, read_tensor
+from hfq.modules.flat_buffer import ArenaRow, read_tensor
+from hfq.modules.quantized_module import PackedModule
 from hfq.placement.budget import READ_AHEAD_NBYTES
 from hfq.streaming.block import Binding, Block, DenseParameter, is_on_disk, owners_within, rests_on_disk
 from hfq.streaming.expert_cache import ExpertCache, cache_nbytes

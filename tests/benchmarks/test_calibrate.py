@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from hfq.benchmarks.calibrate import calibrate
 from hfq.cli.main import app
 from hfq.errors import SetupError
-from hfq.placement.profile import read_profile
+from hfq.placement.estimate.profile import read_profile
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 

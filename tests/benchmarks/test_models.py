@@ -12,7 +12,7 @@ from hfq.checkpoint import Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 
 SMALL = Architecture(128, 2)
 DOWN = "model.layers.1.mlp.down_proj"

@@ -7,8 +7,8 @@ from hfq.benchmarks import plan
 from hfq.benchmarks.plan_cases import PLACEMENTS, open_cases
 from hfq.benchmarks.plan_report import bytes_apart, plan_report
 from hfq.integrations.planning import open_model
-from hfq.placement.profile import PUBLISHED
-from hfq.placement.roofline import predict
+from hfq.placement.estimate.profile import PUBLISHED
+from hfq.placement.estimate.roofline import predict
 
 CHECKPOINTS = [tiny_models.DATA / name for name in ("tiny-llama-gptq", "tiny-llama-fp8", "tiny-llama")]
 

@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
-from hfq.placement.profile import Profile, Zero3Rates
+from hfq.placement.estimate.profile import Profile, Zero3Rates
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 

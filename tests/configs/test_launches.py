@@ -13,7 +13,7 @@ import compiled_io
 import pytest
 
 from configs import forked
-from hfq.placement.zero_memory import ModelStates, ZeroSetup, estimate_zero
+from hfq.placement.zero.memory import ModelStates, ZeroSetup, estimate_zero
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

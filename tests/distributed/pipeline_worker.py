@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_pipeline.py"
 MICRO_BATCHES = 4

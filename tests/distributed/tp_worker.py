@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from hfq import HfqConfig
 from hfq.errors import HfqError
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "06_tensor_parallel.py"

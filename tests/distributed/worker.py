@@ -29,7 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hfq.integrations.deepspeed as internals
 from hfq import HfqConfig
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 

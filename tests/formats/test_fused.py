@@ -11,7 +11,7 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.layouts.fused_experts import split_experts
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 
 LAYER = "model.layers.3.mlp"
 

@@ -10,7 +10,7 @@ from hfq.checkpoint import Reader, read_header
 from hfq.checkpoint.index import Checkpoint
 from hfq.formats import FORMATS, detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
-from hfq.modules.row import read_tensor
+from hfq.modules.flat_buffer import read_tensor
 
 GOLDENS = sorted((tiny_models.DATA / "goldens").glob("*.safetensors"))
 STEPS = {"every eighth": 8, "every fourth": 4}

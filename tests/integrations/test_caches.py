@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, cache_utils
 
 from hfq import HfqConfig
 from hfq.integrations.kv_layers import kv_layers
-from hfq.placement.kv_cache import kv_nbytes
+from hfq.placement.estimate.kv_cache import kv_nbytes
 
 PLACEMENTS = {
     "memory": None,

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
 from hfq.errors import SetupError
 from hfq.integrations.deepspeed import _check_held
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 
 def load(backing: str, **options):

@@ -15,7 +15,7 @@ from hfq import FormatError, HfqConfig
 from hfq.errors import PlacementError
 from hfq.integrations.slots import halves_of
 from hfq.integrations.tp_plan import _axis
-from hfq.modules.joined import JoinedLinear
+from hfq.modules.concat_linear import JoinedLinear
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq import prepare_for_training
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 
 @pytest.fixture(scope="module", params=lora_runs.PATHS)

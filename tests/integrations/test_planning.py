@@ -24,7 +24,7 @@ from hfq.errors import CheckpointError, SetupError
 from hfq.integrations.kv_layers import kv_layers
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.planning import open_model
-from hfq.placement.kv_cache import kv_nbytes
+from hfq.placement.estimate.kv_cache import kv_nbytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip

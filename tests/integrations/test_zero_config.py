@@ -11,7 +11,7 @@ from hfq import HfqConfig, PlacementError, SetupError
 from hfq.integrations import zero_config
 from hfq.integrations.zero_config import read_zero_config
 from hfq.integrations.zero_pool import Pool, plan_pool, swap_options
-from hfq.placement.zero import ZeroPlan, ZeroRow
+from hfq.placement.zero.shards import ZeroPlan, ZeroRow
 
 pytest.importorskip("deepspeed")
 from transformers.integrations import HfDeepSpeedConfig

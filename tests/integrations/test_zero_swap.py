@@ -7,7 +7,7 @@ import torch
 
 from hfq import CheckpointError, PlacementError
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.placement.zero import ZeroRow
+from hfq.placement.zero.shards import ZeroRow
 
 pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus

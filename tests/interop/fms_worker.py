@@ -14,7 +14,7 @@ from leaving import leave
 
 import hfq
 from hfq import HfqConfig
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 CONFIG = HfqConfig(kernel="reference")
 

@@ -19,7 +19,7 @@ import hfq
 from hfq import HfqConfig
 from hfq.errors import FormatError, HfqError, PlacementError, SetupError
 from hfq.modules.fused import FusedLinear
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
 pytestmark = pytest.mark.peers

@@ -8,8 +8,8 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
+from hfq.modules.flat_buffer import ArenaRow, map_row
 from hfq.modules.linear import PackedLinear
-from hfq.modules.row import ArenaRow, map_row
 
 IN, OUT = 96, 64
 FORMATS = {

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hfq.errors import PlacementError
-from hfq.modules.away import AwayParameter
+from hfq.modules.offloaded_parameter import AwayParameter
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.row import ArenaRow, map_row
+from hfq.modules.flat_buffer import ArenaRow, map_row
 
 FORMATS = {
     "fp8": Fp8(strategy="channel"),

@@ -7,7 +7,7 @@ import torch
 
 from hfq.errors import PlacementError
 from hfq.kernels.registry import KERNELS
-from hfq.modules.home import HOME_ROWS, Home
+from hfq.modules.cpu_execution import HOME_ROWS, Home
 from hfq.modules.linear import PackedLinear
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hfq.errors import PlacementError, SetupError
 from hfq.formats import ActivationScheme
 from hfq.kernels import reference
 from hfq.kernels.activations import quantize_activations
-from hfq.modules.row import ArenaRow
+from hfq.modules.flat_buffer import ArenaRow
 
 IN, OUT = 96, 64
 BACKINGS = ["mapped", "arena"]

@@ -13,9 +13,9 @@ from hfq.formats.hqq import Hqq
 from hfq.formats.quanto import QuantoBits, QuantoBytes
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.embedding import PackedEmbedding
+from hfq.modules.flat_buffer import ArenaRow, map_row
 from hfq.modules.linear import PackedLinear
-from hfq.modules.packed import PackedModule
-from hfq.modules.row import ArenaRow, map_row
+from hfq.modules.quantized_module import PackedModule
 
 IN, OUT = 96, 64
 SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))

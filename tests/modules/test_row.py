@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.modules.row import ArenaRow, arena_layout, is_mappable, map_row, map_tensor, read_tensor
+from hfq.modules.flat_buffer import ArenaRow, arena_layout, is_mappable, map_row, map_tensor, read_tensor
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 TENSORS = {

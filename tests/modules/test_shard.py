@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hfq import PlacementError
-from hfq.modules.away import AwayParameter
-from hfq.modules.row import ArenaRow
+from hfq.modules.flat_buffer import ArenaRow
+from hfq.modules.offloaded_parameter import AwayParameter
 
 INPUT = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
 

@@ -5,9 +5,9 @@ import yaml
 
 from hfq.errors import SetupError
 from hfq.placement.budget import Unit
-from hfq.placement.catalog import SHIPPED, rank_machines, read_catalog
-from hfq.placement.estimate import ModelSizes, Workload
-from hfq.placement.kv_cache import Activations, KvLayer
+from hfq.placement.estimate.catalog import SHIPPED, rank_machines, read_catalog
+from hfq.placement.estimate.estimate import ModelSizes, Workload
+from hfq.placement.estimate.kv_cache import Activations, KvLayer
 
 GB = 10**9
 SIZES = ModelSizes(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hfq.errors import PlacementError
 from hfq.placement.budget import Unit
-from hfq.placement.estimate import ModelSizes, Workload, estimate_placement
-from hfq.placement.hardware import Hardware
-from hfq.placement.kv_cache import Activations, KvLayer
-from hfq.placement.profile import PUBLISHED
+from hfq.placement.estimate.estimate import ModelSizes, Workload, estimate_placement
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.kv_cache import Activations, KvLayer
+from hfq.placement.estimate.profile import PUBLISHED
 
 MIB = 1 << 20
 UNITS = (

@@ -3,7 +3,7 @@
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.hardware import Hardware, parse_gpus, parse_size
+from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
 
 
 @pytest.mark.parametrize(

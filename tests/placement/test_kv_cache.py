@@ -3,7 +3,7 @@
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.kv_cache import KV_DTYPES, Activations, KvLayer, activation_nbytes, kv_nbytes
+from hfq.placement.estimate.kv_cache import KV_DTYPES, Activations, KvLayer, activation_nbytes, kv_nbytes
 
 
 def test_sixty_layers_of_eight_heads_take_240_kib_a_token():

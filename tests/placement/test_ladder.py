@@ -3,9 +3,9 @@
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.estimate import ModelSizes, Workload
-from hfq.placement.kv_cache import Activations, KvLayer
-from hfq.placement.ladder import LADDER, Shapes, choose_format
+from hfq.placement.estimate.best_format import LADDER, Shapes, choose_format
+from hfq.placement.estimate.estimate import ModelSizes, Workload
+from hfq.placement.estimate.kv_cache import Activations, KvLayer
 
 SIZES = ModelSizes((), (KvLayer(128, 128),), Activations(256, 512, 1000, 1), {}, 1.0, "bfloat16", 1)
 SHAPES = Shapes([(256, 256)] * 4, 1000, 4.5)

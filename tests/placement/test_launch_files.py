@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfq.placement.launch_files import accelerate_yaml, deepspeed_config, loading_code
+from hfq.placement.launch_configs import accelerate_yaml, deepspeed_config, loading_code
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,8 +6,8 @@ import tiny_models
 from hfq.checkpoint import Checkpoint
 from hfq.errors import PlacementError
 from hfq.formats import tensors_by_module
-from hfq.modules.row import arena_layout
-from hfq.placement.model_states import count_states
+from hfq.modules.flat_buffer import arena_layout
+from hfq.placement.zero.model_states import count_states
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

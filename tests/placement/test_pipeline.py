@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfq.placement.pipeline import FREE, SideBySide, Stage, pass_seconds
+from hfq.placement.estimate.pipeline import FREE, SideBySide, Stage, pass_seconds
 
 HALVED = SideBySide(0.5, 0.5)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from hfq.errors import SetupError
-from hfq.placement.pipeline import SideBySide
-from hfq.placement.profile import PUBLISHED, Profile, Zero3Rates, profile_path, read_profile
+from hfq.placement.estimate.pipeline import SideBySide
+from hfq.placement.estimate.profile import PUBLISHED, Profile, Zero3Rates, profile_path, read_profile
 
 MEASURED = Profile(
     "measured", 2e9, 8e9, 20e9, None, {"dense float32": {1: 4e9, 5: 2e9}}, 1e-3, (0.5, 0.01), {"processor": "P"},

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from hfq.placement.pipeline import SideBySide
-from hfq.placement.profile import Profile, Zero3Rates
-from hfq.placement.roofline import Work, predict, what_helps
+from hfq.placement.estimate.pipeline import SideBySide
+from hfq.placement.estimate.profile import Profile, Zero3Rates
+from hfq.placement.estimate.roofline import Work, predict, what_helps
 
 PROFILE = Profile("measured", disk=1e9, page_cache=4e9, memory=10e9, host_to_device=5e9,
                   products={"int4": {1: 2e9, 2: 1.8e9}}, layer_seconds=0.01, load_seconds=(1.0, 0.1))  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 
 from hfq.errors import PlacementError
 from hfq.placement.budget import Unit
-from hfq.placement.spread import spread_units
+from hfq.placement.multi_device import spread_units
 
 UNITS = [Unit("embed", 30, "embedding"), *(Unit(f"layers.{i}", 20, "block") for i in range(6)), Unit("head", 30, "other")]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq import PlacementError
-from hfq.placement.zero import ZeroPlan, ZeroRow, check_same_plan, packed_zero_row
+from hfq.placement.zero.shards import ZeroPlan, ZeroRow, check_same_plan, packed_zero_row
 from hfq.tensor_spec import ByteRange, TensorInfo, row_layout
 
 SHAPES = st.lists(st.tuples(st.sampled_from(["U8", "I32", "F16", "F8_E4M3"]), st.integers(0, 70)), min_size=1, max_size=5)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.estimate import ModelSizes, Workload
-from hfq.placement.hardware import Hardware
-from hfq.placement.kv_cache import Activations, KvLayer
-from hfq.placement.zero_fit import fit_zero3
-from hfq.placement.zero_memory import ModelStates
+from hfq.placement.estimate.estimate import ModelSizes, Workload
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.kv_cache import Activations, KvLayer
+from hfq.placement.zero.fit import fit_zero3
+from hfq.placement.zero.memory import ModelStates
 
 MIB = 1 << 20
 STATES = ModelStates(packed=(8 * MIB,) * 16, frozen=(1000,) * 4)

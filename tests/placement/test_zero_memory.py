@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hfq.errors import PlacementError
-from hfq.placement.zero_memory import ModelStates, ZeroSetup, estimate_zero, shard_numel
+from hfq.placement.zero.memory import ModelStates, ZeroSetup, estimate_zero, shard_numel
 
 PAPER = ModelStates(trained=(7_500_000_000,))
 MIB = 1 << 20

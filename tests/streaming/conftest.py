@@ -11,8 +11,8 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
+from hfq.modules.flat_buffer import map_row, read_tensor
 from hfq.modules.linear import PackedLinear
-from hfq.modules.row import map_row, read_tensor
 from hfq.streaming.block import Block, DenseParameter
 from hfq.streaming.streamer import Streamer, StreamOptions
 

@@ -12,7 +12,7 @@ from hfq.errors import PlacementError, nearest
 from hfq.formats import Format, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import detection_hints, source_config
-from hfq.placement.zero_memory import ModelStates
+from hfq.placement.zero.memory import ModelStates
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo, row_layout
 
 __all__ = ["count_states"]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfq.errors import PlacementError
-from hfq.placement.estimate import ModelSizes, Workload
-from hfq.placement.hardware import Hardware
-from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
-from hfq.placement.launch_files import LIVE_ELEMENTS
-from hfq.placement.profile import Profile
-from hfq.placement.roofline import Prediction, Work, predict
-from hfq.placement.zero_memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
+from hfq.placement.estimate.estimate import ModelSizes, Workload
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
+from hfq.placement.estimate.profile import Profile
+from hfq.placement.estimate.roofline import Prediction, Work, predict
+from hfq.placement.launch_configs import LIVE_ELEMENTS
+from hfq.placement.zero.memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
 
 __all__ = ["ZeroFit", "fit_zero3", "gathering_work", "predict_zero3"]
 

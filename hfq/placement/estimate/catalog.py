@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hfq.errors import PlacementError, SetupError, nearest
-from hfq.placement.estimate import ModelSizes, Workload, estimate_placement
-from hfq.placement.hardware import Hardware, parse_gpus, parse_size
-from hfq.placement.profile import Profile
-from hfq.placement.roofline import TERMS
+from hfq.placement.estimate.estimate import ModelSizes, Workload, estimate_placement
+from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
+from hfq.placement.estimate.profile import Profile
+from hfq.placement.estimate.roofline import TERMS
 
 __all__ = ["SHIPPED", "Catalog", "Machine", "rank_machines", "read_catalog"]
 

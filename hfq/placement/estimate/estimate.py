@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from hfq.errors import PlacementError
 from hfq.placement.budget import Budget, Unit, plan_homes, ring_nbytes
-from hfq.placement.hardware import Hardware
-from hfq.placement.kv_cache import Activations, KvLayer, activation_nbytes, kv_nbytes
-from hfq.placement.profile import Profile
-from hfq.placement.roofline import Prediction, Work, predict
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.kv_cache import Activations, KvLayer, activation_nbytes, kv_nbytes
+from hfq.placement.estimate.profile import Profile
+from hfq.placement.estimate.roofline import Prediction, Work, predict
 
 __all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
 
@@ -25,7 +25,7 @@ class Workload:
     Attributes:
         batch: Sequences at once.
         context: Tokens of each, those that are generated among them.
-        kv_dtype: One of `hfq.placement.kv_cache.KV_DTYPES`.
+        kv_dtype: One of `hfq.placement.estimate.kv_cache.KV_DTYPES`.
     """
 
     batch: int = 1

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from hfq.placement.pipeline import Stage, pass_seconds
-from hfq.placement.profile import Profile
+from hfq.placement.estimate.pipeline import Stage, pass_seconds
+from hfq.placement.estimate.profile import Profile
 
 __all__ = ["Prediction", "Work", "predict", "what_helps"]
 

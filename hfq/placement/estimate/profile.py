@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hfq.errors import SetupError
-from hfq.placement.pipeline import FREE, SideBySide
+from hfq.placement.estimate.pipeline import FREE, SideBySide
 
 __all__ = ["PUBLISHED", "Profile", "Zero3Rates", "profile_path", "read_profile"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.modules.packed import PackedModule
+from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["HOME_ROWS", "Home"]
 

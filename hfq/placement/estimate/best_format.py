@@ -9,8 +9,8 @@ from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.placement.estimate import ModelSizes, Workload
-from hfq.placement.kv_cache import activation_nbytes, kv_nbytes
+from hfq.placement.estimate.estimate import ModelSizes, Workload
+from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
 from hfq.tensor_spec import DTYPE_BITS
 
 __all__ = ["LADDER", "Shapes", "choose_format"]

@@ -13,13 +13,13 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.modules.away import AwayParameter, check_stays
-from hfq.modules.resting import Resting
-from hfq.modules.row import ArenaRow
+from hfq.modules.flat_buffer import ArenaRow
+from hfq.modules.offloaded_parameter import AwayParameter, check_stays
+from hfq.modules.tensor_cache import Resting
 from hfq.tensor_spec import Segment, TensorInfo
 
 if TYPE_CHECKING:
-    from hfq.modules.home import Home
+    from hfq.modules.cpu_execution import Home
 
 __all__ = ["PackedModule"]
 
