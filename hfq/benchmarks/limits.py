@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hfq.errors import SetupError
-from hfq.streaming.buffers import huge_buffer
+from hfq.offload.host_memory import huge_buffer
 
 __all__ = ["CHUNK_NBYTES", "cached_share", "copy_rate", "drop_cache", "read_files", "reading_slots", "touch", "warm_cache"]
 

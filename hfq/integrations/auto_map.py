@@ -15,11 +15,11 @@ from hfq.integrations.matching import Match
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule
+from hfq.offload.embedding_rows import can_read_rows
+from hfq.offload.unit import DenseParameter
+from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import Budget, Kind, Unit, plan_homes
 from hfq.placement.device_map import check_device
-from hfq.streaming.block import DenseParameter
-from hfq.streaming.layout import lay_out
-from hfq.streaming.rows import can_read_rows
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["computing_device", "fill_map", "gather_units", "map_of"]

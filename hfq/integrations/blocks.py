@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hfq.integrations.matching import Match
 from hfq.modules.quantized_module import PackedModule
-from hfq.streaming.block import Block, DenseParameter
+from hfq.offload.unit import Block, DenseParameter
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["find_blocks", "stored_place"]

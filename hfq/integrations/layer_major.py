@@ -11,7 +11,7 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.integrations.loaded import loading_of
-from hfq.streaming.lockstep import run_in_lockstep
+from hfq.offload.lockstep import run_in_lockstep
 
 __all__ = ["layer_major"]
 

@@ -41,10 +41,10 @@ from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 from hfq.modules.offloaded_parameter import AwayParameter
 from hfq.modules.quantized_module import PackedModule
+from hfq.offload.offloader import Streamer, StreamOptions
 from hfq.placement.budget import Budget, Unit
 from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
 from hfq.placement.plan import Plan, PlanEntry
-from hfq.streaming.streamer import Streamer, StreamOptions
 
 __all__ = ["Loading"]
 

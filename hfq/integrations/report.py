@@ -15,10 +15,10 @@ from hfq.integrations.loading import Loading
 from hfq.integrations.speed import SpeedReport, report_speed
 from hfq.integrations.timeline import Timeline, measure_timeline
 from hfq.modules.linear import PackedLinear
+from hfq.offload.host_memory import huge_page_nbytes
+from hfq.offload.offloader import Streamer
+from hfq.offload.read_limit import measure_limit
 from hfq.placement.plan import ModuleHome, Plan
-from hfq.streaming.buffers import huge_page_nbytes
-from hfq.streaming.limit import measure_limit
-from hfq.streaming.streamer import Streamer
 from hfq.version import __version__
 
 __all__ = ["HomeReport", "OutlierReport", "Report", "StreamReport", "report"]

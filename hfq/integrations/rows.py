@@ -29,7 +29,7 @@ from hfq.integrations.early import early_reading
 from hfq.integrations.zero_config import is_deepspeed
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
 from hfq.modules.quantized_module import PackedModule
-from hfq.streaming.buffers import huge_buffer
+from hfq.offload.host_memory import huge_buffer
 from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:

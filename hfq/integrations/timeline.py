@@ -15,10 +15,10 @@ from torch import nn
 from hfq.integrations.loaded import loading_of
 from hfq.integrations.loading import Loading
 from hfq.integrations.speed import takes_tokens
-from hfq.streaming.clock import HostClock
-from hfq.streaming.lane import lane_to
-from hfq.streaming.recorder import Recorder, recording
-from hfq.streaming.spans import Span
+from hfq.offload.clock import HostClock
+from hfq.offload.copy_stream import lane_to
+from hfq.offload.recorder import Recorder, recording
+from hfq.offload.spans import Span
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 

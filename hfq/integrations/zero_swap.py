@@ -19,8 +19,8 @@ from hfq.checkpoint import Reader
 from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT, DirectFiles
 from hfq.errors import PlacementError
 from hfq.integrations.deepspeed import shard_status
+from hfq.offload.host_memory import huge_buffer
 from hfq.placement.zero.shards import ShardRead
-from hfq.streaming.buffers import huge_buffer
 from hfq.tensor_spec import ByteRange
 
 __all__ = ["CheckpointSwapper", "ShardSource"]

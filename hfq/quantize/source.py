@@ -21,10 +21,10 @@ from hfq.integrations.transformers import HfqConfig
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import PackedModule
+from hfq.offload.host_memory import untouched_rings
+from hfq.offload.unit import DenseParameter
 from hfq.quantize.held import hold, let_go
 from hfq.quantize.layers import find_blocks
-from hfq.streaming.block import DenseParameter
-from hfq.streaming.buffers import untouched_rings
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Source"]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hfq
 from hfq import CheckpointError, HfqConfig, SetupError, layer_major
 from hfq.formats.gptq import Gptq
-from hfq.streaming import lockstep
+from hfq.offload import lockstep
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 DISK = {"": "disk"}

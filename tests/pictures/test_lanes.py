@@ -3,8 +3,8 @@
 import pytest
 from pictures.conftest import SPANS
 
+from hfq.offload.spans import Span
 from hfq.pictures.lanes import busy_seconds, last_pass, lay_rows, timeline_picture
-from hfq.streaming.spans import Span
 
 BLOCKS = ["model.layers.1", "model.layers.2"]
 

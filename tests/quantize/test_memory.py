@@ -48,7 +48,7 @@ def test_a_held_conv1d_computes_as_before():
 
 def test_the_source_brings_weights_as_they_are_stored_and_no_ring_takes_memory(monkeypatch):
     touched = []
-    monkeypatch.setattr("hfq.streaming.regions.huge_buffer", _noted(touched))
+    monkeypatch.setattr("hfq.offload.offload_buffers.huge_buffer", _noted(touched))
     source = Source(SOURCE)
     assert touched == [False]
     name = "model.layers.0"
@@ -61,7 +61,7 @@ def test_the_source_brings_weights_as_they_are_stored_and_no_ring_takes_memory(m
 
 
 def _noted(touched):
-    from hfq.streaming.buffers import huge_buffer
+    from hfq.offload.host_memory import huge_buffer
 
     def make(nbytes, is_touched=False):
         touched.append(is_touched)

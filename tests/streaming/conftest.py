@@ -13,8 +13,8 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.flat_buffer import map_row, read_tensor
 from hfq.modules.linear import PackedLinear
-from hfq.streaming.block import Block, DenseParameter
-from hfq.streaming.streamer import Streamer, StreamOptions
+from hfq.offload.offloader import Streamer, StreamOptions
+from hfq.offload.unit import Block, DenseParameter
 
 SIZE, MOST_LAYERS = 64, 8
 FORMATS = {"q": Fp8(strategy="block", block_structure=(24, 40)), "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE)}

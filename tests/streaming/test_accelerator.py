@@ -9,12 +9,12 @@ from streaming.fake_lane import FakeLane
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.errors import CheckpointError
-from hfq.streaming import regions as regions_module
-from hfq.streaming.layout import lay_out
-from hfq.streaming.pool import Pool
-from hfq.streaming.regions import AcceleratorRegions
-from hfq.streaming.source import Source
-from hfq.streaming.streamer import Streamer, StreamOptions
+from hfq.offload import offload_buffers as regions_module
+from hfq.offload.byte_source import Source
+from hfq.offload.offload_buffers import AcceleratorRegions
+from hfq.offload.offloader import Streamer, StreamOptions
+from hfq.offload.reader_threads import Pool
+from hfq.offload.unit_layout import lay_out
 
 BLOCKS, SIZE = 5, 64
 

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from hfq.streaming.buffers import HUGE_PAGE, huge_buffer
+from hfq.offload.host_memory import HUGE_PAGE, huge_buffer
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE, HUGE_PAGE + 1])

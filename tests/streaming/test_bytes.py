@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from hfq.streaming.lockstep import run_in_lockstep
-from hfq.streaming.streamer import StreamOptions
+from hfq.offload.lockstep import run_in_lockstep
+from hfq.offload.offloader import StreamOptions
 
 SIZE = 64
 MODES = ["direct", "buffered"]

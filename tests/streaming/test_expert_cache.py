@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfq.errors import CheckpointError
-from hfq.streaming.expert_cache import ExpertCache
-from hfq.streaming.pool import Pool
+from hfq.offload.expert_cache import ExpertCache
+from hfq.offload.reader_threads import Pool
 
 
 class Expert(SimpleNamespace):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfq.streaming.layout import PAGE, Run, lay_out
+from hfq.offload.unit_layout import PAGE, Run, lay_out
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 FILE = "a.safetensors"

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hfq.streaming.lockstep import run_in_lockstep
+from hfq.offload.lockstep import run_in_lockstep
 
 SIZE, LAYERS = 64, 4
 

@@ -9,8 +9,8 @@ import pytest
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
-from hfq.streaming.pool import Pool, Ticket
-from hfq.streaming.source import Source
+from hfq.offload.byte_source import Source
+from hfq.offload.reader_threads import Pool, Ticket
 from hfq.tensor_spec import ByteRange
 
 TIMEOUT = 20
@@ -228,11 +228,11 @@ def test_what_is_recorded_is_not_counted_as_streamed(source):
      ("buffered", 0, "buffered")],
 )  # fmt: skip
 def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, available, mode):
-    monkeypatch.setattr("hfq.streaming.source.available_memory", lambda: available)
+    monkeypatch.setattr("hfq.offload.byte_source.available_memory", lambda: available)
     made = Source(source("off")[0].reader, asked, 100)
     assert made.mode == mode
     if asked == "auto":
-        monkeypatch.setattr("hfq.streaming.source.available_memory", lambda: 10**9)
+        monkeypatch.setattr("hfq.offload.byte_source.available_memory", lambda: 10**9)
         made.choose()
         assert made.mode == "buffered"
 

@@ -9,12 +9,12 @@ from streaming.fake_lane import FakeLane
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import SetupError
-from hfq.streaming.layout import lay_out
-from hfq.streaming.pool import Pool
-from hfq.streaming.recorder import Recorder, recording
-from hfq.streaming.regions import AcceleratorRegions
-from hfq.streaming.source import Source
-from hfq.streaming.streamer import StreamOptions
+from hfq.offload.byte_source import Source
+from hfq.offload.offload_buffers import AcceleratorRegions
+from hfq.offload.offloader import StreamOptions
+from hfq.offload.reader_threads import Pool
+from hfq.offload.recorder import Recorder, recording
+from hfq.offload.unit_layout import lay_out
 
 OPTIONS = StreamOptions("buffered", threads=2, read_ahead_nbytes=0)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfq.offload.buffer_allocator import Ring
 from hfq.placement.budget import ring_nbytes
-from hfq.streaming.ring import Ring
 
 PAGE = 4096
 

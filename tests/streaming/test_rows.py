@@ -12,10 +12,10 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.streaming.block import Block, DenseParameter
-from hfq.streaming.pool import Pool
-from hfq.streaming.rows import RowTable, can_read_rows
-from hfq.streaming.streamer import Streamer
+from hfq.offload.embedding_rows import RowTable, can_read_rows
+from hfq.offload.offloader import Streamer
+from hfq.offload.reader_threads import Pool
+from hfq.offload.unit import Block, DenseParameter
 
 ROWS, SIZE = 300, 10
 

@@ -5,7 +5,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfq.streaming.schedule import Schedule
+from hfq.offload.prefetch_order import Schedule
 
 
 def run(schedule: Schedule, order, is_complete: bool = True) -> list[bool]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hfq.errors import CheckpointError, SetupError
-from hfq.streaming.streamer import StreamOptions
+from hfq.offload.offloader import StreamOptions
 
 SIZE = 64
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hfq import streaming
-from hfq.streaming.streamer import StreamOptions
+from hfq import offload as streaming
+from hfq.offload.offloader import StreamOptions
 
 SIZE = 64
 NO_STEPS = ("with ", "try:")

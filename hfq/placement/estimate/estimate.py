@@ -15,7 +15,7 @@ from hfq.placement.estimate.roofline import Prediction, Work, predict
 __all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
 
 _SHARE_OF_MEMORY = 0.5
-"""What is streamed is read through the page cache where it takes no more of the free memory (`hfq.streaming.source`)."""
+"""What is streamed is read through the page cache where it takes no more of the free memory (`hfq.offload.byte_source`)."""
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from hfq.offload.buffer_allocator import Ring
+from hfq.offload.byte_source import CHUNK_NBYTES, Source
+from hfq.offload.clock import Clock, HostClock
+from hfq.offload.copy_stream import Lane
+from hfq.offload.host_memory import huge_buffer, touches_rings
+from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.recorder import Recorder
+from hfq.offload.unit_layout import PAGE, BlockLayout, Run
 from hfq.placement.budget import ring_nbytes
-from hfq.streaming.buffers import huge_buffer, touches_rings
-from hfq.streaming.clock import Clock, HostClock
-from hfq.streaming.lane import Lane
-from hfq.streaming.layout import PAGE, BlockLayout, Run
-from hfq.streaming.pool import Pool, Ticket
-from hfq.streaming.recorder import Recorder
-from hfq.streaming.ring import Ring
-from hfq.streaming.source import CHUNK_NBYTES, Source
 
 __all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
 

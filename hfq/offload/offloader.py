@@ -22,19 +22,19 @@ from hfq.checkpoint import Reader
 from hfq.errors import HfqError
 from hfq.modules.flat_buffer import ArenaRow, read_tensor
 from hfq.modules.quantized_module import PackedModule
+from hfq.offload.byte_source import Source
+from hfq.offload.copy_stream import lane_to
+from hfq.offload.embedding_rows import RowTable, is_table, read_by_row
+from hfq.offload.expert_cache import ExpertCache, cache_nbytes
+from hfq.offload.guards import no_copy, of_block, own_outputs, refuse_meta
+from hfq.offload.lockstep import current_worker
+from hfq.offload.offload_buffers import AcceleratorRegions, HostRegions, Regions
+from hfq.offload.prefetch_order import Schedule
+from hfq.offload.reader_threads import Pool
+from hfq.offload.recorder import Recorder
+from hfq.offload.unit import Binding, Block, DenseParameter, is_on_disk, owners_within, rests_on_disk
+from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import READ_AHEAD_NBYTES
-from hfq.streaming.block import Binding, Block, DenseParameter, is_on_disk, owners_within, rests_on_disk
-from hfq.streaming.expert_cache import ExpertCache, cache_nbytes
-from hfq.streaming.guards import no_copy, of_block, own_outputs, refuse_meta
-from hfq.streaming.lane import lane_to
-from hfq.streaming.layout import lay_out
-from hfq.streaming.lockstep import current_worker
-from hfq.streaming.pool import Pool
-from hfq.streaming.recorder import Recorder
-from hfq.streaming.regions import AcceleratorRegions, HostRegions, Regions
-from hfq.streaming.rows import RowTable, is_table, read_by_row
-from hfq.streaming.schedule import Schedule
-from hfq.streaming.source import Source
 
 __all__ = ["StreamOptions", "Streamer"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from hfq.modules.flat_buffer import ArenaRow
 from hfq.modules.offloaded_parameter import AwayParameter
 from hfq.modules.quantized_module import PackedModule
-from hfq.streaming.layout import BlockLayout
+from hfq.offload.unit_layout import BlockLayout
 from hfq.tensor_spec import Segment, TensorInfo
 
 __all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within", "rests_on_disk"]

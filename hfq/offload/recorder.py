@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hfq.errors import SetupError
-from hfq.streaming.clock import Clock
-from hfq.streaming.source import CHUNK_NBYTES
-from hfq.streaming.spans import Span
+from hfq.offload.byte_source import CHUNK_NBYTES
+from hfq.offload.clock import Clock
+from hfq.offload.spans import Span
 from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
-    from hfq.streaming.streamer import Streamer
+    from hfq.offload.offloader import Streamer
 
 __all__ = ["Recorder", "recording"]
 

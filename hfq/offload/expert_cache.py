@@ -11,8 +11,8 @@ import torch
 
 from hfq.checkpoint.filesystem import available_memory
 from hfq.modules.quantized_module import PackedModule
-from hfq.streaming.guards import no_copy
-from hfq.streaming.pool import Pool, Ticket
+from hfq.offload.guards import no_copy
+from hfq.offload.reader_threads import Pool, Ticket
 
 __all__ = ["ExpertCache", "cache_nbytes"]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hfq.streaming.clock import Clock, CudaClock, HostClock
+from hfq.offload.clock import Clock, CudaClock, HostClock
 
 __all__ = ["CudaLane", "Lane", "PlainLane", "lane_to"]
 

@@ -10,9 +10,9 @@ from torch import nn
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.streaming.block import Block, DenseParameter
-from hfq.streaming.guards import no_copy, of_block
-from hfq.streaming.pool import Pool, Ticket
+from hfq.offload.guards import no_copy, of_block
+from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.unit import Block, DenseParameter
 from hfq.tensor_spec import ByteRange
 
 __all__ = ["RowTable", "can_read_rows", "is_table", "read_by_row"]

@@ -6,10 +6,10 @@ import functools
 import time
 from collections.abc import Sequence
 
-from hfq.streaming.buffers import huge_buffer
-from hfq.streaming.layout import BlockLayout
-from hfq.streaming.pool import Pool, Ticket
-from hfq.streaming.source import CHUNK_NBYTES, Source
+from hfq.offload.byte_source import CHUNK_NBYTES, Source
+from hfq.offload.host_memory import huge_buffer
+from hfq.offload.reader_threads import Pool, Ticket
+from hfq.offload.unit_layout import BlockLayout
 
 __all__ = ["measure_limit"]
 

@@ -14,7 +14,7 @@ from hfq.checkpoint import Reader
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import CheckpointError
-from hfq.streaming.layout import PAGE
+from hfq.offload.unit_layout import PAGE
 from hfq.tensor_spec import ByteRange
 
 __all__ = ["CHUNK_NBYTES", "Mode", "Source"]

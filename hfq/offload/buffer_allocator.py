@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hfq.streaming.layout import PAGE
+from hfq.offload.unit_layout import PAGE
 
 __all__ = ["Ring"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from hfq.streaming.streamer import Streamer
+    from hfq.offload.offloader import Streamer
 
 __all__ = ["current_worker", "run_in_lockstep"]
 
