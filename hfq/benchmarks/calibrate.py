@@ -27,7 +27,7 @@ from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.integrations.planning import PlannedModel, kind_of_weight
+from hfq.loading.dry_run import PlannedModel, kind_of_weight
 from hfq.placement.estimate.profile import Profile
 
 __all__ = ["MachineProbe", "calibrate", "disk_file"]

@@ -16,7 +16,7 @@ from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
-from hfq.integrations.planning import open_model
+from hfq.loading.dry_run import open_model
 from hfq.placement.estimate.profile import Zero3Rates
 from hfq.placement.zero.model_states import count_states
 

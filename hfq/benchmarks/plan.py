@@ -25,7 +25,7 @@ from hfq.benchmarks.plan_report import plan_report
 from hfq.benchmarks.probes import KindProbe, layers_of
 from hfq.benchmarks.ranks import Ranks, zero3_ranks
 from hfq.benchmarks.report import Record, Report
-from hfq.integrations.planning import PlannedModel, open_model
+from hfq.loading.dry_run import PlannedModel, open_model
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.roofline import predict
 from hfq.placement.zero.fit import ZeroFit, fit_zero3, gathering_work

@@ -11,8 +11,8 @@ from typing import Any
 from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import PlacementError
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.planning import PlannedModel
+from hfq.loading.dry_run import PlannedModel
+from hfq.loading.loaded_model import loading_of
 from hfq.placement.budget import READ_AHEAD_NBYTES, plan_homes, ring_nbytes
 from hfq.placement.estimate.estimate import Estimate, Workload, estimate_placement, list_stages
 from hfq.placement.estimate.hardware import Hardware

@@ -22,8 +22,8 @@ from torch import nn
 
 from hfq.benchmarks.limits import CHUNK_NBYTES, read_files, reading_slots
 from hfq.formats import Format
-from hfq.integrations.planning import PlannedModel, kind_of_weight
 from hfq.kernels.registry import choose_kernel
+from hfq.loading.dry_run import PlannedModel, kind_of_weight
 from hfq.modules.linear import PackedLinear
 from hfq.placement.estimate.pipeline import SideBySide
 

@@ -37,7 +37,7 @@ def calibrate(
     from hfq.benchmarks.calibrate import calibrate as measure
     from hfq.benchmarks.models import default_folder
     from hfq.cli.named import named_checkpoint
-    from hfq.integrations.planning import open_model
+    from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.profile import profile_path
 
     with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hfq import HfqConfig
 from hfq.evaluate.perplexity import perplexity
-from hfq.integrations import loading as hfq_loading  # noqa: F401  (and so is hfq's own)
+from hfq.loading import model_loader as hfq_loading
 
 __all__ = ["measure"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfq.integrations.planning import PlannedModel
+    from hfq.loading.dry_run import PlannedModel
     from hfq.placement.estimate.estimate import Estimate, Workload
     from hfq.placement.estimate.hardware import Hardware
     from hfq.placement.estimate.profile import Profile
@@ -52,7 +52,7 @@ def plan_placement(options: PlacementOptions, as_json: bool) -> None:
 def make_report(options: PlacementOptions) -> dict:
     """The plan as JSON-ready data."""
     from hfq.cli.named import named_checkpoint
-    from hfq.integrations.planning import open_model
+    from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.estimate import Workload
 
     hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError, nearest
-from hfq.integrations.loaded import loading_of
+from hfq.loading.loaded_model import loading_of
 
 __all__ = ["DTYPES", "ModelSize", "as_device_map", "load_model", "text_config"]
 

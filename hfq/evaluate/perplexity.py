@@ -12,7 +12,7 @@ from hfq.errors import SetupError
 from hfq.evaluate.scores import Score, Totals, compare, surprise
 from hfq.evaluate.windows import Batch, cut
 from hfq.integrations.layer_major import layer_major
-from hfq.integrations.loaded import loading_of
+from hfq.loading.loaded_model import loading_of
 
 __all__ = ["perplexity", "score", "score_against"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hfq.formats import Dense, Format
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.slots import WEIGHT, expert_of
+from hfq.loading.loaded_model import loading_of
+from hfq.loading.matching.target_modules import WEIGHT, expert_of
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
-from hfq.integrations.slots import WEIGHT
+from hfq.loading.matching.target_modules import WEIGHT
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear
 from hfq.modules.offloaded_parameter import AwayParameter

@@ -43,14 +43,14 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
-from hfq.integrations.early import reading_early
-from hfq.integrations.packing_check import check_packing
-from hfq.integrations.preflight import check_arguments, check_sizes, open_local
-from hfq.integrations.ranks import failing_together
-from hfq.integrations.tp_plan import asks_for_ranks, check_distributed, joining, noting_meshes
 from hfq.integrations.transformers import METHOD, HfqConfig
 from hfq.integrations.zero_config import is_zero3
 from hfq.integrations.zero_deal import described_folder
+from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
+from hfq.loading.page_cache import reading_early
+from hfq.loading.quantize_on_load.requirements import check_packing
+from hfq.loading.ranks import failing_together
+from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
 
 __all__ = [
     "opened_checkpoint", "passed_key_mapping", "passed_offload_folder", "patch_auto_factory", "patch_modeling_utils", "patch_peft",

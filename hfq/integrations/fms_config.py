@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.formats.configs.source_config import source_config
-from hfq.integrations.matching import Match, match_model
-from hfq.integrations.preflight import check_sizes, open_local
+from hfq.loading.argument_checks import check_sizes, open_local
+from hfq.loading.matching.match import Match, match_model
 
 __all__ = ["TESTED", "Source", "read_source"]
 

@@ -11,12 +11,12 @@ from torch import nn
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.integrations.checks import check_bias
 from hfq.integrations.fms_config import Source
 from hfq.integrations.fms_layout import Layout, Part
-from hfq.integrations.swapping import build_packed
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.registry import choose_kernel
+from hfq.loading.matching.replace_modules import build_packed
+from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
 from hfq.modules.fused import FusedLinear
 from hfq.modules.linear import PackedLinear

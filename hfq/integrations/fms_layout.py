@@ -15,7 +15,7 @@ import torch
 from fms.utils import serialization
 
 from hfq.errors import FormatError
-from hfq.integrations.matching import Match, PackedMatch
+from hfq.loading.matching.match import Match, PackedMatch
 
 __all__ = ["Layout", "Part", "find_layout", "stored_name"]
 

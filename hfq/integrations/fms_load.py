@@ -19,8 +19,8 @@ from hfq.integrations.fms_attention import guard_attention
 from hfq.integrations.fms_config import Source, read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import Layout, find_layout
-from hfq.integrations.packing_check import refuse_packing
 from hfq.integrations.transformers import HfqConfig
+from hfq.loading.quantize_on_load.requirements import refuse_packing
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.modules.quantized_module import PackedModule
 

@@ -33,8 +33,8 @@ from hfq.integrations.fms_config import read_source
 from hfq.integrations.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms_layout import find_layout, stored_name
 from hfq.integrations.fms_load import dense_tensors, make_skeleton
-from hfq.integrations.packing_check import refuse_packing
 from hfq.integrations.transformers import HfqConfig
+from hfq.loading.quantize_on_load.requirements import refuse_packing
 from hfq.modules.linear import PackedLinear
 
 __all__ = ["ARCHITECTURES", "TYPE", "install"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfq.errors import SetupError
-from hfq.integrations.loaded import loading_of
+from hfq.loading.loaded_model import loading_of
 from hfq.offload.lockstep import run_in_lockstep
 
 __all__ = ["layer_major"]

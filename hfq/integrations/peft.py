@@ -192,7 +192,7 @@ def gathering(original: Callable) -> Callable:
         if kwargs.get("state_dict") is not None or not is_sharded or not any(is_fixed(module) for module in self.modules()):
             return original(self, save_directory, *args, **kwargs)
         from hfq.integrations.deepspeed import gather_state
-        from hfq.integrations.ranks import raise_together
+        from hfq.loading.ranks import raise_together
 
         error, is_main = None, torch.distributed.get_rank() == 0
         state = gather_state(self, is_kept=is_main)

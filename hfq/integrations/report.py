@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.loading import Loading
 from hfq.integrations.speed import SpeedReport, report_speed
 from hfq.integrations.timeline import Timeline, measure_timeline
+from hfq.loading.loaded_model import loading_of
+from hfq.loading.model_loader import Loading
 from hfq.modules.linear import PackedLinear
 from hfq.offload.host_memory import huge_page_nbytes
 from hfq.offload.offloader import Streamer

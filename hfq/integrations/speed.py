@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from hfq.integrations.loading import Loading
-from hfq.integrations.planning import count_calls, count_products, routed_share
+from hfq.loading.dry_run import count_calls, count_products, routed_share
+from hfq.loading.model_loader import Loading
 from hfq.placement.estimate.estimate import list_stages
 from hfq.placement.estimate.profile import Profile, read_profile
 from hfq.placement.estimate.roofline import TERMS, Work, predict

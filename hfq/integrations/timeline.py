@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.loading import Loading
 from hfq.integrations.speed import takes_tokens
+from hfq.loading.loaded_model import loading_of
+from hfq.loading.model_loader import Loading
 from hfq.offload.clock import HostClock
 from hfq.offload.copy_stream import lane_to
 from hfq.offload.recorder import Recorder, recording

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hfq.errors import SetupError
-from hfq.integrations.loaded import loading_of
+from hfq.loading.loaded_model import loading_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

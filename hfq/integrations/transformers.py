@@ -21,7 +21,7 @@ from hfq.recipes.recipe import RECIPE_OPTIONS, Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hfq.integrations.loading import Loading
+    from hfq.loading.model_loader import Loading
 
 __all__ = ["HfqConfig", "HfqQuantizer", "register_with", "take_over"]
 
@@ -186,7 +186,7 @@ def _check_values(modules: Any, expert_cache_nbytes: Any, outlier_threshold: Any
 
 
 class HfqQuantizer(HfQuantizer):
-    """The hooks of `from_pretrained`; each hands over to `hfq.integrations.loading.Loading`."""
+    """The hooks of `from_pretrained`; each hands over to `hfq.loading.model_loader.Loading`."""
 
     quantization_config: HfqConfig
 
@@ -210,7 +210,7 @@ class HfqQuantizer(HfQuantizer):
         transformers' own plan knows no ring. It is told that everything fits where it computes, so that it has nothing to plan
         and to warn of; several accelerators without offload are left to it.
         """
-        from hfq.integrations.auto_map import computing_device
+        from hfq.loading.automatic_map import computing_device
 
         computing = computing_device(max_memory)
         if computing is None:
@@ -228,14 +228,14 @@ class HfqQuantizer(HfQuantizer):
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
-        from hfq.integrations.loading import Loading
-        from hfq.integrations.packing_check import check_packing
-        from hfq.integrations.packing_load import PackingLoading
-        from hfq.integrations.skeleton import SkeletonReached, stop_at_skeleton
-        from hfq.integrations.tensor_parallel import SlicedLoading
-        from hfq.integrations.tp_plan import tensor_parallel_size
         from hfq.integrations.zero3 import ShardedLoading
         from hfq.integrations.zero_config import is_zero3
+        from hfq.loading.meta_model import SkeletonReached, stop_at_skeleton
+        from hfq.loading.model_loader import Loading
+        from hfq.loading.quantize_on_load.quantizing_loader import PackingLoading
+        from hfq.loading.quantize_on_load.requirements import check_packing
+        from hfq.loading.tensor_parallel.sliced_loader import SlicedLoading
+        from hfq.loading.tensor_parallel.slices import tensor_parallel_size
 
         is_packing = self.quantization_config.method is not None
         if is_packing:
@@ -279,7 +279,7 @@ def take_over(path: str | os.PathLike, config: HfqConfig | None = None, **kwargs
     """
     from transformers import AutoConfig
 
-    from hfq.integrations.preflight import open_local
+    from hfq.loading.argument_checks import open_local
 
     open_local(path, kwargs)
     taken = AutoConfig.from_pretrained(path, **kwargs)

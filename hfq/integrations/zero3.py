@@ -20,15 +20,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.errors import PlacementError, SetupError
-from hfq.integrations.blocks import stored_place
 from hfq.integrations.deepspeed import gather, gather_state, mark_leaf, watch_forwards
-from hfq.integrations.loading import Loading
-from hfq.integrations.ranks import meet, no_copy, raise_together, start_distributed
-from hfq.integrations.saving import stored_state
 from hfq.integrations.transformers import HfqConfig
 from hfq.integrations.zero_config import read_zero_config
 from hfq.integrations.zero_make import ShardMaker
 from hfq.integrations.zero_slots import ZeroSlot, find_slots
+from hfq.loading.matching.offload_units import stored_place
+from hfq.loading.model_loader import Loading
+from hfq.loading.ranks import meet, no_copy, raise_together, start_distributed
+from hfq.loading.saving import stored_state
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import ArenaRow, arena_layout
 from hfq.modules.quantized_module import PackedModule

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hfq.checkpoint import Checkpoint
-from hfq.integrations.ranks import attempt, exchange, raise_together, start_distributed
+from hfq.loading.ranks import attempt, exchange, raise_together, start_distributed
 
 __all__ = ["described_folder"]
 

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from hfq.checkpoint.execute_reads import read_all
 from hfq.formats import Format
-from hfq.integrations.checks import check_bias
-from hfq.integrations.ranks import attempt, exchange, raise_together
+from hfq.loading.ranks import attempt, exchange, raise_together
+from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, arena_layout, read_tensor
 from hfq.modules.quantized_module import PackedModule
 from hfq.placement.zero.shards import ShardRead, ZeroRow
 from hfq.tensor_spec import Segment
 
 if TYPE_CHECKING:
-    from hfq.integrations.loading import Loading
+    from hfq.loading.model_loader import Loading
 
 __all__ = ["Shard", "ShardFiller"]
 

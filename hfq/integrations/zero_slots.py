@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.integrations.blocks import stored_place
+from hfq.loading.matching.offload_units import stored_place
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule
 from hfq.placement.zero.shards import ZeroRow, packed_zero_row

@@ -1,6 +1,6 @@
-"""What of a model is quantized: see `hfq.integrations.linears`, which a load that packs uses as well."""
+"""What of a model is quantized: see `hfq.loading.matching.quantizable_layers`, which a load that packs uses as well."""
 
-from hfq.integrations.linears import (
+from hfq.loading.matching.quantizable_layers import (
     check_unfused,
     find_blocks,
     find_linears,

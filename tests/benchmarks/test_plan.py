@@ -6,7 +6,7 @@ import tiny_models
 from hfq.benchmarks import plan
 from hfq.benchmarks.plan_cases import PLACEMENTS, open_cases
 from hfq.benchmarks.plan_report import bytes_apart, plan_report
-from hfq.integrations.planning import open_model
+from hfq.loading.dry_run import open_model
 from hfq.placement.estimate.profile import PUBLISHED
 from hfq.placement.estimate.roofline import predict
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, cache_utils
 
 from hfq import HfqConfig
-from hfq.integrations.kv_layers import kv_layers
+from hfq.loading.kv_layers import kv_layers
 from hfq.placement.estimate.kv_cache import kv_nbytes
 
 PLACEMENTS = {

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.shared_memory import SharedArena
-from hfq.integrations import early
+from hfq.loading import page_cache as early
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import hfq
 from hfq import HfqConfig, SetupError
 from hfq.errors import FormatError
-from hfq.integrations import loading
+from hfq.loading import model_loader as loading
 from hfq.modules.linear import PackedLinear
 
 TOKENS = torch.arange(1, 21)[None]

@@ -13,8 +13,8 @@ from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4Mul
 
 from hfq import FormatError, HfqConfig
 from hfq.errors import PlacementError
-from hfq.integrations.slots import halves_of
-from hfq.integrations.tp_plan import _axis
+from hfq.loading.matching.target_modules import halves_of
+from hfq.loading.tensor_parallel.slices import _axis
 from hfq.modules.concat_linear import JoinedLinear
 
 SIZES = {

@@ -19,8 +19,8 @@ from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
 from hfq.formats.configs.source_config import source_config
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.packing_check import refuse_packing
+from hfq.loading.loaded_model import loading_of
+from hfq.loading.quantize_on_load.requirements import refuse_packing
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

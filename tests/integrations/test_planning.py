@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from hfq import HfqConfig, report
 from hfq.cli.main import app
 from hfq.errors import CheckpointError, SetupError
-from hfq.integrations.kv_layers import kv_layers
-from hfq.integrations.loaded import loading_of
-from hfq.integrations.planning import open_model
+from hfq.loading.dry_run import open_model
+from hfq.loading.kv_layers import kv_layers
+from hfq.loading.loaded_model import loading_of
 from hfq.placement.estimate.kv_cache import kv_nbytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
@@ -113,7 +113,7 @@ def _least(path, work: int) -> int:
 
 
 def test_a_skeleton_is_reached_without_reading_weights(monkeypatch):
-    from hfq.integrations import loading
+    from hfq.loading import model_loader as loading
 
     monkeypatch.setattr(loading, "load_rows", lambda *_: pytest.fail("weights were read"))
     model = open_model(tiny_models.DATA / "tiny-llama-gptq")

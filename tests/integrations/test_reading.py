@@ -21,7 +21,7 @@ from hfq import CheckpointError, HfqConfig, PlacementError
 from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
-from hfq.integrations import rows
+from hfq.loading import read_weights as rows
 from hfq.modules.linear import PackedLinear
 
 ROOT = Path(__file__).parents[2]

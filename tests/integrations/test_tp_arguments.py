@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.errors import PlacementError, SetupError
-from hfq.integrations.tp_plan import _EXPERTS, _expert_axis, generic
+from hfq.loading.tensor_parallel.slices import _EXPERTS, _expert_axis, generic
 from hfq.modules.linear import PackedLinear
 
 pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")

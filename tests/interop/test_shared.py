@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
-from hfq.integrations.saving import SIDE_FILES
+from hfq.loading.saving import SIDE_FILES
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.skipif(not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints beside the repository")

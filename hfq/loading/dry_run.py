@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from hfq.formats import Format
-from hfq.integrations.auto_map import map_of
-from hfq.integrations.kv_layers import activation_sizes, kv_layers
-from hfq.integrations.loading import Loading
-from hfq.integrations.skeleton import load_skeleton
+from hfq.loading.automatic_map import map_of
+from hfq.loading.kv_layers import activation_sizes, kv_layers
+from hfq.loading.meta_model import load_skeleton
+from hfq.loading.model_loader import Loading
 from hfq.modules.linear import PackedLinear
 from hfq.placement.estimate.best_format import Shapes
 from hfq.placement.estimate.estimate import Estimate, ModelSizes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hfq.errors import SetupError
 
 if TYPE_CHECKING:
-    from hfq.integrations.loading import Loading
+    from hfq.loading.model_loader import Loading
 
 __all__ = ["SkeletonReached", "load_skeleton", "stop_at_skeleton"]
 

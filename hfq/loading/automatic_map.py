@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hfq.integrations.matching import Match
+from hfq.loading.matching.match import Match
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule

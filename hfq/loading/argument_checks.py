@@ -13,7 +13,7 @@ import torch
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
-from hfq.integrations.skeleton import stop_at_skeleton
+from hfq.loading.meta_model import stop_at_skeleton
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 __all__ = ["check_arguments", "check_sizes", "open_local"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfq.integrations.matching import Match
+from hfq.loading.matching.match import Match
 from hfq.modules.quantized_module import PackedModule
 from hfq.offload.unit import Block, DenseParameter
 from hfq.tensor_spec import TensorInfo

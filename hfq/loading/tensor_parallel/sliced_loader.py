@@ -21,13 +21,13 @@ from transformers.utils import logging
 
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
-from hfq.integrations.checks import check_bias
-from hfq.integrations.loading import Loading
-from hfq.integrations.ranks import attempt, exchange, meet, no_copy, raise_together
-from hfq.integrations.rows import ReadReport
-from hfq.integrations.saving import stored_state
-from hfq.integrations.tp_plan import find_slices, generic, passed_rules
 from hfq.integrations.transformers import HfqConfig
+from hfq.loading.model_loader import Loading
+from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
+from hfq.loading.read_weights import ReadReport
+from hfq.loading.saving import stored_state
+from hfq.loading.tensor_parallel.slices import find_slices, generic, passed_rules
+from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, read_tensor
 from hfq.modules.linear import PackedLinear
 from hfq.modules.quantized_module import PackedModule

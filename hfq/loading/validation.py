@@ -12,7 +12,7 @@ from transformers.core_model_loading import build_glob_alternation
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.integrations.compat import opened_checkpoint
-from hfq.integrations.matching import Match
+from hfq.loading.matching.match import Match
 from hfq.modules.quantized_module import PackedModule
 
 __all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes"]

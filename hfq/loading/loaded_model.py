@@ -9,7 +9,7 @@ from torch import nn
 from hfq.errors import SetupError
 
 if TYPE_CHECKING:
-    from hfq.integrations.loading import Loading
+    from hfq.loading.model_loader import Loading
 
 __all__ = ["loading_of"]
 

@@ -13,9 +13,19 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, nearest
 from hfq.formats import Dense, Format, UnquantizedError, detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints, halves_experts
-from hfq.integrations.names import Names, owner_of
-from hfq.integrations.slots import HALVES, WEIGHT, FusedExperts, PackedMatch, Slot, expert_of, find_experts, half_of, slot_of
-from hfq.integrations.ties import shared_heads
+from hfq.loading.matching.renaming import Names, owner_of
+from hfq.loading.matching.target_modules import (
+    HALVES,
+    WEIGHT,
+    FusedExperts,
+    PackedMatch,
+    Slot,
+    expert_of,
+    find_experts,
+    half_of,
+    slot_of,
+)
+from hfq.loading.matching.tied_weights import shared_heads
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["Match", "PackedMatch", "match_model"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from hfq.integrations.slots import PackedMatch, slot_of
+from hfq.loading.matching.target_modules import PackedMatch, slot_of
 
 __all__ = ["shared_heads"]
 

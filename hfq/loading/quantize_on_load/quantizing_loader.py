@@ -23,12 +23,12 @@ from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
-from hfq.integrations.checks import open_files
 from hfq.integrations.compat import passed_key_mapping, passed_offload_folder
-from hfq.integrations.loading import Loading
-from hfq.integrations.packing import FloatLayer, Packing, lay_out_rows, plan_packing
-from hfq.integrations.rows import progress_bar
 from hfq.integrations.transformers import HfqConfig
+from hfq.loading.model_loader import Loading
+from hfq.loading.quantize_on_load.virtual_checkpoint import FloatLayer, Packing, lay_out_rows, plan_packing
+from hfq.loading.read_weights import progress_bar
+from hfq.loading.validation import open_files
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import PackedModule
 from hfq.tensor_spec import TensorInfo

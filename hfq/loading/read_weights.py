@@ -24,16 +24,16 @@ from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
 from hfq.checkpoint.shared_memory import SharedArena
 from hfq.errors import PlacementError
-from hfq.integrations.checks import check_bias
-from hfq.integrations.early import early_reading
 from hfq.integrations.zero_config import is_deepspeed
+from hfq.loading.page_cache import early_reading
+from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
 from hfq.modules.quantized_module import PackedModule
 from hfq.offload.host_memory import huge_buffer
 from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
-    from hfq.integrations.loading import Loading
+    from hfq.loading.model_loader import Loading
 
 __all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows", "progress_bar"]
 

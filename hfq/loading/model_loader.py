@@ -21,21 +21,21 @@ from transformers.utils import logging
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.configs.source_config import source_config
-from hfq.integrations.auto_map import fill_map, gather_units
-from hfq.integrations.blocks import find_blocks
-from hfq.integrations.checks import (
+from hfq.integrations.compat import passed_key_mapping, show_device
+from hfq.integrations.transformers import HfqConfig
+from hfq.loading.automatic_map import fill_map, gather_units
+from hfq.loading.matching.match import Match, match_model
+from hfq.loading.matching.offload_units import find_blocks
+from hfq.loading.matching.replace_modules import swap_packed
+from hfq.loading.read_weights import load_rows, log_summary
+from hfq.loading.saving import like_source, stored_state
+from hfq.loading.validation import (
     check_merged,
     check_not_converted,
     check_one_home,
     open_files,
     planned_dtypes,
 )
-from hfq.integrations.compat import passed_key_mapping, show_device
-from hfq.integrations.matching import Match, match_model
-from hfq.integrations.rows import load_rows, log_summary
-from hfq.integrations.saving import like_source, stored_state
-from hfq.integrations.swapping import swap_packed
-from hfq.integrations.transformers import HfqConfig
 from hfq.modules.cpu_execution import Home
 from hfq.modules.experts import PackedExperts
 from hfq.modules.linear import PackedLinear

@@ -11,11 +11,11 @@ from transformers.utils import logging
 
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.integrations.matching import Match, PackedMatch
-from hfq.integrations.slots import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.integrations.transformers import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
+from hfq.loading.matching.match import Match, PackedMatch
+from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.modules.concat_linear import JoinedLinear
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.experts import PackedExperts, SortedExperts

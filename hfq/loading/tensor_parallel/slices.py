@@ -22,8 +22,8 @@ from hfq.placement.tensor_parallel import rank_slice
 from hfq.tensor_spec import LayerSlice
 
 if TYPE_CHECKING:
-    from hfq.integrations.loading import Loading
-    from hfq.integrations.matching import Match
+    from hfq.loading.matching.match import Match
+    from hfq.loading.model_loader import Loading
 
 __all__ = [
     "asks_for_ranks", "check_distributed", "find_slices", "generic", "joining", "noting_meshes", "passed_rules",

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import SIDE_FILES, is_declared
-from hfq.integrations.matching import Match
+from hfq.loading.matching.match import Match
 from hfq.modules.flat_buffer import map_tensor
 from hfq.modules.quantized_module import PackedModule
 
