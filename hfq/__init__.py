@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from hfq.evaluate.compare import verify
     from hfq.formats import FORMATS, Format
     from hfq.integrations import fms
-    from hfq.integrations.layer_major import layer_major
-    from hfq.integrations.report import report
-    from hfq.integrations.timeline import timeline
-    from hfq.integrations.training import prepare_for_training
-    from hfq.integrations.transformers import HfqConfig, HfqQuantizer, take_over
+    from hfq.integrations.peft.training import prepare_for_training
+    from hfq.integrations.transformers.quantizer import HfqConfig, HfqQuantizer, take_over
     from hfq.placement.plan import Plan
+    from hfq.runtime.report import report
+    from hfq.runtime.run_batches import layer_major
+    from hfq.runtime.timeline import timeline
 
 __all__ = [
     "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
@@ -37,14 +37,14 @@ _LAZY = {
     "Checkpoint": "hfq.checkpoint",
     "FORMATS": "hfq.formats",
     "Format": "hfq.formats",
-    "HfqConfig": "hfq.integrations.transformers",
-    "HfqQuantizer": "hfq.integrations.transformers",
+    "HfqConfig": "hfq.integrations.transformers.quantizer",
+    "HfqQuantizer": "hfq.integrations.transformers.quantizer",
     "Plan": "hfq.placement.plan",
-    "layer_major": "hfq.integrations.layer_major",
-    "prepare_for_training": "hfq.integrations.training",
-    "report": "hfq.integrations.report",
-    "take_over": "hfq.integrations.transformers",
-    "timeline": "hfq.integrations.timeline",
+    "layer_major": "hfq.runtime.run_batches",
+    "prepare_for_training": "hfq.integrations.peft.training",
+    "report": "hfq.runtime.report",
+    "take_over": "hfq.integrations.transformers.quantizer",
+    "timeline": "hfq.runtime.timeline",
     "verify": "hfq.evaluate.compare",
 }
 

@@ -12,11 +12,11 @@ from types import ModuleType
 __all__ = ["register", "run_pending"]
 
 _CALLBACKS = {
-    "transformers.quantizers.auto": ("hfq.integrations.transformers", "register_with"),
-    "transformers.modeling_utils": ("hfq.integrations.compat", "patch_modeling_utils"),
-    "transformers.models.auto.auto_factory": ("hfq.integrations.compat", "patch_auto_factory"),
-    "peft": ("hfq.integrations.compat", "patch_peft"),
-    "deepspeed": ("hfq.integrations.deepspeed", "patch_deepspeed"),
+    "transformers.quantizers.auto": ("hfq.integrations.transformers.quantizer", "register_with"),
+    "transformers.modeling_utils": ("hfq.integrations.transformers.patches", "patch_modeling_utils"),
+    "transformers.models.auto.auto_factory": ("hfq.integrations.transformers.patches", "patch_auto_factory"),
+    "peft": ("hfq.integrations.transformers.patches", "patch_peft"),
+    "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
 }
 
 

@@ -44,7 +44,7 @@ def running(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("hfq.integrations.hub_fetch._RETRIES", 0)
+    monkeypatch.setattr("hfq.integrations.hub.fetch._RETRIES", 0)
     try:
         yield hub
     finally:

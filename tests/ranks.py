@@ -22,7 +22,7 @@ from leaving import leave
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
-import hfq.integrations.deepspeed  # noqa: F401
+import hfq.integrations.deepspeed.private_api  # noqa: F401
 
 TIMEOUT = 600
 """Seconds after which what still runs is ended."""

@@ -94,7 +94,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
     """What is wrong with configs, by the same refusals as a load's."""
     if not files:
         return
-    from hfq.integrations.config_check import check_config
+    from hfq.integrations.deepspeed.config_check import check_config
 
     for file in files:
         errors = check_config(file)

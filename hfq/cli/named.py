@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hfq.integrations.hub import FoundCheckpoint
+    from hfq.integrations.hub.find import FoundCheckpoint
 
 __all__ = ["named_checkpoint"]
 
@@ -19,9 +19,9 @@ def named_checkpoint(path: str | os.PathLike) -> Iterator[FoundCheckpoint]:
     """The folder of a checkpoint, during a block; on standard error, how many bytes were fetched of a model of the hub.
 
     Raises:
-        CheckpointError: As `hfq.integrations.hub.find_checkpoint`.
+        CheckpointError: As `hfq.integrations.hub.find.find_checkpoint`.
     """
-    from hfq.integrations.hub import find_checkpoint
+    from hfq.integrations.hub.find import find_checkpoint
 
     with find_checkpoint(path) as found:
         if found.commit is not None:

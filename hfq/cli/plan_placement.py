@@ -80,7 +80,7 @@ def _planned(options: PlacementOptions, model: PlannedModel, hardware: Hardware,
 
 def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.checkpoint.filesystem import available_memory
-    from hfq.integrations.hub import split_name
+    from hfq.integrations.hub.find import split_name
     from hfq.placement.estimate.estimate import estimate_placement
     from hfq.placement.estimate.roofline import TERMS, what_helps
     from hfq.placement.launch_configs import accelerate_yaml, loading_code

@@ -11,8 +11,8 @@ import torch
 from hfq.errors import SetupError
 from hfq.evaluate.scores import Score, Totals, compare, surprise
 from hfq.evaluate.windows import Batch, cut
-from hfq.integrations.layer_major import layer_major
 from hfq.loading.loaded_model import loading_of
+from hfq.runtime.run_batches import layer_major
 
 __all__ = ["perplexity", "score", "score_against"]
 

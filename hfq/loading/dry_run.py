@@ -96,7 +96,7 @@ def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
     """A checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, with weights or with headers alone (`hfq.integrations.hub`); it must stay as long as the model is planned.
+        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`); it must stay as long as the model is planned.
         dtype: The dtype that it will be loaded in, as in `from_pretrained`.
 
     Raises:

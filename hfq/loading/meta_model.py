@@ -36,7 +36,7 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
     """The load of a checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, with weights or with headers alone (`hfq.integrations.hub`).
+        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`).
         dtype: As in `from_pretrained`.
 
     Raises:
@@ -44,7 +44,7 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
     """
     folder = os.fspath(path)
     cls = _model_class(folder)
-    from hfq.integrations.transformers import HfqConfig
+    from hfq.integrations.transformers.quantizer import HfqConfig
 
     token = stop_at_skeleton.set(True)
     try:

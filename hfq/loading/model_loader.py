@@ -21,8 +21,8 @@ from transformers.utils import logging
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.configs.source_config import source_config
-from hfq.integrations.compat import passed_key_mapping, show_device
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.transformers.patches import passed_key_mapping, show_device
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.automatic_map import fill_map, gather_units
 from hfq.loading.matching.match import Match, match_model
 from hfq.loading.matching.offload_units import find_blocks

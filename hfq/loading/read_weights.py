@@ -24,7 +24,7 @@ from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
 from hfq.checkpoint.shared_memory import SharedArena
 from hfq.errors import PlacementError
-from hfq.integrations.zero_config import is_deepspeed
+from hfq.integrations.deepspeed.zero_config import is_deepspeed
 from hfq.loading.page_cache import early_reading
 from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row

@@ -19,7 +19,7 @@ from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.quantize.calibration import Calibration, Text, calibrate
 from hfq.quantize.heap import trim_heap
 from hfq.quantize.journal import Journal

@@ -27,7 +27,7 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from leaving import leave
 from transformers.integrations import HfDeepSpeedConfig
 
-import hfq.integrations.deepspeed as internals
+import hfq.integrations.deepspeed.private_api as internals
 from hfq import HfqConfig
 from hfq.modules.quantized_module import PackedModule
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Reader
 from hfq.formats.fp8 import Fp8
-from hfq.integrations.transformers import HfqQuantizer
+from hfq.integrations.transformers.quantizer import HfqQuantizer
 from hfq.loading import automatic_map as auto_map
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hfq.errors import SetupError
-from hfq.integrations.config_check import check_config
+from hfq.integrations.deepspeed.config_check import check_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = json.loads((CONFIGS / "deepspeed" / "inference_zero3.json").read_text())

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.errors import SetupError
-from hfq.integrations.deepspeed import _check_held
+from hfq.integrations.deepspeed.private_api import _check_held
 from hfq.modules.quantized_module import PackedModule
 
 

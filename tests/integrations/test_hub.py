@@ -20,7 +20,7 @@ from hfq.checkpoint.header import HeaderLimits
 from hfq.checkpoint.headers_only import MARKER, Hollow
 from hfq.cli.main import app
 from hfq.errors import CheckpointError
-from hfq.integrations.hub import find_checkpoint, headers_cache, split_name
+from hfq.integrations.hub.find import find_checkpoint, headers_cache, split_name
 from hfq.tensor_spec import ByteRange
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, PlacementError, SetupError
-from hfq.integrations import zero_config
-from hfq.integrations.zero_config import read_zero_config
-from hfq.integrations.zero_pool import Pool, plan_pool, swap_options
+from hfq.integrations.deepspeed import zero_config
+from hfq.integrations.deepspeed.swap_buffers import Pool, plan_pool, swap_options
+from hfq.integrations.deepspeed.zero_config import read_zero_config
 from hfq.placement.zero.shards import ZeroPlan, ZeroRow
 
 pytest.importorskip("deepspeed")

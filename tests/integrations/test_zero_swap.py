@@ -12,7 +12,7 @@ from hfq.placement.zero.shards import ZeroRow
 pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-from hfq.integrations.zero_swap import CheckpointSwapper, ShardSource
+from hfq.integrations.deepspeed.checkpoint_swapper import CheckpointSwapper, ShardSource
 
 VALUES = torch.arange(5000, dtype=torch.int16)
 

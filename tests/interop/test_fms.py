@@ -271,7 +271,7 @@ def test_what_fms_cannot_do_is_refused_by_name(folder, paths):
 
 
 def test_an_architecture_that_nobody_compared_is_refused(paths, monkeypatch):
-    from hfq.integrations import fms_config
+    from hfq.integrations.fms import fms_config
 
     monkeypatch.setattr(fms_config, "TESTED", ("granite",))
     for door in (load, get_model):

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
 from hfq.loading.matching.match import Match, PackedMatch

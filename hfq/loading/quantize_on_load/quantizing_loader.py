@@ -23,8 +23,8 @@ from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
-from hfq.integrations.compat import passed_key_mapping, passed_offload_folder
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.transformers.patches import passed_key_mapping, passed_offload_folder
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.model_loader import Loading
 from hfq.loading.quantize_on_load.virtual_checkpoint import FloatLayer, Packing, lay_out_rows, plan_packing
 from hfq.loading.read_weights import progress_bar

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.model_loader import Loading
 from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.loading.read_weights import ReadReport

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from hfq.errors import PlacementError, SetupError
-from hfq.integrations.zero_config import is_zero3
+from hfq.integrations.deepspeed.zero_config import is_zero3
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.placement.tensor_parallel import rank_slice

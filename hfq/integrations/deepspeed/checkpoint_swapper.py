@@ -18,7 +18,7 @@ import torch
 from hfq.checkpoint import Reader
 from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT, DirectFiles
 from hfq.errors import PlacementError
-from hfq.integrations.deepspeed import shard_status
+from hfq.integrations.deepspeed.private_api import shard_status
 from hfq.offload.host_memory import huge_buffer
 from hfq.placement.zero.shards import ShardRead
 from hfq.tensor_spec import ByteRange

@@ -11,9 +11,9 @@ from torch import nn
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.codecs.dtypes import safetensors_dtype
-from hfq.integrations.fms_config import Source
-from hfq.integrations.fms_layout import Layout, Part
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.fms.fms_config import Source
+from hfq.integrations.fms.row_layout import Layout, Part
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.matching.replace_modules import build_packed
 from hfq.loading.validation import check_bias

@@ -17,7 +17,7 @@ from torch import nn
 
 from hfq.errors import SetupError
 from hfq.import_hook import run_pending
-from hfq.integrations.zero_config import ZeroConfig
+from hfq.integrations.deepspeed.zero_config import ZeroConfig
 from hfq.modules.quantized_module import PackedModule
 from hfq.placement.zero.memory import SMALLEST_SWAPPED
 

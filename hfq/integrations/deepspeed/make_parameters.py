@@ -11,17 +11,23 @@ from torch import nn
 from transformers.utils import logging
 
 from hfq.errors import PlacementError
-from hfq.integrations.deepspeed import Sharder, is_gathered, least_swapped, missing_internals, partition_whole_model
-from hfq.integrations.zero_fill import Shard, ShardFiller
-from hfq.integrations.zero_pool import plan_pool, swap_options
-from hfq.integrations.zero_slots import ZeroSlot
-from hfq.integrations.zero_swap import CheckpointSwapper, ShardSource
+from hfq.integrations.deepspeed.checkpoint_swapper import CheckpointSwapper, ShardSource
+from hfq.integrations.deepspeed.fill_shards import Shard, ShardFiller
+from hfq.integrations.deepspeed.private_api import (
+    Sharder,
+    is_gathered,
+    least_swapped,
+    missing_internals,
+    partition_whole_model,
+)
+from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot
+from hfq.integrations.deepspeed.swap_buffers import plan_pool, swap_options
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule
 
 if TYPE_CHECKING:
-    from hfq.integrations.zero3 import ShardedLoading
+    from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
 
 __all__ = ["ShardMaker"]
 

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfq.errors import PlacementError, SetupError
-from hfq.integrations.deepspeed import gather, gather_state, mark_leaf, watch_forwards
-from hfq.integrations.transformers import HfqConfig
-from hfq.integrations.zero_config import read_zero_config
-from hfq.integrations.zero_make import ShardMaker
-from hfq.integrations.zero_slots import ZeroSlot, find_slots
+from hfq.integrations.deepspeed.make_parameters import ShardMaker
+from hfq.integrations.deepspeed.private_api import gather, gather_state, mark_leaf, watch_forwards
+from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot, find_slots
+from hfq.integrations.deepspeed.zero_config import read_zero_config
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.matching.offload_units import stored_place
 from hfq.loading.model_loader import Loading
 from hfq.loading.ranks import meet, no_copy, raise_together, start_distributed

@@ -228,8 +228,8 @@ class HfqQuantizer(HfQuantizer):
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
-        from hfq.integrations.zero3 import ShardedLoading
-        from hfq.integrations.zero_config import is_zero3
+        from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
+        from hfq.integrations.deepspeed.zero_config import is_zero3
         from hfq.loading.meta_model import SkeletonReached, stop_at_skeleton
         from hfq.loading.model_loader import Loading
         from hfq.loading.quantize_on_load.quantizing_loader import PackingLoading

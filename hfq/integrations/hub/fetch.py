@@ -20,7 +20,7 @@ from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.formats.configs.source_config import SIDE_FILES
-from hfq.integrations.hub_errors import explain
+from hfq.integrations.hub.hub_errors import explain
 
 __all__ = ["RemoteModel"]
 

@@ -17,11 +17,11 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
    side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
    quantization would name one.
-6. peft, once it is imported; the logic is in `hfq.integrations.peft`. `LoraModel._create_new_module` (tuners/lora/model.py) has a
+6. peft, once it is imported; the logic is in `hfq.integrations.peft.lora`. `LoraModel._create_new_module` (tuners/lora/model.py) has a
    fixed list of layers; `_replace_module` there moves adapters to where `qweight` rests, which is meta for a layer on disk;
    `_prepare_model` and `_check_merge_allowed` come before the first layer of a replication and of a merge, which are refused.
    `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by class. `PeftModel.load_adapter`
-   (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft.py) reads
+   (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft/lora.py) reads
    such homes as devices. `PeftModel.save_pretrained` there writes the empty tensors that ranks of ZeRO-3 have.
    `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales among them, unless
    it knows the method: it becomes `hfq.prepare_for_training`.
@@ -43,9 +43,9 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
-from hfq.integrations.transformers import METHOD, HfqConfig
-from hfq.integrations.zero_config import is_zero3
-from hfq.integrations.zero_deal import described_folder
+from hfq.integrations.deepspeed.scatter import described_folder
+from hfq.integrations.deepspeed.zero_config import is_zero3
+from hfq.integrations.transformers.quantizer import METHOD, HfqConfig
 from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
 from hfq.loading.page_cache import reading_early
 from hfq.loading.quantize_on_load.requirements import check_packing
@@ -107,7 +107,7 @@ def patch_peft(module: Any) -> None:
     """Patch 6."""
     from transformers.integrations.peft import PeftAdapterMixin
 
-    from hfq.integrations import peft as ours
+    from hfq.integrations.peft import lora as ours
 
     tuners, model = module.tuners.tuners_utils, module.tuners.lora.model.LoraModel
     if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
@@ -184,7 +184,7 @@ def _preparing(original):
     def prepare_model_for_kbit_training(
         model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
     ):
-        from hfq.integrations.training import prepare_for_training
+        from hfq.integrations.peft.training import prepare_for_training
 
         if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:
             return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, *args, **kwargs)

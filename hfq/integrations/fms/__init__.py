@@ -21,7 +21,7 @@ from torch import nn
 from hfq.errors import SetupError
 
 if TYPE_CHECKING:
-    from hfq.integrations.transformers import HfqConfig
+    from hfq.integrations.transformers.quantizer import HfqConfig
 
 __all__ = ["check_installed", "load", "register"]
 
@@ -65,7 +65,7 @@ def load(
         FormatError: A tensor is missing, unexpected, of a wrong size or dtype, or cannot be laid out as FMS wants it.
     """
     check_installed()
-    from hfq.integrations.fms_load import load_model
+    from hfq.integrations.fms.loader import load_model
 
     return load_model(path, data_type, torch.device(device), fused_weights, distributed_strategy, group, config)
 
@@ -85,7 +85,7 @@ def register(config: HfqConfig | None = None) -> None:
         SetupError: FMS is absent or of an untested version.
     """
     check_installed()
-    from hfq.integrations.fms_registry import install
+    from hfq.integrations.fms.registry import install
 
     install(config)
 

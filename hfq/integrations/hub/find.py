@@ -18,7 +18,7 @@ from pathlib import Path
 from hfq.checkpoint.headers_only import Hollow
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
-from hfq.integrations.hub_fetch import SINGLE, RemoteModel
+from hfq.integrations.hub.fetch import SINGLE, RemoteModel
 
 __all__ = ["FoundCheckpoint", "find_checkpoint", "headers_cache", "split_name"]
 

@@ -28,12 +28,12 @@ from transformers import PreTrainedConfig
 
 from hfq.checkpoint import Reader
 from hfq.errors import FormatError, PlacementError, SetupError
-from hfq.integrations.fms_attention import guard_attention
-from hfq.integrations.fms_config import read_source
-from hfq.integrations.fms_layers import Layers, rank_slice_of
-from hfq.integrations.fms_layout import find_layout, stored_name
-from hfq.integrations.fms_load import dense_tensors, make_skeleton
-from hfq.integrations.transformers import HfqConfig
+from hfq.integrations.fms.attention import guard_attention
+from hfq.integrations.fms.fms_config import read_source
+from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
+from hfq.integrations.fms.loader import dense_tensors, make_skeleton
+from hfq.integrations.fms.row_layout import find_layout, stored_name
+from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.quantize_on_load.requirements import refuse_packing
 from hfq.modules.linear import PackedLinear
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfq.errors import HfqError, SetupError
-from hfq.integrations.zero_config import refused_options
+from hfq.integrations.deepspeed.zero_config import refused_options
 
 __all__ = ["check_config"]
 

@@ -16,7 +16,7 @@ from hfq.placement.zero.shards import ZeroRow, packed_zero_row
 from hfq.tensor_spec import DTYPE_BITS
 
 if TYPE_CHECKING:
-    from hfq.integrations.zero3 import ShardedLoading
+    from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
 
 __all__ = ["ZeroSlot", "find_slots"]
 

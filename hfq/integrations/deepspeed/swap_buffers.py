@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfq.errors import PlacementError
-from hfq.integrations.zero_config import ZeroConfig
+from hfq.integrations.deepspeed.zero_config import ZeroConfig
 from hfq.placement.zero.shards import ZeroPlan
 
 __all__ = ["Pool", "plan_pool", "swap_options"]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq.integrations.speed import takes_tokens
 from hfq.loading.loaded_model import loading_of
 from hfq.loading.model_loader import Loading
 from hfq.offload.clock import HostClock
 from hfq.offload.copy_stream import lane_to
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
+from hfq.runtime.predicted_speed import takes_tokens
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 

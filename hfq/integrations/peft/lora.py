@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
-from hfq.integrations.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
+from hfq.integrations.peft.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.modules.quantized_module import PackedModule
@@ -191,7 +191,7 @@ def gathering(original: Callable) -> Callable:
         is_sharded = any(hasattr(parameter, "ds_id") for parameter in self.parameters())
         if kwargs.get("state_dict") is not None or not is_sharded or not any(is_fixed(module) for module in self.modules()):
             return original(self, save_directory, *args, **kwargs)
-        from hfq.integrations.deepspeed import gather_state
+        from hfq.integrations.deepspeed.private_api import gather_state
         from hfq.loading.ranks import raise_together
 
         error, is_main = None, torch.distributed.get_rank() == 0

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hfq.integrations.speed import SpeedReport, report_speed
-from hfq.integrations.timeline import Timeline, measure_timeline
 from hfq.loading.loaded_model import loading_of
 from hfq.loading.model_loader import Loading
 from hfq.modules.linear import PackedLinear
@@ -19,6 +17,8 @@ from hfq.offload.host_memory import huge_page_nbytes
 from hfq.offload.offloader import Streamer
 from hfq.offload.read_limit import measure_limit
 from hfq.placement.plan import ModuleHome, Plan
+from hfq.runtime.predicted_speed import SpeedReport, report_speed
+from hfq.runtime.timeline import Timeline, measure_timeline
 from hfq.version import __version__
 
 __all__ = ["HomeReport", "OutlierReport", "Report", "StreamReport", "report"]
