@@ -17,7 +17,7 @@ from hfq.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
-    from hfq.evaluate.compare import verify
+    from hfq.evaluation.compare import verify
     from hfq.formats import FORMATS, Format
     from hfq.integrations import fms
     from hfq.integrations.peft.training import prepare_for_training
@@ -45,7 +45,7 @@ _LAZY = {
     "report": "hfq.runtime.report",
     "take_over": "hfq.integrations.transformers.quantizer",
     "timeline": "hfq.runtime.timeline",
-    "verify": "hfq.evaluate.compare",
+    "verify": "hfq.evaluation.compare",
 }
 
 _SUBMODULES = {"fms": "hfq.integrations.fms", "quantize": "hfq.quantize"}  # a module that is called, too

@@ -20,9 +20,9 @@ import torch
 from hfq.benchmarks.quality_outliers import Outliers, with_outliers
 from hfq.benchmarks.quality_training import CONTEXT
 from hfq.benchmarks.report import Record
-from hfq.evaluate.scores import Score, Totals, compare, surprise
-from hfq.evaluate.windows import Batch, cut
-from hfq.quantize.llm_int8 import int8_linear, outlier_features
+from hfq.evaluation.divergence import Score, Totals, compare, surprise
+from hfq.evaluation.windows import Batch, cut
+from hfq.quantization.textbook.llm_int8 import int8_linear, outlier_features
 
 __all__ = ["Subject", "largest_activation"]
 

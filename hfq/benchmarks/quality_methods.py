@@ -11,8 +11,8 @@ import torch
 from hfq.benchmarks.quality_measure import Quantize, Subject
 from hfq.formats import Format
 from hfq.formats.fp8 import Fp8
-from hfq.quantize.affine import absmax, zero_point
-from hfq.quantize.codebook import fixed, kmeans
+from hfq.quantization.textbook.k_means import fixed, kmeans
+from hfq.quantization.textbook.linear import absmax, zero_point
 from hfq.recipes.recipe import Recipe
 
 __all__ = [

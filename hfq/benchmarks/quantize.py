@@ -24,8 +24,8 @@ from hfq.benchmarks.quantize_worker import TOOLS, write_tokens
 from hfq.benchmarks.report import Record, Report, rotated
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
-from hfq.evaluate.perplexity import perplexity
-from hfq.evaluate.text import read_text, tokenize
+from hfq.evaluation.perplexity import perplexity
+from hfq.evaluation.text import read_text, tokenize
 
 __all__ = [
     "CONSTANT_NBYTES",

@@ -59,8 +59,8 @@ def read_tokens(file: str) -> torch.Tensor:
 
 def _hfq() -> Callable[..., dict]:
     import hfq
-    from hfq.quantize.driver import quantize
-    from hfq.quantize.report import Progress
+    from hfq.quantization.driver import quantize
+    from hfq.quantization.progress import Progress
 
     def run(path: str, output: str, tokens: str | None, recipe: dict, stop_after: int | None = None) -> dict:
         calibration = read_tokens(tokens) if tokens else torch.empty(1, 1)

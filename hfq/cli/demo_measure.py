@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401  (its code is
 from transformers.utils import logging
 
 from hfq import HfqConfig
-from hfq.evaluate.perplexity import perplexity
+from hfq.evaluation.perplexity import perplexity
 from hfq.loading import model_loader as hfq_loading
 
 __all__ = ["measure"]

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from hfq.benchmarks.report import Report
-    from hfq.evaluate.quality import Quality
+    from hfq.evaluation.evaluate import Quality
 
 __all__ = ["evaluate"]
 
@@ -40,7 +40,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write eval.md, eval.json and eval.png into this folder, too.")] = None,
 ) -> None:
     """Score checkpoints on a text: perplexity, divergence from a reference, bits per weight, bytes, seconds."""
-    from hfq.evaluate.quality import evaluate
+    from hfq.evaluation.evaluate import evaluate
 
     rows = evaluate(
         paths, text, reference=reference, sequence_length=sequence_length, stride=stride, batch_size=batch, placement=placement,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hfq.quantize.report import Progress, QuantizeReport
+    from hfq.quantization.progress import Progress, QuantizeReport
 
 __all__ = ["quantize"]
 
@@ -61,7 +61,7 @@ def quantize(
     from transformers.utils import logging
 
     from hfq import HfqConfig
-    from hfq.quantize.driver import quantize as run
+    from hfq.quantization.driver import quantize as run
 
     options: dict[str, Any] = {
         "num_bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": act_order, "damping": damping,

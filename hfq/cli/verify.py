@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.evaluate.compare import Verification
+    from hfq.evaluation.compare import Verification
 
 __all__ = ["verify"]
 
@@ -33,7 +33,7 @@ def verify(
 ) -> None:
     """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not be compared."""
     from hfq.errors import HfqError
-    from hfq.evaluate.compare import verify
+    from hfq.evaluation.compare import verify
 
     try:
         found = verify(first, second, placement_a=placement_a, placement_b=placement_b, text=text, logits=logits)

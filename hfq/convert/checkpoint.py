@@ -22,9 +22,9 @@ from hfq.checkpoint.write_checkpoint import (
     side_files,
     write_folder,
 )
-from hfq.convert.dialects import DIALECTS, Target
-from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
-from hfq.convert.reading import check_equal, read_layers
+from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
+from hfq.convert.read_layers import check_equal, read_layers
+from hfq.convert.targets import DIALECTS, Target
 from hfq.errors import CheckpointError, FormatError, SetupError, nearest
 from hfq.formats.configs.source_config import SIDE_FILES, source_config
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo

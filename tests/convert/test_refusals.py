@@ -16,9 +16,10 @@ from contract.cases import CASES
 
 from hfq import Checkpoint, CheckpointError, FormatError, SetupError
 from hfq.checkpoint import write_safetensors
-from hfq.convert import convert_checkpoint, layers
-from hfq.convert.integers import plan_gptq
-from hfq.convert.layers import NewTensor
+from hfq.convert import convert_checkpoint
+from hfq.convert import layer_plan as layers
+from hfq.convert.integer_codes import plan_gptq
+from hfq.convert.layer_plan import NewTensor
 
 ROWS = {case.id: case for case in CASES}
 FIRST = tiny_models.FIRST
@@ -194,7 +195,7 @@ def test_what_does_not_read_back_is_never_given_the_name(tmp_path, monkeypatch, 
         plan.tensors["qzeros"] = NewTensor(good.dtype, good.shape, make)
         return plan
 
-    monkeypatch.setattr("hfq.convert.dialects.plan_gptq", spoiled)
+    monkeypatch.setattr("hfq.convert.targets.plan_gptq", spoiled)
     expected = KeyboardInterrupt if fault == "interrupted" else CheckpointError
     with pytest.raises(
         expected,

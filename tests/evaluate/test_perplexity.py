@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hfq import CheckpointError, SetupError
-from hfq.evaluate import perplexity as module
-from hfq.evaluate.perplexity import perplexity, score_against
-from hfq.evaluate.windows import cut
+from hfq.evaluation import perplexity as module
+from hfq.evaluation.perplexity import perplexity, score_against
+from hfq.evaluation.windows import cut
 
 VOCABULARY = 11
 

@@ -9,8 +9,8 @@ import tiny_models
 import torch
 
 from hfq import CheckpointError, SetupError
-from hfq.evaluate import perplexity
-from hfq.evaluate.quality import evaluate
+from hfq.evaluation import perplexity
+from hfq.evaluation.evaluate import evaluate
 
 LLAMA, GPTQ, FP8 = (tiny_models.DATA / name for name in ("tiny-llama", "tiny-llama-gptq", "tiny-llama-fp8"))
 
@@ -99,7 +99,7 @@ class Never:
 @pytest.fixture
 def unloaded(monkeypatch):
     """Whatever is refused is refused before a model is loaded."""
-    monkeypatch.setattr("hfq.evaluate.quality.load_model", lambda *_: Never().loaded)
+    monkeypatch.setattr("hfq.evaluation.evaluate.load_model", lambda *_: Never().loaded)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_trained_model_has_the_perplexity_that_its_card_says():
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokens = torch.tensor(tokenizer((TINY / "held_out.txt").read_text(encoding="utf-8"))["input_ids"])
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    from hfq.evaluate.perplexity import perplexity
+    from hfq.evaluation.perplexity import perplexity
 
     assert perplexity(model, tokens) == pytest.approx(32.298, rel=2e-2)  # the card's figure ends each document with </s>
 

@@ -5,7 +5,7 @@ import torch
 
 from hfq.formats import FORMATS, detect_formats
 from hfq.formats.layouts.rounding import round_weight, rounded_tensors
-from hfq.quantize.affine import absmax
+from hfq.quantization.textbook.linear import absmax
 from hfq.recipes.recipe import METHODS, Recipe
 from hfq.recipes.schemes import OUTPUTS
 from hfq.tensor_spec import ByteRange, TensorInfo

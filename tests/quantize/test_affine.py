@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfq import SetupError
-from hfq.quantize.affine import absmax, zero_point
+from hfq.quantization.textbook.linear import absmax, zero_point
 
 WEIGHT = torch.tensor([[2.09, -0.98, 1.48, 0.09], [0.05, -0.14, -1.08, 2.12], [-0.91, 1.92, 0, -1.03], [1.87, 0, 1.53, 1.49]])
 

@@ -5,7 +5,7 @@ import torch
 from quantize.test_affine import WEIGHT
 
 from hfq import SetupError
-from hfq.quantize.codebook import CODEBOOKS, fixed, kmeans
+from hfq.quantization.textbook.k_means import CODEBOOKS, fixed, kmeans
 
 
 def test_kmeans_of_the_worked_example():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hfq import FormatError, SetupError
-from hfq.quantize.gptq import Factor, factorize, solve
-from hfq.quantize.obq import obq
+from hfq.quantization.gptq import Factor, factorize, solve
+from hfq.quantization.textbook.obq import obq
 from hfq.recipes.recipe import Recipe
 
 ROWS, COLUMNS = 64, 96

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hfq.quantize.affine import absmax
-from hfq.quantize.llm_int8 import int8_linear, outlier_features
+from hfq.quantization.textbook.linear import absmax
+from hfq.quantization.textbook.llm_int8 import int8_linear, outlier_features
 
 
 def made(outliers):

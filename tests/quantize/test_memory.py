@@ -12,10 +12,10 @@ import hfq
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.quantize import bound_nbytes, measure_memory
 from hfq.formats.layouts.rounding import round_weight
-from hfq.quantize import block
-from hfq.quantize.calibration import Calibration
-from hfq.quantize.held import hold, let_go, tensors_of
-from hfq.quantize.source import Source
+from hfq.quantization import decoder_layer as block
+from hfq.quantization.calibration_data import Calibration
+from hfq.quantization.float_checkpoint import Source
+from hfq.quantization.temporary_forward import hold, let_go, tensors_of
 from hfq.recipes.recipe import METHODS, Recipe
 
 

@@ -13,9 +13,9 @@ import hfq
 from hfq import HfqConfig, SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
-from hfq.quantize.block import as_weight
-from hfq.quantize.gptq import factorize, solve
-from hfq.quantize.recovery import _Layer
+from hfq.quantization.decoder_layer import as_weight
+from hfq.quantization.distillation import _Layer
+from hfq.quantization.gptq import factorize, solve
 from hfq.recipes.recipe import Recipe
 
 ROUNDED = {"method": "rtn", "num_bits": 2, "group_size": 64, "symmetric": False}

@@ -14,8 +14,8 @@ from quantize.conftest import SOURCE
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, SetupError
 from hfq.checkpoint import writer
-from hfq.quantize import driver
-from hfq.quantize.calibration import calibrate
+from hfq.quantization import driver
+from hfq.quantization.calibration_data import calibrate
 
 GPTQ = HfqConfig(method="gptq", group_size=64)
 RTN = HfqConfig(method="rtn", group_size=64)

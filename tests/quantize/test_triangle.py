@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hfq.quantize import triangle
-from hfq.quantize.triangle import Triangle
+from hfq.quantization import triangular_matrix as triangle
+from hfq.quantization.triangular_matrix import Triangle
 
 SIZE = 50
 

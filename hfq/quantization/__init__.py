@@ -7,15 +7,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfq.quantize.report import QuantizeReport
+    from hfq.quantization.progress import QuantizeReport
 
 
 class _Callable(ModuleType):
     """This package, which is called by its name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> QuantizeReport:
-        """See `hfq.quantize.driver.quantize`."""
-        from hfq.quantize.driver import quantize
+        """See `hfq.quantization.driver.quantize`."""
+        from hfq.quantization.driver import quantize
 
         return quantize(*args, **kwargs)
 

@@ -12,11 +12,11 @@ from hfq.checkpoint.write_checkpoint import INDEX, side_files
 from hfq.errors import CheckpointError
 from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.gptq import Gptq
-from hfq.quantize.calibration import Calibration
-from hfq.quantize.card import model_card
-from hfq.quantize.journal import Journal
-from hfq.quantize.report import QuantizeReport
-from hfq.quantize.source import Source
+from hfq.quantization.calibration_data import Calibration
+from hfq.quantization.float_checkpoint import Source
+from hfq.quantization.journal import Journal
+from hfq.quantization.model_card import model_card
+from hfq.quantization.progress import QuantizeReport
 from hfq.recipes.recipe import Recipe
 from hfq.version import __version__
 

@@ -16,12 +16,12 @@ import torch
 
 from hfq.formats.awq import Awq
 from hfq.formats.layouts.rounding import check_finite_weight
-from hfq.quantize.block import BlockQuantizer
-from hfq.quantize.folding import Fold, Trace, find_fold, trace
-from hfq.quantize.gptq import check_moments
+from hfq.quantization.decoder_layer import BlockQuantizer
+from hfq.quantization.folding import Fold, Trace, find_fold, trace
+from hfq.quantization.gptq import check_moments
+from hfq.quantization.layer_inputs import Call, Moments, Stage, measure
+from hfq.quantization.progress import LayerReport
 from hfq.quantize.layers import is_expert
-from hfq.quantize.replay import Call, Moments, Stage, measure
-from hfq.quantize.report import LayerReport
 
 __all__ = ["AwqQuantizer", "InputMoments", "Rounding", "search_scale"]
 

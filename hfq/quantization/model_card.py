@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from hfq.checkpoint import Checkpoint
-from hfq.quantize.calibration import Calibration
-from hfq.quantize.report import QuantizeReport
+from hfq.quantization.calibration_data import Calibration
+from hfq.quantization.progress import QuantizeReport
 from hfq.recipes.recipe import Recipe
 from hfq.version import __version__
 

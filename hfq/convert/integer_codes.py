@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
+from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, exact_cast, refusal
 from hfq.formats.codecs.bit_packing import pack_stream, unpack_planes, unpack_words
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.compressed_tensors import PackQuantized

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError
-from hfq.evaluate.scores import Score, Totals, compare, surprise
-from hfq.evaluate.windows import Batch, cut
+from hfq.evaluation.divergence import Score, Totals, compare, surprise
+from hfq.evaluation.windows import Batch, cut
 from hfq.loading.loaded_model import loading_of
 from hfq.runtime.run_batches import layer_major
 

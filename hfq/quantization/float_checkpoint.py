@@ -23,7 +23,7 @@ from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import PackedModule
 from hfq.offload.host_memory import untouched_rings
 from hfq.offload.unit import DenseParameter
-from hfq.quantize.held import hold, let_go
+from hfq.quantization.temporary_forward import hold, let_go
 from hfq.quantize.layers import find_blocks
 from hfq.tensor_spec import TensorInfo
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.convert.layers import LayerPlan, NewTensor, SourceLayer, refusal
+from hfq.convert.layer_plan import LayerPlan, NewTensor, SourceLayer, refusal
 from hfq.formats.base import FLOATS, ActivationScheme
 from hfq.formats.fp8 import Fp8
 

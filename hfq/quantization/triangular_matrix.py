@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hfq.quantize.heap import trim_heap
+from hfq.quantization.malloc_trim import trim_heap
 
 __all__ = ["Triangle"]
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from hfq.convert.floats import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
-from hfq.convert.integers import GptqOptions, PackOptions, plan_gptq, plan_pack
-from hfq.convert.layers import LayerPlan, SourceLayer, refusal
+from hfq.convert.fp8_codes import FineGrainedOptions, FloatOptions, plan_fine_grained, plan_float
+from hfq.convert.integer_codes import GptqOptions, PackOptions, plan_gptq, plan_pack
+from hfq.convert.layer_plan import LayerPlan, SourceLayer, refusal
 from hfq.formats import Format
 from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import PackQuantized

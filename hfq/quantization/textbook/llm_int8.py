@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from hfq.quantize.affine import Affine, absmax, zero_point
+from hfq.quantization.textbook.linear import Affine, absmax, zero_point
 
 __all__ = ["THRESHOLD", "Granularity", "int8_linear", "outlier_features"]
 

@@ -14,12 +14,12 @@ from torch import nn
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats import Format
 from hfq.modules.flat_buffer import read_tensor
-from hfq.quantize.awq import AwqQuantizer
-from hfq.quantize.block import BlockQuantizer, put_packed
-from hfq.quantize.folding import put
-from hfq.quantize.recovery import Recovery
-from hfq.quantize.replay import Call
-from hfq.quantize.source import Source
+from hfq.quantization.awq_scales import AwqQuantizer
+from hfq.quantization.decoder_layer import BlockQuantizer, put_packed
+from hfq.quantization.distillation import Recovery
+from hfq.quantization.float_checkpoint import Source
+from hfq.quantization.folding import put
+from hfq.quantization.layer_inputs import Call
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["QuantizedBlock", "put_finished", "quantize_block"]

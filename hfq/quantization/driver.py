@@ -20,16 +20,16 @@ from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.integrations.transformers.quantizer import HfqConfig
-from hfq.quantize.calibration import Calibration, Text, calibrate
-from hfq.quantize.heap import trim_heap
-from hfq.quantize.journal import Journal
+from hfq.quantization.calibration_data import Calibration, Text, calibrate
+from hfq.quantization.distillation import Teacher
+from hfq.quantization.finished_layer import put_finished, quantize_block
+from hfq.quantization.float_checkpoint import Source, sizes_known
+from hfq.quantization.journal import Journal
+from hfq.quantization.layer_inputs import Call, capture, run_block
+from hfq.quantization.malloc_trim import trim_heap
+from hfq.quantization.progress import LayerReport, Progress, QuantizeReport
+from hfq.quantization.side_files import finish
 from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
-from hfq.quantize.output import finish
-from hfq.quantize.quantized import put_finished, quantize_block
-from hfq.quantize.recovery import Teacher
-from hfq.quantize.replay import Call, capture, run_block
-from hfq.quantize.report import LayerReport, Progress, QuantizeReport
-from hfq.quantize.source import Source, sizes_known
 from hfq.recipes.recipe import METHODS, Recipe
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 from hfq.version import __version__
@@ -55,7 +55,7 @@ def quantize(
         config: Names the method and its options: `HfqConfig(method="gptq", num_bits=4, group_size=128)`; its
             `modules_to_not_convert` stay floats.
         output: The folder to make; absent or empty.
-        calibration: Text for methods that look at activations: see `hfq.quantize.calibration.Text`.
+        calibration: Text for methods that look at activations: see `hfq.quantization.calibration_data.Text`.
         samples: Sequences of the calibration set.
         sequence_length: Tokens of each; by default 2048, or what the model has positions for.
         progress: Called after each block.

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hfq.formats import Format
-from hfq.quantize.block import as_weight, put_weight
-from hfq.quantize.folding import put
-from hfq.quantize.replay import Call, forward_block, run_block
+from hfq.quantization.decoder_layer import as_weight, put_weight
+from hfq.quantization.folding import put
+from hfq.quantization.layer_inputs import Call, forward_block, run_block
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["Recovery", "Teacher"]

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from hfq.errors import SetupError
-from hfq.evaluate.models import ModelSize, load_model, text_config
-from hfq.evaluate.perplexity import score, score_against
-from hfq.evaluate.scores import Score
-from hfq.evaluate.text import read_text, tokenize
-from hfq.evaluate.windows import cut
+from hfq.evaluation.divergence import Score
+from hfq.evaluation.perplexity import score, score_against
+from hfq.evaluation.placed_models import ModelSize, load_model, text_config
+from hfq.evaluation.text import read_text, tokenize
+from hfq.evaluation.windows import cut
 
 __all__ = ["Quality", "evaluate"]
 

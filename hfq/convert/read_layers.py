@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.convert.layers import SourceLayer, refusal
+from hfq.convert.layer_plan import SourceLayer, refusal
 from hfq.errors import CheckpointError, FormatError
 from hfq.formats import Format, detect_formats, tensors_by_module
 from hfq.formats.compressed_tensors import PackQuantized

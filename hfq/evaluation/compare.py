@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from hfq.evaluate.models import load_model
-from hfq.evaluate.scores import compare
-from hfq.evaluate.text import read_text, tokenize
-from hfq.evaluate.units import Distance, Unit, Weights, digest, distance
+from hfq.evaluation.divergence import compare
+from hfq.evaluation.placed_models import load_model
+from hfq.evaluation.text import read_text, tokenize
+from hfq.evaluation.weights import Distance, Unit, Weights, digest, distance
 
 __all__ = ["Difference", "LogitDistance", "Verification", "verify"]
 

@@ -16,8 +16,8 @@ import torch
 
 from hfq.errors import FormatError, SetupError
 from hfq.formats.gptq import Gptq
-from hfq.quantize.heap import trim_heap
-from hfq.quantize.triangle import Triangle
+from hfq.quantization.malloc_trim import trim_heap
+from hfq.quantization.triangular_matrix import Triangle
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
