@@ -31,7 +31,7 @@ def inspect(
 ) -> None:
     """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything odd."""
     from hfq.checkpoint import Checkpoint
-    from hfq.cli.named import named_checkpoint
+    from hfq.cli.model_argument import named_checkpoint
 
     with named_checkpoint(path) as found:
         report = {**inspect_checkpoint(Checkpoint.open(found.folder), kernels), "path": found.name}

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import typer
 
-from hfq.cli import bench, calibrate, convert, demo, doctor, evaluate, formats, inspect, pack, plan, quantize, report, verify
+from hfq.cli import bench, convert, evaluate, formats, inspect, quantize, report
+from hfq.cli import compare as verify
+from hfq.cli import profile_machine as calibrate
+from hfq.cli import reshard as pack
+from hfq.cli.demo import command as demo
+from hfq.cli.doctor import command as doctor
+from hfq.cli.plan import command as plan
 from hfq.errors import HfqError
 from hfq.version import __version__
 

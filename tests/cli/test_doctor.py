@@ -9,7 +9,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from hfq.checkpoint import cleanup as leftovers
-from hfq.cli.doctor import TESTED
+from hfq.cli.doctor.command import TESTED
 from hfq.cli.main import app
 from hfq.kernels.cpp import library
 

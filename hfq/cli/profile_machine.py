@@ -36,7 +36,7 @@ def calibrate(
     """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
     from hfq.benchmarks.calibrate import calibrate as measure
     from hfq.benchmarks.models import default_folder
-    from hfq.cli.named import named_checkpoint
+    from hfq.cli.model_argument import named_checkpoint
     from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.profile import profile_path
 

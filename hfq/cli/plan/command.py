@@ -83,8 +83,8 @@ def plan(
     trainable: Trainable = None,
 ) -> None:
     """Say what a model takes before it is loaded: bytes in each home, bytes moved for a token, how fast that is, and why."""
-    from hfq.cli.plan_placement import PlacementOptions, plan_placement
-    from hfq.cli.plan_zero import ZeroOptions, plan_zero
+    from hfq.cli.plan.placement import PlacementOptions, plan_placement
+    from hfq.cli.plan.zero_ranks import ZeroOptions, plan_zero
 
     if zero is not None or parameters is not None or path is None:
         unused: dict[str, object] = {

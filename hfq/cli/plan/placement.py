@@ -40,7 +40,7 @@ class PlacementOptions:
 
 def plan_placement(options: PlacementOptions, as_json: bool) -> None:
     """Plans one checkpoint and prints the plan."""
-    from hfq.cli.plan_tables import print_report
+    from hfq.cli.plan.tables import print_report
 
     _check_choices(options)
     report = make_report(options)
@@ -51,7 +51,7 @@ def plan_placement(options: PlacementOptions, as_json: bool) -> None:
 
 def make_report(options: PlacementOptions) -> dict:
     """The plan as JSON-ready data."""
-    from hfq.cli.named import named_checkpoint
+    from hfq.cli.model_argument import named_checkpoint
     from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.estimate import Workload
 

@@ -50,8 +50,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine has and what stands in the way; the exit status is 1 where there is an error."""
-    from hfq.cli.doctor_checkpoint import checkpoint_findings, disk_findings
-    from hfq.cli.doctor_machine import device_findings, environment_findings, kernel_findings, operator_findings
+    from hfq.cli.doctor.checkpoint import checkpoint_findings, disk_findings
+    from hfq.cli.doctor.machine import device_findings, environment_findings, kernel_findings, operator_findings
 
     folder = path or Path()
     sections: list[Callable[[], Iterable[Finding]]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hfq.cli.plan_zero import as_size
+from hfq.cli.plan.zero_ranks import as_size
 from hfq.pictures.plans import PARTS
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ __all__ = ["print_report"]
 
 
 def print_report(report: dict) -> None:
-    """Prints a report of `hfq.cli.plan_placement.make_report`."""
+    """Prints a report of `hfq.cli.plan.placement.make_report`."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)

@@ -93,7 +93,7 @@ def _states(
         frozen, trained = (whole, added) if added or optimizer == "none" else ((), whole)
         return ModelStates(frozen=frozen, trained=trained, is_sum=True)
     from hfq.checkpoint import Checkpoint
-    from hfq.cli.named import named_checkpoint
+    from hfq.cli.model_argument import named_checkpoint
     from hfq.placement.zero.model_states import count_states
 
     everything = optimizer != "none" and lora_rank is None and not added

@@ -16,7 +16,7 @@ from hfq.errors import CheckpointError, SetupError
 __all__ = ["demo"]
 
 PLACEMENTS = ("resident", "half on disk", "all on disk")
-_MEASURE = "hfq.cli.demo_measure"
+_MEASURE = "hfq.cli.demo.measure"
 
 
 def demo(
