@@ -41,6 +41,7 @@ _LAZY = {
     "HfqQuantizer": "hfq.integrations.transformers.quantizer",
     "Plan": "hfq.placement.plan",
     "layer_major": "hfq.runtime.run_batches",
+    "quantize": "hfq.quantization.driver",
     "prepare_for_training": "hfq.integrations.peft.training",
     "report": "hfq.runtime.report",
     "take_over": "hfq.integrations.transformers.quantizer",
@@ -48,7 +49,7 @@ _LAZY = {
     "verify": "hfq.evaluation.compare",
 }
 
-_SUBMODULES = {"fms": "hfq.integrations.fms", "quantize": "hfq.quantize"}  # a module that is called, too
+_SUBMODULES = {"fms": "hfq.integrations.fms"}
 
 _register()
 

@@ -16,12 +16,12 @@ import torch
 
 from hfq.formats.awq import Awq
 from hfq.formats.layouts.rounding import check_finite_weight
+from hfq.loading.matching.quantizable_layers import is_expert
 from hfq.quantization.decoder_layer import BlockQuantizer
 from hfq.quantization.folding import Fold, Trace, find_fold, trace
 from hfq.quantization.gptq import check_moments
 from hfq.quantization.layer_inputs import Call, Moments, Stage, measure
 from hfq.quantization.progress import LayerReport
-from hfq.quantize.layers import is_expert
 
 __all__ = ["AwqQuantizer", "InputMoments", "Rounding", "search_scale"]
 

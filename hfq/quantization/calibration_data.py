@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError
-from hfq.quantize.layers import optimum_gptq
+from hfq.loading.matching.quantizable_layers import optimum_gptq
 
 __all__ = ["Calibration", "Text", "calibrate"]
 

@@ -14,13 +14,13 @@ from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import release_buffers
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import check_finite_weight, round_weight
+from hfq.loading.matching.quantizable_layers import is_expert, size_of, without_number
 from hfq.quantization.gptq import factorize, solve
 from hfq.quantization.layer_inputs import Call, Moments, Stage, find_stages, measure
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport
 from hfq.quantization.temporary_forward import hold, tensors_of
 from hfq.quantization.triangular_matrix import Triangle
-from hfq.quantize.layers import is_expert, size_of, without_number
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["BlockQuantizer", "as_weight", "put_packed", "put_weight"]

@@ -20,6 +20,7 @@ from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
 from hfq.quantization.finished_layer import put_finished, quantize_block
@@ -29,7 +30,6 @@ from hfq.quantization.layer_inputs import Call, capture, run_block
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport, Progress, QuantizeReport
 from hfq.quantization.side_files import finish
-from hfq.quantize.layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.recipes.recipe import METHODS, Recipe
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 from hfq.version import __version__

@@ -18,13 +18,13 @@ from hfq.formats.configs.source_config import check_floats
 from hfq.formats.unquantized import Dense
 from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.loading.loaded_model import loading_of
+from hfq.loading.matching.quantizable_layers import find_blocks
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import read_tensor
 from hfq.modules.quantized_module import PackedModule
 from hfq.offload.host_memory import untouched_rings
 from hfq.offload.unit import DenseParameter
 from hfq.quantization.temporary_forward import hold, let_go
-from hfq.quantize.layers import find_blocks
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Source"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfq.loading.matching.quantizable_layers import is_expert, size_of, with_number_of, without_number
 from hfq.quantization.layer_inputs import Call, run_block
-from hfq.quantize.layers import is_expert, size_of, with_number_of, without_number
 
 __all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hfq.errors import SetupError
+from hfq.loading.matching.quantizable_layers import size_of
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.triangular_matrix import Triangle
-from hfq.quantize.layers import size_of
 
 __all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
 

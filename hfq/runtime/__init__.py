@@ -1,0 +1,1 @@
+"""Functions for a loaded model: report, timeline, batches."""

@@ -1,0 +1,1 @@
+"""Quantized weights under DeepSpeed ZeRO-3."""

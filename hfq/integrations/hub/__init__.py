@@ -1,0 +1,1 @@
+"""Headers of checkpoints on the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""LoRA next to quantized weights, through PEFT."""

@@ -1,0 +1,1 @@
+"""Pairs stored tensors with the parameters of the model."""

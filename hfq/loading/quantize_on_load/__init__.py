@@ -1,0 +1,1 @@
+"""Quantizes a float checkpoint while it is loaded."""

@@ -1,0 +1,1 @@
+"""Loads one slice of each layer per rank."""

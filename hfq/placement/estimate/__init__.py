@@ -1,0 +1,1 @@
+"""Predicted memory and time of a placement."""

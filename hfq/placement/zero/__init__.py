@@ -1,0 +1,1 @@
+"""Shards and memory under DeepSpeed ZeRO."""
