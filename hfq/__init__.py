@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from hfq.formats import FORMATS, Format
     from hfq.integrations import fms
     from hfq.integrations.peft.training import prepare_for_training
-    from hfq.integrations.transformers.quantizer import HfqConfig, HfqQuantizer, take_over
+    from hfq.integrations.transformers.pretrained_config import take_over
+    from hfq.integrations.transformers.quantizer import HfqQuantizer
+    from hfq.loading.config import HfqConfig
     from hfq.placement.plan import Plan
     from hfq.runtime.report import report
     from hfq.runtime.run_batches import layer_major
@@ -37,14 +39,14 @@ _LAZY = {
     "Checkpoint": "hfq.checkpoint",
     "FORMATS": "hfq.formats",
     "Format": "hfq.formats",
-    "HfqConfig": "hfq.integrations.transformers.quantizer",
+    "HfqConfig": "hfq.loading.config",
     "HfqQuantizer": "hfq.integrations.transformers.quantizer",
     "Plan": "hfq.placement.plan",
     "layer_major": "hfq.runtime.run_batches",
     "quantize": "hfq.quantization.driver",
     "prepare_for_training": "hfq.integrations.peft.training",
     "report": "hfq.runtime.report",
-    "take_over": "hfq.integrations.transformers.quantizer",
+    "take_over": "hfq.integrations.transformers.pretrained_config",
     "timeline": "hfq.runtime.timeline",
     "verify": "hfq.evaluation.compare",
 }

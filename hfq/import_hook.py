@@ -15,7 +15,7 @@ _CALLBACKS = {
     "transformers.quantizers.auto": ("hfq.integrations.transformers.quantizer", "register_with"),
     "transformers.modeling_utils": ("hfq.integrations.transformers.patches", "patch_modeling_utils"),
     "transformers.models.auto.auto_factory": ("hfq.integrations.transformers.patches", "patch_auto_factory"),
-    "peft": ("hfq.integrations.transformers.patches", "patch_peft"),
+    "peft": ("hfq.integrations.peft.patches", "patch_peft"),
     "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
 }
 

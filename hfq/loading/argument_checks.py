@@ -13,7 +13,7 @@ import torch
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
 from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
-from hfq.loading.meta_model import stop_at_skeleton
+from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 __all__ = ["check_arguments", "check_sizes", "open_local"]
@@ -93,7 +93,7 @@ def open_local(path: Any, kwargs: Mapping[str, Any]) -> Checkpoint | None:
         return None
     if os.path.lexists(folder / "adapter_config.json") and not os.path.lexists(folder / "config.json"):
         return None
-    if not stop_at_skeleton.get():
+    if not load_context().stops_at_meta_model:
         check_has_weights(folder)
     checkpoint = Checkpoint.open(folder, variant=kwargs.get("variant"))
     _check_index(checkpoint)

@@ -22,7 +22,7 @@ from hfq.placement.budget import Budget, Kind, Unit, plan_homes
 from hfq.placement.device_map import check_device
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["computing_device", "fill_map", "gather_units", "map_of"]
+__all__ = ["computing_device", "gather_units", "map_of", "plan_map"]
 
 logger = logging.get_logger("hfq")
 
@@ -33,23 +33,24 @@ def computing_device(max_memory: Mapping[int | str, int]) -> int | str | None:
     return None if len(accelerators) > 1 else next(iter(accelerators), "cpu")
 
 
-def fill_map(
-    device_map: dict[str, Any],
+def plan_map(
     model: PreTrainedModel,
     match: Match,
     dtypes: Mapping[str, torch.dtype],
     max_memory: Mapping[int | str, int],
     expert_cache_nbytes: int = 0,
-) -> Budget:
-    """Replaces an inferred device map by one that counts packed bytes and what streaming needs.
+) -> tuple[dict[str, Any], Budget]:
+    """Plans a device map by the stored bytes and by the memory that offloading needs.
 
     Args:
-        device_map: The map to fill.
         model: The skeleton with its packed modules, on meta.
         match: Where its tensors are stored.
         dtypes: The dtype of each dense tensor once loaded.
         max_memory: The bytes that each device may hold, by transformers' keys; at most one accelerator among them.
         expert_cache_nbytes: What the cache of routed experts takes where they are offloaded.
+
+    Returns:
+        The device map, and the budget that it was planned under.
 
     Raises:
         PlacementError: Nothing fits, or a device is missing.
@@ -58,10 +59,8 @@ def fill_map(
     main = check_device(computing)
     capacities = {check_device(key): int(limit) for key, limit in max_memory.items() if key in (computing, "cpu", "disk")}
     budget = plan_homes(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
-    device_map.clear()
-    device_map |= map_of(budget, model, computing)
     logger.info("hfq: placed by max_memory: %s", budget)
-    return budget
+    return map_of(budget, model, computing), budget
 
 
 def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:

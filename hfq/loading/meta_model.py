@@ -7,17 +7,16 @@ is left there by an exception that no `except Exception` takes.
 from __future__ import annotations
 
 import os
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from hfq.errors import SetupError
+from hfq.loading.config import HfqConfig
+from hfq.loading.context import within_load
 
 if TYPE_CHECKING:
     from hfq.loading.model_loader import Loading
 
-__all__ = ["SkeletonReached", "load_skeleton", "stop_at_skeleton"]
-
-stop_at_skeleton: ContextVar[bool] = ContextVar("hfq_stop_at_skeleton", default=False)
+__all__ = ["SkeletonReached", "load_skeleton"]
 
 
 class SkeletonReached(BaseException):
@@ -44,16 +43,13 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
     """
     folder = os.fspath(path)
     cls = _model_class(folder)
-    from hfq.integrations.transformers.quantizer import HfqConfig
-
-    token = stop_at_skeleton.set(True)
+    config = HfqConfig(kernel="reference")  # needs no compiler
     try:
-        # an automatic map is inferred later, and keeps the load from reading ahead; the reference kernel needs no compiler
-        cls.from_pretrained(folder, quantization_config=HfqConfig(kernel="reference"), device_map="auto", dtype=dtype)
+        with within_load(stops_at_meta_model=True):
+            # an automatic map is inferred later, and keeps the load from reading ahead
+            cls.from_pretrained(folder, quantization_config=config, device_map="auto", dtype=dtype)
     except SkeletonReached as reached:
         return reached.loading
-    finally:
-        stop_at_skeleton.reset(token)
     raise SetupError(
         "transformers loaded a model and did not ask hfq.", file=folder, expected="a call of HfqQuantizer", found=cls.__name__,
         fix="report this; the versions of transformers that hfq is tested with are in constraints.txt",

@@ -9,7 +9,7 @@ compute, so that neither it nor accelerate offloads anything itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,14 +21,16 @@ from transformers.utils import logging
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import PlacementError, SetupError
 from hfq.formats.configs.source_config import source_config
-from hfq.integrations.transformers.patches import passed_key_mapping, show_device
-from hfq.integrations.transformers.quantizer import HfqConfig
-from hfq.loading.automatic_map import fill_map, gather_units
-from hfq.loading.matching.match import Match, match_model
+from hfq.loading.automatic_map import gather_units, plan_map
+from hfq.loading.config import HfqConfig
+from hfq.loading.context import load_context
+from hfq.loading.matching.match import match_model
 from hfq.loading.matching.offload_units import find_blocks
 from hfq.loading.matching.replace_modules import swap_packed
 from hfq.loading.read_weights import load_rows, log_summary
+from hfq.loading.reported_device import show_device
 from hfq.loading.saving import like_source, stored_state
+from hfq.loading.state import LoadState
 from hfq.loading.validation import (
     check_merged,
     check_not_converted,
@@ -51,7 +53,7 @@ __all__ = ["Loading"]
 logger = logging.get_logger("hfq")
 
 
-class Loading:
+class Loading(LoadState):
     """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and to save.
 
     Args:
@@ -70,48 +72,63 @@ class Loading:
         self.config = config.with_source(source)
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
-        self.match: Match = match_model(model, self.checkpoint, source or {}, passed_key_mapping())
+        self.match = match_model(model, self.checkpoint, source or {}, load_context().key_mapping)
         if config.method is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
         self.packed = swap_packed(model, self.match, self.config, self._dtypes)
         self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
         self.plan = Plan(())
         self.budget: Budget | None = None
-        self.homes: dict[str, str] = {}
+        self.homes = {}
         self.main = "cpu"
         self.streamer: Streamer | None = None
         self._hidden: set[str] = set()
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._hide_packed()
 
-    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
-        """Settles every home, loads the packed rows, and turns `device_map` into the map of devices that compute.
+    def place(
+        self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
+    ) -> dict[str, Any] | None:
+        """Settles the device of every tensor and loads the quantized ones.
 
-        With `max_memory`, the bytes that each device may hold, hfq plans the map first.
+        Args:
+            device_map: The user's map, or the one that transformers inferred.
+            max_memory: The bytes that each device may hold. If given, hfq plans the map in place of `device_map`.
+
+        Returns:
+            The map of the devices that compute, for transformers; None if there is no device map.
         """
         if device_map is not None and max_memory is not None:
             cache = self.config.expert_cache_nbytes or 0
-            self.budget = fill_map(device_map, self.model, self.match, self._dtypes, max_memory, cache)
-        names = self._tensor_names()
+            device_map, self.budget = plan_map(self.model, self.match, self._dtypes, max_memory, cache)
         self._user_map = dict(device_map) if device_map is not None else None
-        homes = resolve_homes(device_map, names, (name for name, _ in self.model.named_modules()))
-        for target, source in self.model.all_tied_weights_keys.items():
-            homes[target] = homes.get(source, homes[target])
-        self.homes, self.main = homes, execution_device(homes.values())
-        check_present(set(homes.values()))
+        names = self._settle_devices(device_map)
+        check_present(set(self.homes.values()))
         self._check_supported()
         offloaded = {name for name in names if self._is_offloaded(name)}
         check_merged(self.match, offloaded)
         for name in offloaded:
             self._prepare(name)
         self._hidden |= offloaded
-        if device_map is not None:
-            executes = execution_map(device_map, homes, self.main)
-            device_map.clear()
-            device_map.update(executes)
         self.plan = self._make_plan(names)
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self._load_rows()
+        return None if device_map is None else execution_map(device_map, self.homes, self.main)
+
+    def plan_for(self, device_map: dict[str, Any]) -> Plan:
+        """Returns the plan of a map whose devices this machine need not have; loads nothing."""
+        return self._make_plan(self._settle_devices(device_map, check=lambda value, _: str(value)))
+
+    def _settle_devices(
+        self, device_map: dict[str, Any] | None, check: Callable[[Any, str], str] | None = None
+    ) -> list[str]:
+        """Sets the device of every tensor and the execution device; returns the names of the tensors."""
+        names = self._tensor_names()
+        homes = resolve_homes(device_map, names, (name for name, _ in self.model.named_modules()), check=check)
+        for target, source in self.model.all_tied_weights_keys.items():
+            homes[target] = homes.get(source, homes[target])
+        self.homes, self.main = homes, execution_device(homes.values())
+        return names
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         """The checkpoint, and its `quantization_config`."""
@@ -121,28 +138,31 @@ class Loading:
     def _load_rows(self) -> None:
         self.read_plan, self.read_report = load_rows(self, self._hidden)
 
-    def plan_for(self, device_map: dict[str, Any]) -> Plan:
-        """The plan of a map whose devices this machine need not have; nothing is loaded."""
-        names = self._tensor_names()
-        modules = (name for name, _ in self.model.named_modules())
-        homes = resolve_homes(device_map, names, modules, check=lambda value, _: str(value))
-        for target, source in self.model.all_tied_weights_keys.items():
-            homes[target] = homes.get(source, homes[target])
-        self.homes, self.main = homes, execution_device(homes.values())
-        return self._make_plan(names)
-
     def gather_units(self) -> list[Unit]:
         """The parts of the model that may have a home of their own, with their bytes."""
         return gather_units(self.model, self.match, self._dtypes)
 
     def finish(self) -> None:
-        """After transformers has loaded the rest: shows what was hidden, attaches the streamer, reports."""
+        """Completes the load once transformers has loaded the remaining tensors."""
         self._hook.remove()
         self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._cast_dense()
         self._check_ties()
+        self._complete_model()
+        self._conversions = getattr(self.model, "_weight_conversions", None)
+        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
+        if self._user_map is not None:
+            self.model.hf_device_map = self._user_map
+        if self.match.unused:
+            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
+        self.load_seconds = time.perf_counter() - self._started
+        self._log_summary()
+
+    def _complete_model(self) -> None:
+        """Attaches the offloader to the modules whose weights are on another device than the one that computes."""
         moving = self._moving()
-        staying, experts = self._staying(moving), {name for name in moving if self.match.packed[name].slot.kind == "expert"}
+        staying = self._staying(moving)
+        experts = {name for name in moving if self.match.packed[name].slot.kind == "expert"}
         brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
         blocks = find_blocks(self.model, self.match, brought, self._hidden - self._packed_names, self.homes)
         on_demand = [module for name, module in brought.items() if name in experts]
@@ -155,14 +175,9 @@ class Loading:
             Home(torch.device(self.main), self.config.execute_on).serve(module)
         if self.streamer is not None or staying:
             show_device(self.model, torch.device(self.main))
-        self._conversions = getattr(self.model, "_weight_conversions", None)
-        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
-        if self._user_map is not None:
-            self.model.hf_device_map = self._user_map
-        if self.match.unused:
-            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
-        self.load_seconds = time.perf_counter() - self._started
-        log_summary(self, self.load_seconds)
+
+    def _log_summary(self) -> None:
+        log_summary(self, self.load_seconds or 0.0)
 
     def _stream_options(self) -> StreamOptions:
         cache, read_ahead = self.config.expert_cache_nbytes, StreamOptions.read_ahead_nbytes
@@ -171,10 +186,6 @@ class Loading:
             cache = max(0, self.budget.headroom().get(self.main, 0) - read_ahead) if cache is None else cache
         threads = max(StreamOptions.threads, self.read_report.threads)  # more on a network file system
         return StreamOptions(self.config.stream, self.config.verify, threads, cache, read_ahead)
-
-    def describe_formats(self) -> str:
-        """The distinct formats of the model."""
-        return ", ".join(sorted({module.weight_format.describe() for module in self.packed.values()}))
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files' metadata."""
@@ -198,7 +209,7 @@ class Loading:
         return {name: layer for name, layer in layers.items() if self.homes[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
 
     def _check_ties(self) -> None:
-        """Two loads at once can leave transformers' tying switched off (see compat.py); a head would then be random."""
+        """Two loads at once can leave transformers' tying switched off (see the import hook's patches); a head would then be random."""
         tensor = self.model.get_parameter_or_buffer
         for target, source in self.model.all_tied_weights_keys.items():
             is_tied = target not in self.match.dense and target not in self._hidden

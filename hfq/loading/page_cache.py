@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.execute_reads import bring_in, cold_ranges
 from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.errors import HfqError
+from hfq.loading.context import within_load
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["EarlyReading", "early_reading", "reading_early"]
+__all__ = ["EarlyReading", "reading_early"]
 
 _SMALL = 64 << 20
-_current: ContextVar[EarlyReading | None] = ContextVar("hfq_early_reading", default=None)
 
 
 class _Stopped(Exception):
@@ -86,17 +85,11 @@ def reading_early(checkpoint: Checkpoint | None, device_map: Any, backing: str) 
         yield
         return
     early = EarlyReading(checkpoint)
-    token = _current.set(early)
     try:
-        yield
+        with within_load(early_reading=early):
+            yield
     finally:
-        _current.reset(token)
         early.stop()
-
-
-def early_reading() -> EarlyReading | None:
-    """The early reading of this load, where there is one."""
-    return _current.get()
 
 
 def _is_mapped_whole(checkpoint: Checkpoint, device_map: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +12,16 @@ import torch.distributed as dist
 
 from hfq.errors import HfqError, PlacementError, SetupError
 
-__all__ = ["attempt", "exchange", "failing_together", "meet", "no_copy", "raise_together", "start_distributed"]
+__all__ = [
+    "attempt",
+    "exchange",
+    "failing_together",
+    "is_deepspeed",
+    "is_zero3",
+    "meet",
+    "no_copy",
+    "raise_together",
+]
 
 _has_met: ContextVar[bool] = ContextVar("hfq_has_met", default=False)
 
@@ -26,29 +34,18 @@ class _Failure:
     fix: str
 
 
-def start_distributed() -> tuple[int, int]:
-    """(rank, number of ranks) of this process, of whose run DeepSpeed is told if it does not know.
+def is_zero3() -> bool:
+    """Whether a DeepSpeed config of stage 3 is alive in this process."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    Raises:
-        SetupError: DeepSpeed is not installed, or no launcher has said which rank this is.
-    """
-    try:
-        import deepspeed
-    except Exception as error:  # its import also builds and asks for compilers
-        raise SetupError(
-            "DeepSpeed cannot be imported, and a ZeRO-3 config is active; nothing was loaded.", expected="deepspeed",
-            found=f"{type(error).__name__}: {error}", fix="pip install deepspeed",
-        ) from error  # fmt: skip
-    if not deepspeed.comm.is_initialized():
-        if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            raise SetupError(
-                "A ZeRO-3 config is active, and nothing says which rank this process is; nothing was loaded.",
-                expected="a launcher, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT", found="neither",
-                fix="start the script with `deepspeed`, `accelerate launch` or `torchrun`",
-            )  # fmt: skip
-        deepspeed.init_distributed()
-    os.environ.setdefault("LOCAL_RANK", "0")
-    return dist.get_rank(), dist.get_world_size()
+    return bool(is_deepspeed_zero3_enabled())
+
+
+def is_deepspeed() -> bool:
+    """Whether a DeepSpeed config of any stage is alive in this process."""
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    return deepspeed_config() is not None
 
 
 def exchange(value: Any) -> list[Any]:
@@ -75,7 +72,7 @@ def raise_together(error: Exception | None, outcome: str = "nothing was loaded")
 
 
 @contextlib.contextmanager
-def failing_together(start: Callable[[], object] = start_distributed) -> Iterator[None]:
+def failing_together(start: Callable[[], object]) -> Iterator[None]:
     """During this, an error of this rank before `meet` is told to the others, who wait for it there.
 
     Args:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
@@ -24,16 +23,14 @@ from hfq.checkpoint.filesystem import available_memory, is_network
 from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
 from hfq.checkpoint.shared_memory import SharedArena
 from hfq.errors import PlacementError
-from hfq.integrations.deepspeed.zero_config import is_deepspeed
-from hfq.loading.page_cache import early_reading
+from hfq.loading.context import load_context
+from hfq.loading.ranks import is_deepspeed
+from hfq.loading.state import LoadState
 from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
 from hfq.modules.quantized_module import PackedModule
 from hfq.offload.host_memory import huge_buffer
 from hfq.tensor_spec import ByteRange
-
-if TYPE_CHECKING:
-    from hfq.loading.model_loader import Loading
 
 __all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows", "progress_bar"]
 
@@ -82,7 +79,7 @@ class ReadReport:
         )
 
 
-def load_rows(loading: Loading, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
+def load_rows(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
     """Brings every packed row home, and checks the values of its small tensors wherever it rests.
 
     Args:
@@ -99,7 +96,7 @@ def load_rows(loading: Loading, hidden: Collection[str]) -> tuple[ReadPlan, Read
     """
     started, reader = time.perf_counter(), loading.reader
     is_remote = any(map(is_network, loading.checkpoint.headers))
-    plan, early = plan_rows(loading, hidden, is_remote), early_reading()
+    plan, early = plan_rows(loading, hidden, is_remote), load_context().early_reading
     if early is not None:
         with progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
             early.wait(progress)
@@ -119,7 +116,7 @@ def load_rows(loading: Loading, hidden: Collection[str]) -> tuple[ReadPlan, Read
     return plan, ReadReport(seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads)
 
 
-def log_summary(loading: Loading, seconds: float) -> None:
+def log_summary(loading: LoadState, seconds: float) -> None:
     """One line about the whole load, at level info."""
     logger.info(
         "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s", loading.checkpoint.root, seconds, len(loading.packed),
@@ -127,7 +124,7 @@ def log_summary(loading: Loading, seconds: float) -> None:
     )  # fmt: skip
 
 
-def plan_rows(loading: Loading, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
+def plan_rows(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
     """The read plan of a load whose homes are settled.
 
     Args:
@@ -183,7 +180,7 @@ def _planned(name: str, home: str, module: PackedModule, backing: str, why_read:
     return RowRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
 
 
-def _dense_rows(loading: Loading, hidden: Collection[str]) -> Iterator[RowRead]:
+def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[RowRead]:
     """The dense tensors, which hfq does not load: transformers maps those that do not rest on disk."""
     stored = {name: {name: info} for name, info in loading.match.dense.items()}
     for name, parts in loading.match.merged.items():
@@ -199,7 +196,7 @@ def _dense_rows(loading: Loading, hidden: Collection[str]) -> Iterator[RowRead]:
 class _Filler:
     """Fills the arenas of a plan one after another, and gives each row to its module."""
 
-    def __init__(self, loading: Loading, plan: ReadPlan, threads: int, progress: Callable[[int], object]) -> None:
+    def __init__(self, loading: LoadState, plan: ReadPlan, threads: int, progress: Callable[[int], object]) -> None:
         self._loading, self._plan, self._threads, self._progress = loading, plan, threads, progress
         self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
         self.shared_nbytes = 0

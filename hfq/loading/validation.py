@@ -11,7 +11,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
-from hfq.integrations.transformers.patches import opened_checkpoint
+from hfq.loading.context import opened_checkpoint
 from hfq.loading.matching.match import Match
 from hfq.modules.quantized_module import PackedModule
 

@@ -19,7 +19,7 @@ from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher

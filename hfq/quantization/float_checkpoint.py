@@ -16,7 +16,7 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import check_floats
 from hfq.formats.unquantized import Dense
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.loaded_model import loading_of
 from hfq.loading.matching.quantizable_layers import find_blocks
 from hfq.modules.experts import PackedExperts

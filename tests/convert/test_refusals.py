@@ -16,8 +16,7 @@ from contract.cases import CASES
 
 from hfq import Checkpoint, CheckpointError, FormatError, SetupError
 from hfq.checkpoint import write_safetensors
-from hfq.convert import convert_checkpoint
-from hfq.convert import layer_plan as layers
+from hfq.convert import convert_checkpoint, layer_plan
 from hfq.convert.integer_codes import plan_gptq
 from hfq.convert.layer_plan import NewTensor
 
@@ -249,7 +248,7 @@ def test_other_files_are_copied_and_the_old_quantizations_are_not(tmp_path):
 
 def test_no_more_than_some_layers_are_in_memory(tmp_path, monkeypatch):
     path = write(tmp_path / "source", "gptq-v1-w4-asym")
-    alive, peaks, read = weakref.WeakSet(), [], layers.read_tensor
+    alive, peaks, read = weakref.WeakSet(), [], layer_plan.read_tensor
 
     def watched(reader, info):
         tensor = read(reader, info)
@@ -257,7 +256,7 @@ def test_no_more_than_some_layers_are_in_memory(tmp_path, monkeypatch):
         peaks.append(sum(storage.nbytes() for storage in alive))
         return tensor
 
-    monkeypatch.setattr(layers, "read_tensor", watched)
+    monkeypatch.setattr(layer_plan, "read_tensor", watched)
     convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
     sizes = {}
     for name, info in Checkpoint.open(path).tensors.items():

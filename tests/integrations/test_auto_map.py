@@ -15,7 +15,7 @@ from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Reader
 from hfq.formats.fp8 import Fp8
 from hfq.integrations.transformers.quantizer import HfqQuantizer
-from hfq.loading import automatic_map as auto_map
+from hfq.loading import automatic_map
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 TOKENS = torch.arange(3, 12)[None]
@@ -68,7 +68,7 @@ def whole_moe(moe):
 
 def units_of(model, **changes):
     loading = model.hf_quantizer.loading
-    return auto_map.gather_units(model, dataclasses.replace(loading.match, **changes), loading._dtypes)
+    return automatic_map.gather_units(model, dataclasses.replace(loading.match, **changes), loading._dtypes)
 
 
 def total(model) -> int:
@@ -77,9 +77,8 @@ def total(model) -> int:
 
 def planned(model, limits, cache=0):
     """(device map, budget) that a load of this model would get."""
-    loading, device_map = model.hf_quantizer.loading, {}
-    budget = auto_map.fill_map(device_map, model, loading.match, loading._dtypes, limits, cache)
-    return device_map, budget
+    loading = model.hf_quantizer.loading
+    return automatic_map.plan_map(model, loading.match, loading._dtypes, limits, cache)
 
 
 def test_everything_is_resident_where_nothing_is_asked(resident):
@@ -192,12 +191,12 @@ def test_the_cache_of_experts_counts(moe, whole_moe):
 def test_a_part_may_stay_while_what_is_around_it_leaves(whole, monkeypatch):
     homes = {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu", "model.norm": "cpu"}
     budget = dataclasses.replace(whole.hf_quantizer.loading.budget, homes=homes)
-    monkeypatch.setattr(auto_map, "plan_homes", lambda *_: budget)
+    monkeypatch.setattr(automatic_map, "plan_homes", lambda *_: budget)
     assert planned(whole, {"cpu": 1})[0] == {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu"}
 
 
 def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch):
-    monkeypatch.setattr(auto_map, "check_device", lambda key: f"xpu:{key}" if isinstance(key, int) else key)
+    monkeypatch.setattr(automatic_map, "check_device", lambda key: f"xpu:{key}" if isinstance(key, int) else key)
     embedding = next(unit.nbytes for unit in units_of(whole) if unit.kind == "embedding")
     device_map, budget = planned(whole, {0: total(whole) - embedding, 1: 0, "cpu": embedding})
     assert device_map == {"": 0, "model.embed_tokens": "cpu"}
@@ -210,6 +209,6 @@ def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch)
      ({0: 0, 1: 5}, 1), ({0: 5, 1: 5, "cpu": 5}, None)],
 )  # fmt: skip
 def test_which_device_computes(limits, found):
-    assert auto_map.computing_device(limits) == found
+    assert automatic_map.computing_device(limits) == found
     handed_on = HfqQuantizer(HfqConfig()).adjust_max_memory(limits)
     assert handed_on == limits if found is None else set(handed_on) == {found}

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.shared_memory import SharedArena
-from hfq.loading import page_cache as early
+from hfq.loading import page_cache
+from hfq.loading.context import load_context
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
@@ -22,10 +23,10 @@ GPTQ = tiny_models.DATA / "tiny-llama-gptq"
     ],
 )  # fmt: skip
 def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, device_map, backing, reads):
-    monkeypatch.setattr(early, "_SMALL", 0)
-    with early.reading_early(Checkpoint.open(GPTQ), device_map, backing):
-        assert (early.early_reading() is not None) == reads
-    assert early.early_reading() is None
+    monkeypatch.setattr(page_cache, "_SMALL", 0)
+    with page_cache.reading_early(Checkpoint.open(GPTQ), device_map, backing):
+        assert (load_context().early_reading is not None) == reads
+    assert load_context().early_reading is None
 
 
 def test_shared_memory_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import hfq
 from hfq import HfqConfig, SetupError
 from hfq.errors import FormatError
-from hfq.loading import model_loader as loading
+from hfq.loading import model_loader
 from hfq.modules.linear import PackedLinear
 
 TOKENS = torch.arange(1, 21)[None]
@@ -29,7 +29,7 @@ def linears(model):
 @pytest.fixture
 def accelerator(monkeypatch):
     """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one memory."""
-    monkeypatch.setattr(loading, "execution_device", lambda homes: "cpu:0")
+    monkeypatch.setattr(model_loader, "execution_device", lambda homes: "cpu:0")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from hfq import CheckpointError, HfqConfig, PlacementError
 from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
-from hfq.loading import read_weights as rows
+from hfq.loading import read_weights
 from hfq.modules.linear import PackedLinear
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def shared_memory(tmp_path, monkeypatch):
     """A folder that stands for the node's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(rows.SharedArena, "open", functools.partial(rows.SharedArena.open, folder=folder))
+    monkeypatch.setattr(read_weights.SharedArena, "open", functools.partial(read_weights.SharedArena.open, folder=folder))
     return folder
 
 
@@ -150,7 +150,7 @@ def test_a_row_of_an_arena_is_a_storage_of_its_own():
 
 def test_staging_is_bounded_and_used_again(expected, monkeypatch):
     limit = 20_000
-    monkeypatch.setattr(rows, "plan_reads", functools.partial(plan_reads, staging=limit))
+    monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=limit))
     model = load(device_map=HALF)
     plan = loading_of(model).read_plan
     assert len(plan.arenas) > 1
@@ -160,12 +160,12 @@ def test_staging_is_bounded_and_used_again(expected, monkeypatch):
 
 def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, monkeypatch):
     """`cpu:0` stands for an accelerator: it is another home than `cpu`, and torch knows it."""
-    monkeypatch.setattr(rows, "plan_reads", functools.partial(plan_reads, staging=100_000))
+    monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=100_000))
     model = load()
     loading = loading_of(model)
     loading.homes = dict.fromkeys(loading.homes, "cpu:0")
     before = loading.reader.counters.bytes_read
-    plan, _ = rows.load_rows(loading, set())
+    plan, _ = read_weights.load_rows(loading, set())
     assert plan.staging <= 100_000
     assert len(plan.arenas) >= 5
     assert all(row.arena.startswith("cpu:0 ") for row in plan.rows if row.name in loading.packed)
@@ -217,7 +217,7 @@ def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, mis
 
 
 def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, log):
-    monkeypatch.setattr(rows, "is_network", lambda _: True)
+    monkeypatch.setattr(read_weights, "is_network", lambda _: True)
     model = load()
     assert how(model) == {"cpu": 28}
     assert "network file system" in loading_of(model).read_plan.explain()
@@ -235,7 +235,7 @@ def test_one_line_says_what_was_done(log):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_bar_is_shown_as_transformers_says(enabled, capsys, monkeypatch):
-    monkeypatch.setattr(rows, "_SMALL", 0)
+    monkeypatch.setattr(read_weights, "_SMALL", 0)
     monkeypatch.setattr(transformers_logging, "_tqdm_active", enabled)
     model = load(backing="arena")
     shown = capsys.readouterr().err
@@ -255,7 +255,7 @@ def shown_bars():
 
 
 def test_the_bar_ends_where_another_process_has_read(capsys, monkeypatch, shared_memory):
-    monkeypatch.setattr(rows, "_SMALL", 0)
+    monkeypatch.setattr(read_weights, "_SMALL", 0)
     first = load(backing="shared")
     capsys.readouterr()
     second = load(backing="shared")
@@ -281,7 +281,7 @@ def cold(tmp_path):
 def evicted(monkeypatch, folder):
     """Throws the file's pages away when the rows are about to be loaded, after the headers and whatever else was read."""
     file = str(folder / "model.safetensors")
-    original = rows._worth_bringing_in
+    original = read_weights._worth_bringing_in
 
     def evict_first(plan, reader):
         os.posix_fadvise(reader.descriptor(file), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -290,7 +290,7 @@ def evicted(monkeypatch, folder):
         return original(plan, reader)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "_worth_bringing_in", evict_first)
+        patch.setattr(read_weights, "_worth_bringing_in", evict_first)
         yield
 
 
@@ -304,21 +304,21 @@ def test_a_cold_checkpoint_that_is_mapped_is_in_memory_after_the_load(cold, monk
 
 
 def test_nothing_is_brought_in_where_it_does_not_fit(cold, monkeypatch):
-    monkeypatch.setattr(rows, "available_memory", lambda: 1000)
+    monkeypatch.setattr(read_weights, "available_memory", lambda: 1000)
     with evicted(monkeypatch, cold):
         assert loading_of(load(cold)).reader.counters.populated == 0
 
 
 @pytest.mark.parametrize("backing", ["auto", "arena"])
 def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, backing):
-    original = rows.plan_rows
+    original = read_weights.plan_rows
 
     def cut(*args):
         plan = original(*args)
         os.truncate(cold / "model.safetensors", 200_000)
         return plan
 
-    monkeypatch.setattr(rows, "plan_rows", cut)
+    monkeypatch.setattr(read_weights, "plan_rows", cut)
     with pytest.raises(CheckpointError, match="changed after it was validated"):
         load(cold, backing=backing)
 

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, PlacementError, SetupError
-from hfq.integrations.deepspeed import zero_config
 from hfq.integrations.deepspeed.swap_buffers import Pool, plan_pool, swap_options
 from hfq.integrations.deepspeed.zero_config import read_zero_config
+from hfq.loading import ranks
 from hfq.placement.zero.shards import ZeroPlan, ZeroRow
 
 pytest.importorskip("deepspeed")
@@ -97,9 +97,9 @@ def test_a_load_without_a_launcher_says_so(monkeypatch):
 
 def test_no_zero3_without_a_live_config():
     alive = HfDeepSpeedConfig(config())
-    assert zero_config.is_zero3()
+    assert ranks.is_zero3()
     del alive
-    assert not zero_config.is_zero3()
+    assert not ranks.is_zero3()
 
 
 def test_the_pool_holds_the_largest_shard_and_what_a_module_needs_at_once():

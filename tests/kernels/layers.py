@@ -21,7 +21,7 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
-from hfq.kernels.cpu import thread_team as together
+from hfq.kernels.cpu import thread_team
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
@@ -175,8 +175,8 @@ def shared_by(threads: int):
     torch.set_num_threads(threads)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(together, "LEAST_NUMEL", 1)
-            patch.setattr(together, "_LEAST_ROWS", 1)
+            patch.setattr(thread_team, "LEAST_NUMEL", 1)
+            patch.setattr(thread_team, "_LEAST_ROWS", 1)
             yield
     finally:
         torch.set_num_threads(before)

@@ -260,16 +260,16 @@ def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
     import torch
     from kernels.layers import CASES
 
-    from hfq.kernels.cpp import kernel as cpu
+    from hfq.kernels.cpp import kernel
 
     weight_format, tensors = CASES["w4 g32"].make()
     activations, before = torch.ones(32, 352), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        expected = cpu.linear(activations, tensors, weight_format)
+        expected = kernel.linear(activations, tensors, weight_format)
         child = os.fork()
         if child == 0:
-            os._exit(0 if torch.equal(cpu.linear(activations, tensors, weight_format), expected) else 1)
+            os._exit(0 if torch.equal(kernel.linear(activations, tensors, weight_format), expected) else 1)
         assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(before)

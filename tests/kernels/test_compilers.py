@@ -14,8 +14,7 @@ from kernels.test_native import random
 
 from hfq.kernels.cpp import build as building
 from hfq.kernels.cpp import int8_library as compiled_int8
-from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp import library
+from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES
 
 AVX2 = {"avx2", "fma", "f16c"}
@@ -75,7 +74,7 @@ def test_the_packages_compiler_makes_the_same_of_it(zig, compiled, monkeypatch):
                     for once in (compiled, other):
                         monkeypatch.setattr(library, "_once", once)
                         once.library.hfq_use(level)
-                        results.append(cpu.linear(given, tensors, weight_format))
+                        results.append(kernel.linear(given, tensors, weight_format))
                     assert torch.equal(*results), (level, name, dtype, rows)
     compiled.library.hfq_use(-1)
 

@@ -9,11 +9,9 @@ from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
-from hfq.kernels import reference
-from hfq.kernels import registry as table
+from hfq.kernels import reference, registry
 from hfq.kernels.activations import quantize_activations
-from hfq.kernels.cuda import libraries as cuda_libraries
-from hfq.kernels.cuda import scaled_mm, triton_linear
+from hfq.kernels.cuda import libraries, scaled_mm, triton_linear
 from hfq.kernels.registry import choose_kernel, explain_kernels
 
 TOKEN, TENSOR = ActivationScheme("token"), ActivationScheme("tensor")
@@ -26,15 +24,15 @@ def device(monkeypatch):
     """device(capability, cuda, packages): a machine with such a device, as far as anybody asks."""
 
     def make(capability=(9, 0), cuda="13.0", packages=("triton",)):
-        cuda_libraries.probe.cache_clear()
-        monkeypatch.setattr(cuda_libraries, "capability", lambda: capability)
-        monkeypatch.setattr(table, "capability", lambda: capability)
+        libraries.probe.cache_clear()
+        monkeypatch.setattr(libraries, "capability", lambda: capability)
+        monkeypatch.setattr(registry, "capability", lambda: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
 
     yield make
-    cuda_libraries.probe.cache_clear()
+    libraries.probe.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ PROBES = [
         "hfq does not call it: no machine was at hand to test the layout of its scales on",
     ),
     ("marlin", (8, 0), "13.0", (), False, "gptqmodel is not installed"),
-    ("marlin", (8, 0), "13.0", ("gptqmodel",), False, cuda_libraries._GPTQMODEL),
+    ("marlin", (8, 0), "13.0", ("gptqmodel",), False, libraries._GPTQMODEL),
     ("marlin", (7, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 7.5 or later, the device has 7.0"),
     ("machete", (8, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 9.0, the device has 8.0"),
     ("kernels hub", (9, 0), "13.0", ("kernels",), False, "hfq does not call it: it runs code from the network"),
@@ -128,19 +126,19 @@ PROBES = [
 @pytest.mark.parametrize(("name", "capability", "cuda", "packages", "is_available", "reason"), PROBES)
 def test_libraries_are_probed(device, name, capability, cuda, packages, is_available, reason):
     device(capability, cuda, packages)
-    assert cuda_libraries.probe(name) == (is_available, reason)
+    assert libraries.probe(name) == (is_available, reason)
 
 
 def test_without_a_device_nothing_is_available(device):
     device(None, None)
-    assert {cuda_libraries.probe(name) for name in cuda_libraries.LIBRARIES} == {(False, "this machine has no CUDA device")}
+    assert {libraries.probe(name) for name in libraries.LIBRARIES} == {(False, "this machine has no CUDA device")}
 
 
 def test_a_library_is_asked_once(device):
     device()
-    first = cuda_libraries.probe("scaled_mm rowwise")
+    first = libraries.probe("scaled_mm rowwise")
     torch.version.cuda = "1.0"
-    assert cuda_libraries.probe("scaled_mm rowwise") is first
+    assert libraries.probe("scaled_mm rowwise") is first
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,12 @@ given.expand(1024, 1024).contiguous().mul_(2)  # by torch's threads: from here o
 def multiply(kernel):
     from hfq.formats import ActivationScheme
     from hfq.formats.compressed_tensors import IntQuantized
-    from hfq.kernels import cpu, int8
+    from hfq.kernels.cpp import kernel as cpp_kernel
+    from hfq.kernels.cpu import int8
 
     weight_format = IntQuantized(scale_shape=(1024, 1))
     if kernel == "cpu":
-        return cpu.linear(given, tensors, weight_format)
+        return cpp_kernel.linear(given, tensors, weight_format)
     return int8.linear(given, tensors, weight_format, ActivationScheme("token", dtype="int8"))
 
 

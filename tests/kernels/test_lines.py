@@ -8,8 +8,7 @@ from kernels.layers import Case, at_the_end_of_a_page, misplaced
 
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
-from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp import library
+from hfq.kernels.cpp import kernel, library
 
 LAYERS = {  # rows of words are whole lines; columns are several parts for one row, and end within what is taken together
     **{
@@ -37,7 +36,7 @@ def products(tensors, weight_format) -> list[torch.Tensor]:
     found = []
     for rows, dtype in itertools.product(ROWS, (torch.bfloat16, torch.float32)):
         activations = torch.randn(rows, 384, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        found.append(cpu.linear(activations, tensors, weight_format))
+        found.append(kernel.linear(activations, tensors, weight_format))
     return found
 
 
@@ -75,8 +74,8 @@ def test_experts_lie_anywhere(native, name):
     layers = [(misplaced(tensors, shift), weight_format) for shift in (0, 8, 40)]
     for dtype in (torch.bfloat16, torch.float32):
         activations = torch.randn(7, 384, generator=torch.Generator().manual_seed(1)).to(dtype)
-        expected = torch.cat([cpu.linear(part, *layers[0]) for part in activations.split([1, 2, 4])])
-        assert torch.equal(cpu.grouped_linear(activations, [1, 2, 4], layers), expected)
+        expected = torch.cat([kernel.linear(part, *layers[0]) for part in activations.split([1, 2, 4])])
+        assert torch.equal(kernel.grouped_linear(activations, [1, 2, 4], layers), expected)
 
 
 @pytest.mark.parametrize("count", [2, 3])

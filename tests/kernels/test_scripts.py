@@ -5,8 +5,7 @@ import warnings
 import pytest
 import torch
 
-from hfq.kernels.cpu import fp8_bfloat16, fp8_panels
-from hfq.kernels.cpu import torchscript as scripts
+from hfq.kernels.cpu import fp8_bfloat16, fp8_panels, torchscript
 
 
 def shifted(values: torch.Tensor, by: int) -> bool:
@@ -16,9 +15,9 @@ def shifted(values: torch.Tensor, by: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    scripts._compile.cache_clear()
+    torchscript._compile.cache_clear()
     yield
-    scripts._compile.cache_clear()
+    torchscript._compile.cache_clear()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, OSError, AttributeError, NotImplementedError, TypeError, ValueError])
@@ -32,12 +31,12 @@ def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatc
         monkeypatch.setattr(torch.jit, "script", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call = scripts.scripted(shifted)
+        call = torchscript.scripted(shifted)
         values = torch.zeros(3, dtype=torch.int32)
         assert call(values, 2)
         assert not call(values, by=3)
     assert values.tolist() == [5, 5, 5]
-    assert isinstance(scripts._compile(shifted), torch.jit.ScriptFunction) == (error is None)
+    assert isinstance(torchscript._compile(shifted), torch.jit.ScriptFunction) == (error is None)
     assert ("TorchScript does not take shifted" in caplog.text) == (error is not None)
     assert call.__name__ == "shifted"
 
@@ -45,4 +44,4 @@ def test_a_function_does_the_same_with_and_without_torchscript(error, monkeypatc
 @pytest.mark.parametrize("function", [fp8_bfloat16._shift, fp8_bfloat16._scale_blocks, fp8_panels._multiply_share])
 def test_every_script_is_compiled_here(function):
     """Else it would run in Python, and only be slow."""
-    assert isinstance(scripts._compile(function.__wrapped__), torch.jit.ScriptFunction)
+    assert isinstance(torchscript._compile(function.__wrapped__), torch.jit.ScriptFunction)

@@ -12,8 +12,7 @@ from kernels.test_tiles import kept_by_a_thread
 
 from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
-from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp import library
+from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 
 SIZES = [(2, 64, 704, 304), (4, 32, 352, 40), (4, 176, 704, 1096), (4, 64, 448, 64), (8, 32, 96, 12), (8, 352, 704, 200)]
@@ -50,8 +49,8 @@ def compare(size: tuple[int, int, int, int]) -> None:
     for dtype in DTYPES:
         for rows in ROWS:
             given = random(rows, size[2], dtype=dtype, seed=rows)
-            found, expected = cpu.linear(given[:, order], scattered, weight_format), cpu.linear(given, tensors, plain)
-            if rows <= cpu.FUSED_ROWS[torch.bfloat16] or (dtype == torch.bfloat16 and is_tiled(weight_format, scattered)):
+            found, expected = kernel.linear(given[:, order], scattered, weight_format), kernel.linear(given, tensors, plain)
+            if rows <= kernel.FUSED_ROWS[torch.bfloat16] or (dtype == torch.bfloat16 and is_tiled(weight_format, scattered)):
                 assert torch.equal(found, expected), (rows, dtype)
 
 
@@ -86,18 +85,18 @@ def test_layers_are_sorted_together_wherever_their_bytes_lie(native, threads, mo
     counts = [8, 1, 3]
     given = random(sum(counts), 352, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    found = cpu.grouped_linear(given, counts, layers)
+    found = kernel.grouped_linear(given, counts, layers)
     for result, part, (weight_format, tensors) in zip(found.split(counts), given.split(counts), made, strict=True):
-        assert torch.equal(result, cpu.linear(part, tensors, weight_format))
+        assert torch.equal(result, kernel.linear(part, tensors, weight_format))
 
 
 def test_sizes_that_do_not_match_are_left_to_torch(native):
     _, (weight_format, tensors), _ = twins(4, 32, 352, 40)
     layers = [(tensors, weight_format)] * 2
     for given, counts in ((random(2, 351), [1, 1]), (random(2, 353), [1, 1]), (random(3, 352), [1, 1]), (random(2, 352), [2])):
-        assert cpu.grouped_linear(given, counts, layers) is None
+        assert kernel.grouped_linear(given, counts, layers) is None
     with pytest.raises(RuntimeError):
-        cpu.linear(random(2, 351), tensors, weight_format)
+        kernel.linear(random(2, 351), tensors, weight_format)
 
 
 @pytest.mark.parametrize("is_uneven", [False, True])
@@ -108,7 +107,7 @@ def test_an_index_that_changes_while_it_is_read_is_never_followed(native, index,
     if is_uneven:
         tensors["g_idx"][7] = tensors["g_idx"][8]
     right, ends, given = int(tensors["g_idx"][5]), threading.Event(), random(1, 2048)
-    expected = cpu.linear(given, tensors, weight_format)
+    expected = kernel.linear(given, tensors, weight_format)
     changes = ctypes.cast(tensors["g_idx"].data_ptr(), ctypes.POINTER(ctypes.c_int32))
 
     def change() -> None:
@@ -120,9 +119,9 @@ def test_an_index_that_changes_while_it_is_read_is_never_followed(native, index,
     writer.start()
     for _ in range(2000):
         with contextlib.suppress(CheckpointError):
-            cpu.linear(given, tensors, weight_format)
+            kernel.linear(given, tensors, weight_format)
     ends.set(), writer.join()
-    assert torch.equal(cpu.linear(given, tensors, weight_format), expected)
+    assert torch.equal(kernel.linear(given, tensors, weight_format), expected)
 
 
 def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):
@@ -132,7 +131,7 @@ def test_groups_that_are_not_whole_are_multiplied_code_by_code(native):
     weight, given = weight_format.dequantize(tensors), random(5, 352)
     assert not is_tiled(weight_format, tensors)
     assert torch.allclose(
-        cpu.linear(given, tensors, weight_format), given @ weight.t(), rtol=0, atol=1e-4
+        kernel.linear(given, tensors, weight_format), given @ weight.t(), rtol=0, atol=1e-4
     )  # sums in another order
 
 

@@ -14,8 +14,7 @@ from hfq.formats.awq import Awq
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
-from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp import library
+from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 
 SHORT = torch.bfloat16
@@ -129,7 +128,7 @@ def test_products_are_the_exact_ones_rounded(layer):
     weight_format, tensors, weight = layer
     for rows in ROWS:
         activations = rows_of(rows, weight.shape[1], rows)
-        assert is_rounded(cpu.linear(activations, tensors, weight_format), activations, weight), rows
+        assert is_rounded(kernel.linear(activations, tensors, weight_format), activations, weight), rows
 
 
 def test_float16_of_more_than_8_rows_is_multiplied_as_two_bfloat16(layer):
@@ -139,12 +138,12 @@ def test_float16_of_more_than_8_rows_is_multiplied_as_two_bfloat16(layer):
     given[4] *= 2.0**12
     if weight.abs().max() > 100:
         given *= 2.0**-9  # for results that are numbers
-    few = cpu.linear(given[:9], tensors, weight_format)
+    few = kernel.linear(given[:9], tensors, weight_format)
     for rows in (9, 15, 16, 64, 65, 129, 257, 529):
-        found = cpu.linear(given[:rows], tensors, weight_format)
+        found = kernel.linear(given[:rows], tensors, weight_format)
         assert is_rounded(found, given[:rows], weight), rows
         assert torch.equal(found[:9], few), rows  # whatever rows are beside them
-    assert torch.equal(cpu.linear(given[::2][:40], tensors, weight_format), found[::2][:40])
+    assert torch.equal(kernel.linear(given[::2][:40], tensors, weight_format), found[::2][:40])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -65504.0])
@@ -152,9 +151,9 @@ def test_float16_that_is_not_finite_reaches_its_own_row_alone(tiles, value):
     weight_format, tensors = TILED["w4 g128, 264 outputs"].make()
     weight = weight_format.dequantize(tensors)
     given = random(20, 384, dtype=torch.float16)
-    expected = cpu.linear(given, tensors, weight_format)
+    expected = kernel.linear(given, tensors, weight_format)
     given[7, 5] = value
-    found = cpu.linear(given, tensors, weight_format)
+    found = kernel.linear(given, tensors, weight_format)
     assert torch.equal(found[[*range(7), *range(8, 20)]], expected[[*range(7), *range(8, 20)]])
     alone = (given[7].double() @ weight.double().t()).to(torch.float16)
     if abs(value) == 65504:
@@ -173,7 +172,7 @@ def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
     activations = (rows_of(20, weight.shape[1]).float() * 2.0 ** (120 - lowest)).to(SHORT)
     assert is_tiled(tiles, weight_format, tensors)
     for rows in (1, 8, 20):
-        assert is_rounded(cpu.linear(activations[:rows], tensors, weight_format), activations[:rows], weight), rows
+        assert is_rounded(kernel.linear(activations[:rows], tensors, weight_format), activations[:rows], weight), rows
 
 
 def test_a_row_is_multiplied_alike_among_any_others(form, layer):
@@ -183,9 +182,9 @@ def test_a_row_is_multiplied_alike_among_any_others(form, layer):
     least, has_least = (5 if is_awq else 3), is_awq or (isinstance(weight_format, Gptq) and weight_format.num_bits == 3)
     activations = rows_of(720, weight.shape[1])
     activations -= (activations.float() @ weight.pinverse() @ weight).to(SHORT)
-    many = cpu.linear(activations, tensors, weight_format)
+    many = kernel.linear(activations, tensors, weight_format)
     few, fewer = (
-        torch.cat([cpu.linear(part, tensors, weight_format) for part in activations.split(count)]) for count in (8, least)
+        torch.cat([kernel.linear(part, tensors, weight_format) for part in activations.split(count)]) for count in (8, least)
     )
     if form[1] == TILES or has_least:
         assert torch.equal(few, many)
@@ -193,8 +192,8 @@ def test_a_row_is_multiplied_alike_among_any_others(form, layer):
         assert torch.equal(fewer, few)
     for rows in (2, 3, 5, 8, 9, 12, 13, 16, 17, 31, 33, 65, 512, 513, 514, 529):
         expected = fewer if rows <= least else few if rows <= 8 else many
-        assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected[:rows]), rows
-        assert torch.equal(cpu.linear(activations[-rows:], tensors, weight_format), expected[-rows:]), rows
+        assert torch.equal(kernel.linear(activations[:rows], tensors, weight_format), expected[:rows]), rows
+        assert torch.equal(kernel.linear(activations[-rows:], tensors, weight_format), expected[-rows:]), rows
 
 
 def test_neither_threads_nor_places_nor_strides_matter(layer, monkeypatch):
@@ -202,30 +201,30 @@ def test_neither_threads_nor_places_nor_strides_matter(layer, monkeypatch):
     size = weight.shape[1]
     wide = rows_of(40, 2 * size)
     activations = wide[:, 1 : 1 + size]
-    expected = cpu.linear(activations.contiguous(), tensors, weight_format)
-    assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
-    turned = cpu.linear(activations.view(4, 10, size).transpose(0, 1), tensors, weight_format)
+    expected = kernel.linear(activations.contiguous(), tensors, weight_format)
+    assert torch.equal(kernel.linear(activations, tensors, weight_format), expected)
+    turned = kernel.linear(activations.view(4, 10, size).transpose(0, 1), tensors, weight_format)
     assert torch.equal(turned.transpose(0, 1).flatten(0, 1), expected)
     one = activations[:1].expand(20, size)
-    assert torch.equal(cpu.linear(one, tensors, weight_format), expected[:1].expand(20, -1))
+    assert torch.equal(kernel.linear(one, tensors, weight_format), expected[:1].expand(20, -1))
     moved = misplaced({"x": activations.contiguous()}, 1)["x"]
     for shift in (1, 2, 3, 31, 36):
-        assert torch.equal(cpu.linear(moved, misplaced(tensors, shift), weight_format), expected), shift
-    rows_expected = {rows: cpu.linear(activations[:rows], tensors, weight_format) for rows in (1, 2, 7, 12, 40)}
+        assert torch.equal(kernel.linear(moved, misplaced(tensors, shift), weight_format), expected), shift
+    rows_expected = {rows: kernel.linear(activations[:rows], tensors, weight_format) for rows in (1, 2, 7, 12, 40)}
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for rows, expected in rows_expected.items():
-            assert torch.equal(cpu.linear(activations[:rows], tensors, weight_format), expected), (threads, rows)
+            assert torch.equal(kernel.linear(activations[:rows], tensors, weight_format), expected), (threads, rows)
 
 
 def test_what_is_not_finite_stays_in_its_own_row(layer):
     weight_format, tensors, weight = layer
     activations = rows_of(35, weight.shape[1])
-    expected = cpu.linear(activations, tensors, weight_format)
+    expected = kernel.linear(activations, tensors, weight_format)
     for value in (float("nan"), float("inf"), -float("inf")):
         faulty = activations.clone()
         faulty[17, weight.shape[1] - 1] = value
-        found = cpu.linear(faulty, tensors, weight_format)
+        found = kernel.linear(faulty, tensors, weight_format)
         exact = faulty[17].float() * weight  # zero codes make NaNs of infinities
         assert not found[17].isfinite().any()
         assert torch.equal(found[17].isnan(), exact.isnan().any(1))
@@ -238,10 +237,10 @@ def test_what_is_not_finite_stays_in_its_own_row(layer):
 def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
     weight_format, tensors = fp8(300, 37, strategy="channel", codes_dtype=dtype).make()
     activations = rows_of(rows, 300)
-    expected = cpu.linear(activations, tensors, weight_format)
+    expected = kernel.linear(activations, tensors, weight_format)
     for output, channel, code in ((0, 0, 0x7F), (31, 150, 0xFF), (36, 299, 0xFF)):
         tensors["weight"].view(torch.uint8)[output, channel] = code
-    found = cpu.linear(activations, tensors, weight_format)
+    found = kernel.linear(activations, tensors, weight_format)
     faulty = torch.tensor([0, 31, 36])
     assert found[:, faulty].isnan().all()
     found[:, faulty] = expected[:, faulty]
@@ -260,7 +259,7 @@ def test_activations_of_every_size_come_back_from_an_identity(tiles, flushed, mo
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             for rows in (1, 2, 17, 510):
                 torch.set_flush_denormal(flushed)
-                found = [cpu.linear(part, tensors, weight_format) for part in activations.split(rows)]
+                found = [kernel.linear(part, tensors, weight_format) for part in activations.split(rows)]
                 torch.set_flush_denormal(False)
                 assert torch.equal(torch.cat(found), activations), rows
     finally:
@@ -271,15 +270,15 @@ def test_forms_are_chosen_and_chosen_back(form):
     tiles, wanted = form
     weight_format, tensors = CASES["fp8 channel"].make()
     described, activations = describe_layer(weight_format, tensors), rows_of(40, 257)
-    expected = cpu.linear(activations, tensors, weight_format)
+    expected = kernel.linear(activations, tensors, weight_format)
     try:
         for chosen in (0, VECTORS, wanted):
             assert tiles.hfq_use_short(chosen) == chosen
             assert tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT]) == (chosen > 0)
             assert is_rounded(
-                cpu.linear(activations[:8], tensors, weight_format), activations[:8], weight_format.dequantize(tensors)
+                kernel.linear(activations[:8], tensors, weight_format), activations[:8], weight_format.dequantize(tensors)
             )
-        assert torch.equal(cpu.linear(activations, tensors, weight_format), expected)
+        assert torch.equal(kernel.linear(activations, tensors, weight_format), expected)
         tiles.hfq_use(1)
         assert not tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT])
     finally:
@@ -300,12 +299,12 @@ def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
         ([1] * 10, [8, 1, 2, 3, 4, 5, 6, 7, 8, 1], [2] * 10, [9, 20, 3] * 3 + [64]), DTYPES
     ):
         activations = random(sum(counts), GPTQ_IN, dtype=dtype)
-        found = cpu.grouped_linear(activations, counts, layers)
+        found = kernel.grouped_linear(activations, counts, layers)
         if max(counts) > 8 and dtype == SHORT:
             assert found is None
             continue
         for result, part, one in zip(found.split(counts), activations.split(counts), layers, strict=True):
-            assert torch.equal(result, cpu.linear(part, *one))
+            assert torch.equal(result, kernel.linear(part, *one))
 
 
 class Mallinfo(ctypes.Structure):
@@ -324,7 +323,7 @@ def kept_by_a_thread(activations, tensors, weight_format, monkeypatch) -> int:
 
     def work() -> None:
         before = mallinfo().in_use()
-        result = cpu.linear(activations, tensors, weight_format)
+        result = kernel.linear(activations, tensors, weight_format)
         grown.append(mallinfo().in_use() - before - result.nbytes)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -347,7 +346,7 @@ def test_what_a_thread_keeps_does_not_grow_with_the_weight(tiles, name, monkeypa
     case = LARGE[name]
     weight_format, tensors = case.make()
     activations = rows_of(64, case.in_features)
-    cpu.linear(activations[:2], tensors, weight_format)
+    kernel.linear(activations[:2], tensors, weight_format)
     assert kept_by_a_thread(activations, tensors, weight_format, monkeypatch) <= (1 << 20) + 16 * 64 * (case.in_features + 256)
 
 
@@ -377,8 +376,8 @@ def test_nothing_is_read_beyond_either_end(layer, at_end):
     guarded = {name: Guarded(tensor, at_end).tensor for name, tensor in tensors.items()}
     for rows in (1, 3, 17, 65):
         activations = rows_of(rows, weight.shape[1])
-        found = cpu.linear(Guarded(activations, at_end).tensor, guarded, weight_format)
-        assert torch.equal(found, cpu.linear(activations, tensors, weight_format)), rows
+        found = kernel.linear(Guarded(activations, at_end).tensor, guarded, weight_format)
+        assert torch.equal(found, kernel.linear(activations, tensors, weight_format)), rows
 
 
 @pytest.mark.parametrize("name", [name for name in CASES | TILED | FEW if name.startswith("fp8")])
@@ -391,7 +390,7 @@ def test_few_rows_are_multiplied_by_dot_products_where_there_are_no_tiles(native
         {name: Guarded(tensor, True).tensor for name, tensor in tensors.items()},
     )
     activations = rows_of(8, weight.shape[1])
-    expected = cpu.linear(activations, tensors, weight_format)
+    expected = kernel.linear(activations, tensors, weight_format)
     assert is_rounded(expected, activations, weight)
     for rows in range(1, 8):
-        assert torch.equal(cpu.linear(Guarded(activations[:rows], True).tensor, guarded, weight_format), expected[:rows]), rows
+        assert torch.equal(kernel.linear(Guarded(activations[:rows], True).tensor, guarded, weight_format), expected[:rows]), rows

@@ -8,8 +8,7 @@ from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.cpp import kernel as cpu
-from hfq.kernels.cpp import library
+from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES
 
 ROWS = (1, 2, 3, 8, 17)
@@ -53,9 +52,9 @@ def compare(loaded, case: Case) -> None:
             activations = random(rows, case.in_features, dtype)
             activations[:, 64:128] = activations[:, :1]  # of one size: they have no lowest digits
             loaded.hfq_use_vnni(0)
-            expected = cpu.linear(activations, tensors, weight_format)
+            expected = kernel.linear(activations, tensors, weight_format)
             loaded.hfq_use_vnni(-1)
-            assert torch.equal(cpu.linear(activations, tensors, weight_format), expected), (rows, dtype)
+            assert torch.equal(kernel.linear(activations, tensors, weight_format), expected), (rows, dtype)
 
 
 @pytest.mark.parametrize("name", [*CASES, *LARGER])

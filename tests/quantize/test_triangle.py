@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hfq.quantization import triangular_matrix as triangle
+from hfq.quantization import triangular_matrix
 from hfq.quantization.triangular_matrix import Triangle
 
 SIZE = 50
@@ -11,7 +11,7 @@ SIZE = 50
 
 @pytest.fixture(autouse=True)
 def panels_of_16(monkeypatch):
-    monkeypatch.setattr(triangle, "_ROWS", 16)
+    monkeypatch.setattr(triangular_matrix, "_ROWS", 16)
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from hfq import offload as streaming
+from hfq import offload
 from hfq.offload.offloader import StreamOptions
 
 SIZE = 64
 NO_STEPS = ("with ", "try:")
 """What Python never interrupts: between the end of a lock's body and its release, and where a try begins."""
-FOLDER = str(Path(streaming.__file__).parent)
+FOLDER = str(Path(offload.__file__).parent)
 
 
 class Interruption:

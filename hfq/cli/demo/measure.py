@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from hfq import HfqConfig
 from hfq.evaluation.perplexity import perplexity
-from hfq.loading import model_loader as hfq_loading
 
 __all__ = ["measure"]
 

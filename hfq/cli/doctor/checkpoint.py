@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from hfq.cli.doctor.command import Finding
+from hfq.cli.doctor.findings import Finding
 
 __all__ = ["checkpoint_findings", "disk_findings"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["TESTED", "Finding", "doctor"]
+from hfq.cli.doctor.findings import Finding
+
+__all__ = ["TESTED", "doctor"]
 
 TESTED = {
     "torch": ("2.13.0", "2.13.0"), "transformers": ("5.17.0", "5.23.0"), "accelerate": ("1.10.0", "1.15.0"),
@@ -20,23 +22,6 @@ TESTED = {
 """The oldest and the newest version that the test suite runs with: constraints-oldest.txt and constraints.txt."""
 
 _OPTIONAL = ("deepspeed", "peft")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        section: What it is about.
-        status: `ok`, `note`, `warning` or `error`.
-        text: What was found.
-        fix: What can be done about it; empty where nothing need be.
-    """
-
-    section: str
-    status: str
-    text: str
-    fix: str = ""
 
 
 def doctor(

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hfq.cli.doctor.command import Finding
+from hfq.cli.doctor.findings import Finding
 
 __all__ = ["device_findings", "environment_findings", "kernel_findings", "operator_findings"]
 

@@ -23,7 +23,7 @@ from hfq.placement.zero.shards import ShardRead, ZeroRow
 from hfq.tensor_spec import Segment
 
 if TYPE_CHECKING:
-    from hfq.loading.model_loader import Loading
+    from hfq.loading.state import LoadState
 
 __all__ = ["Shard", "ShardFiller"]
 
@@ -66,7 +66,7 @@ class ShardFiller:
         checked_read: Bytes of small tensors that it has read a second time, to check them.
     """
 
-    def __init__(self, loading: Loading, rank: int, world: int, is_dealt: bool, device: torch.device) -> None:
+    def __init__(self, loading: LoadState, rank: int, world: int, is_dealt: bool, device: torch.device) -> None:
         self._loading, self._rank, self._world, self._is_dealt, self._device = loading, rank, world, is_dealt, device
         self._batch: list[tuple[Shard, torch.Tensor]] = []
         self._nbytes, self._checked = 0, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,12 @@ from hfq.integrations.deepspeed.private_api import (
 )
 from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot
 from hfq.integrations.deepspeed.swap_buffers import plan_pool, swap_options
+from hfq.integrations.deepspeed.zero_config import ZeroConfig
+from hfq.loading.state import LoadState
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule
-
-if TYPE_CHECKING:
-    from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
+from hfq.placement.zero.shards import ZeroPlan
 
 __all__ = ["ShardMaker"]
 
@@ -41,7 +41,9 @@ class ShardMaker:
     """Makes the parameters of one load.
 
     Args:
-        loading: A load whose plan is settled.
+        loading: The load.
+        zero: The active ZeRO-3 config.
+        plan: How every parameter is cut.
 
     Attributes:
         device: Where parameters are gathered.
@@ -51,8 +53,8 @@ class ShardMaker:
         pool: The swap buffers in words, if there are any.
     """
 
-    def __init__(self, loading: ShardedLoading) -> None:
-        self._loading, self._zero, self._plan = loading, loading.zero, loading.zero_plan
+    def __init__(self, loading: LoadState, zero: ZeroConfig, plan: ZeroPlan) -> None:
+        self._loading, self._zero, self._plan = loading, zero, plan
         self._is_dealt, self.missing, self.pool = loading.config.load == "broadcast", missing_internals(), ""
         self.swapper: CheckpointSwapper | None = None
         options = self._options()

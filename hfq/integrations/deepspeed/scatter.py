@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hfq.checkpoint import Checkpoint
-from hfq.loading.ranks import attempt, exchange, raise_together, start_distributed
+from hfq.integrations.deepspeed.start_ranks import start_distributed
+from hfq.loading.ranks import attempt, exchange, raise_together
 
 __all__ = ["described_folder"]
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.loading.matching.match import Match
 from hfq.loading.matching.offload_units import stored_place
 from hfq.modules.flat_buffer import arena_layout
 from hfq.modules.quantized_module import PackedModule
 from hfq.placement.zero.shards import ZeroRow, packed_zero_row
-from hfq.tensor_spec import DTYPE_BITS
-
-if TYPE_CHECKING:
-    from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
+from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["ZeroSlot", "find_slots"]
 
@@ -44,20 +42,29 @@ class ZeroSlot:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def find_slots(loading: ShardedLoading) -> list[ZeroSlot]:
-    """What is sharded, in the order of the model's modules, which is the same on every rank."""
+def find_slots(
+    model: nn.Module, match: Match, sharded: Mapping[str, bool], zero_dtype: torch.dtype
+) -> list[ZeroSlot]:
+    """Lists the parameters that are sharded, in the order of the modules, which is the same on every rank.
+
+    Args:
+        model: The model on the meta device.
+        match: The stored tensor of every parameter.
+        sharded: The unquantized parameters that hfq shards, by name, and True for those that may be trained.
+        zero_dtype: The dtype that ZeRO runs in.
+    """
     slots: list[ZeroSlot] = []
     tied: dict[int, ZeroSlot] = {}
-    for name, module in loading.model.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, PackedModule):
-            slots.append(_packed_slot(name, module, loading.zero.dtype))
+            slots.append(_packed_slot(name, module, zero_dtype))
             continue
         for local, parameter in module._parameters.items():
             full = f"{name}.{local}" if name else local
-            if parameter is None or full not in loading.sharded:
+            if parameter is None or full not in sharded:
                 continue
             if id(parameter) not in tied:
-                tied[id(parameter)] = _dense_slot(full, parameter, loading)
+                tied[id(parameter)] = _dense_slot(full, parameter, stored_place(full, model, match), sharded[full])
                 slots.append(tied[id(parameter)])
             tied[id(parameter)].places.append((module, local))
     return slots
@@ -68,10 +75,8 @@ def _packed_slot(name: str, module: PackedModule, dtype: torch.dtype) -> ZeroSlo
     return ZeroSlot(row, torch.Size([row.numel]), dtype, dtype, module=module)
 
 
-def _dense_slot(name: str, parameter: nn.Parameter, loading: ShardedLoading) -> ZeroSlot:
-    info = stored_place(name, loading.model, loading.match)
+def _dense_slot(name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool) -> ZeroSlot:
     if info is None:
         raise KeyError(name)  # `ShardedLoading.place` shards only what is stored
     row = ZeroRow(name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ())
-    requires_grad = loading.sharded[name]
     return ZeroSlot(row, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)

@@ -7,7 +7,6 @@ partitioned one at a time when it has loaded them. Everything else is hidden fro
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -23,11 +22,12 @@ from hfq.errors import PlacementError, SetupError
 from hfq.integrations.deepspeed.make_parameters import ShardMaker
 from hfq.integrations.deepspeed.private_api import gather, gather_state, mark_leaf, watch_forwards
 from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot, find_slots
+from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.deepspeed.zero_config import read_zero_config
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.matching.offload_units import stored_place
 from hfq.loading.model_loader import Loading
-from hfq.loading.ranks import meet, no_copy, raise_together, start_distributed
+from hfq.loading.ranks import meet, no_copy, raise_together
 from hfq.loading.saving import stored_state
 from hfq.modules.experts import PackedExperts
 from hfq.modules.flat_buffer import ArenaRow, arena_layout
@@ -69,35 +69,32 @@ class ShardedLoading(Loading):
     def __deepcopy__(self, memo: dict) -> ShardedLoading:
         raise no_copy(f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3")  # a copy of a parameter would have none
 
-    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
+    def place(
+        self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
+    ) -> dict[str, Any] | None:
         """Hides from transformers every parameter that hfq shards."""
         for name in self._tensor_names():
             if self._is_sharded(name):
                 self.sharded[name] = self.model.get_parameter(name).requires_grad
                 self._prepare(name)
         self._hidden |= self.sharded.keys()
+        return None
 
-    def finish(self) -> None:
-        """After transformers has loaded the rest: makes and fills all shards, and reports."""
-        self._hook.remove()
-        self.model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
-        self._cast_dense()
-        self._check_ties()
+    def _complete_model(self) -> None:
+        """Makes and fills all shards."""
         self._tie()
-        slots = find_slots(self)
-        self.zero_plan = ZeroPlan(tuple(slot.row for slot in slots), self.rank, self.world, self.zero.home, self._settings())
+        slots = find_slots(self.model, self.match, self.sharded, self.zero.dtype)
+        rows = tuple(slot.row for slot in slots)
+        self.zero_plan = ZeroPlan(rows, self.rank, self.world, self.zero.home, self._settings())
         check_same_plan(meet(self.zero_plan.digests()))
-        self.maker = ShardMaker(self)
+        self.maker = ShardMaker(self, self.zero, self.zero_plan)
         self.maker.make(slots)
         self._prepare_forwards()
         self.plan = Plan(tuple(self._entry(slot) for slot in slots))
-        self._conversions = getattr(self.model, "_weight_conversions", None)
-        self.model._weight_conversions = []  # `state_dict` gives the names of the checkpoint itself
-        if self.match.unused:
-            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
-        logger.info(
-            "hfq: loaded %s in %.2f s: %s", self.checkpoint.root, time.perf_counter() - self._started, self.describe_shards()
-        )
+
+    def _log_summary(self) -> None:
+        shards = self.describe_shards()
+        logger.info("hfq: loaded %s in %.2f s: %s", self.checkpoint.root, self.load_seconds, shards)
 
     def _tie(self) -> None:
         """Makes one parameter of names that are tied, as transformers does: `place` gave each a blank of its own."""

@@ -11,7 +11,7 @@ import torch
 
 from hfq.errors import SetupError
 
-__all__ = ["ZeroConfig", "is_deepspeed", "is_zero3", "read_zero_config", "refused_options"]
+__all__ = ["ZeroConfig", "read_zero_config", "refused_options"]
 
 _ZERO = "zero_optimization"
 _KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
@@ -100,20 +100,6 @@ class ZeroConfig:
         options = copy.deepcopy(self.options)
         options[_ZERO]["offload_param"] = {**options[_ZERO].get("offload_param", {}), **changes}
         return options
-
-
-def is_zero3() -> bool:
-    """Whether a DeepSpeed config of stage 3 is alive in this process."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    return bool(is_deepspeed_zero3_enabled())
-
-
-def is_deepspeed() -> bool:
-    """Whether a DeepSpeed config of any stage is alive in this process."""
-    from transformers.integrations.deepspeed import deepspeed_config
-
-    return deepspeed_config() is not None
 
 
 def read_zero_config(dtype: torch.dtype) -> ZeroConfig:

@@ -21,7 +21,7 @@ from torch import nn
 from hfq.errors import SetupError
 
 if TYPE_CHECKING:
-    from hfq.integrations.transformers.quantizer import HfqConfig
+    from hfq.loading.config import HfqConfig
 
 __all__ = ["check_installed", "load", "register"]
 

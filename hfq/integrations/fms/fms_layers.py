@@ -13,8 +13,8 @@ from hfq.errors import FormatError, PlacementError
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.integrations.fms.fms_config import Source
 from hfq.integrations.fms.row_layout import Layout, Part
-from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.kernels.registry import choose_kernel
+from hfq.loading.config import HfqConfig
 from hfq.loading.matching.replace_modules import build_packed
 from hfq.loading.validation import check_bias
 from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row

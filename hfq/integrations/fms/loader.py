@@ -19,7 +19,7 @@ from hfq.integrations.fms.attention import guard_attention
 from hfq.integrations.fms.fms_config import Source, read_source
 from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms.row_layout import Layout, find_layout
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.quantize_on_load.requirements import refuse_packing
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
 from hfq.modules.quantized_module import PackedModule

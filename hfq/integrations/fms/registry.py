@@ -33,7 +33,7 @@ from hfq.integrations.fms.fms_config import read_source
 from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms.loader import dense_tensors, make_skeleton
 from hfq.integrations.fms.row_layout import find_layout, stored_name
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.quantize_on_load.requirements import refuse_packing
 from hfq.modules.linear import PackedLinear
 

@@ -1,6 +1,6 @@
 """LoRA on packed modules: adapters beside a base that is read and never written; what would write it is refused by name.
 
-Imported by `compat` once PEFT is, and never before. Tested with peft 0.21.2.
+Imported by `patches` once PEFT is imported, never before. Tested with peft 0.21.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every patch of another project, each with the upstream line it answers. All act only on models of an `HfqConfig`.
 
-Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
+Tested with transformers 5.17.0 and 5.23.0.
 
 1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the checkpoint's
    ("The model is quantized with X but you are passing a HfqConfig config", `merge_quantization_configs`), and skips methods
@@ -17,15 +17,7 @@ Tested with transformers 5.17.0 and 5.23.0, and with peft 0.21.2.
 5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
    side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
    quantization would name one.
-6. peft, once it is imported; the logic is in `hfq.integrations.peft.lora`. `LoraModel._create_new_module` (tuners/lora/model.py) has a
-   fixed list of layers; `_replace_module` there moves adapters to where `qweight` rests, which is meta for a layer on disk;
-   `_prepare_model` and `_check_merge_allowed` come before the first layer of a replication and of a merge, which are refused.
-   `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) takes "all-linear" by class. `PeftModel.load_adapter`
-   (peft_model.py) hands a model with `cpu` or `disk` homes to accelerate, and transformers' own (integrations/peft/lora.py) reads
-   such homes as devices. `PeftModel.save_pretrained` there writes the empty tensors that ranks of ZeRO-3 have.
-   `prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales among them, unless
-   it knows the method: it becomes `hfq.prepare_for_training`.
-7. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel load before anything is
+6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel load before anything is
    opened. A rank that fails must take part before it can tell the others why, and hfq has to know whether it has.
 """
 
@@ -36,50 +28,24 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
-from hfq.checkpoint import Checkpoint
 from hfq.errors import CheckpointError, HfqError, SetupError
 from hfq.formats.configs.source_config import as_source, source_config
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.scatter import described_folder
-from hfq.integrations.deepspeed.zero_config import is_zero3
-from hfq.integrations.transformers.quantizer import METHOD, HfqConfig
+from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
+from hfq.loading.config import METHOD, HfqConfig
+from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
 from hfq.loading.page_cache import reading_early
 from hfq.loading.quantize_on_load.requirements import check_packing
-from hfq.loading.ranks import failing_together
+from hfq.loading.ranks import failing_together, is_zero3
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
 
-__all__ = [
-    "opened_checkpoint", "passed_key_mapping", "passed_offload_folder", "patch_auto_factory", "patch_modeling_utils", "patch_peft",
-    "show_device",
-]  # fmt: skip
+__all__ = ["patch_auto_factory", "patch_modeling_utils"]
 
-_active: ContextVar[bool] = ContextVar("hfq_active", default=False)
 _one_load = threading.RLock()
-_opened: ContextVar[Checkpoint | None] = ContextVar("hfq_opened_checkpoint", default=None)
-_key_mapping: ContextVar[dict[str, str] | None] = ContextVar("hfq_key_mapping", default=None)
-_offload_folder: ContextVar[str | os.PathLike | None] = ContextVar("hfq_offload_folder", default=None)
-
-
-def opened_checkpoint(files: list[str]) -> Checkpoint:
-    """The checkpoint of these files: the one that was validated when the load began, or validated now."""
-    checkpoint = _opened.get()
-    if checkpoint is not None and set(checkpoint.headers) == set(files):
-        return checkpoint
-    return Checkpoint.from_files(files)
-
-
-def passed_key_mapping() -> dict[str, str] | None:
-    """The `key_mapping` that this load's `from_pretrained` was given, which upstream does not hand to quantizers."""
-    return _key_mapping.get()
-
-
-def passed_offload_folder() -> str | os.PathLike | None:
-    """The `offload_folder` that this load's `from_pretrained` was given, which upstream does not hand to quantizers."""
-    return _offload_folder.get()
 
 
 def patch_modeling_utils(module: Any) -> None:
@@ -103,39 +69,6 @@ def patch_auto_factory(module: Any) -> None:
             _guard(owner)
 
 
-def patch_peft(module: Any) -> None:
-    """Patch 6."""
-    from transformers.integrations.peft import PeftAdapterMixin
-
-    from hfq.integrations.peft import lora as ours
-
-    tuners, model = module.tuners.tuners_utils, module.tuners.lora.model.LoraModel
-    if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
-        return
-    including = ours.including(tuners._maybe_include_all_linear_layers)
-    for owner in (tuners, getattr(module.utils, "transformers_weight_conversion", tuners)):
-        owner._maybe_include_all_linear_layers = including
-    model._create_new_module = staticmethod(ours.dispatching(model._create_new_module))
-    model._replace_module = ours.keeping_devices(model._replace_module)
-    model._prepare_model = ours.refuse_replication(model._prepare_model)
-    model._check_merge_allowed = ours.refuse_merge(model._check_merge_allowed)
-    module.PeftModel.save_pretrained = ours.gathering(module.PeftModel.save_pretrained)
-    for owner in (module.PeftModel, PeftAdapterMixin):
-        owner.load_adapter = ours.without_homes(owner.load_adapter)
-    prepare = _preparing(module.prepare_model_for_kbit_training)
-    for owner in (module, module.utils, module.utils.other):
-        owner.prepare_model_for_kbit_training = prepare
-
-
-def show_device(model: Any, device: Any) -> None:
-    """Patch 4, for one model that is streamed: `model.device` is where it computes, and not `meta`."""
-    for module in model.modules():
-        if hasattr(module, "base_model_prefix") and any(parameter.is_meta for parameter in module.parameters()):
-            cls = type(module)
-            own = {"device": property(lambda _: device), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            module.__class__ = type(cls.__name__, (cls,), own)
-
-
 def _taking_over(original):
     @functools.wraps(original)
     def get_hf_quantizer(config, quantization_config, *args: Any, **kwargs: Any):
@@ -153,10 +86,10 @@ def _validating(original):
     def get_resolved_checkpoint_files(*args: Any, **kwargs: Any):
         resolved = original(*args, **kwargs)
         files = resolved[0]
-        if _active.get() and files and all(file.endswith(".safetensors") for file in files):
+        if load_context().is_active and files and all(file.endswith(".safetensors") for file in files):
             checkpoint = opened_checkpoint(files)
             check_sizes(checkpoint)
-            _opened.set(checkpoint)
+            remember_checkpoint(checkpoint)
         return resolved
 
     return get_resolved_checkpoint_files
@@ -177,20 +110,6 @@ def _completing(original):
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
-
-
-def _preparing(original):
-    @functools.wraps(original)
-    def prepare_model_for_kbit_training(
-        model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
-    ):
-        from hfq.integrations.peft.training import prepare_for_training
-
-        if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:
-            return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, *args, **kwargs)
-        return prepare_for_training(model, use_gradient_checkpointing, gradient_checkpointing_kwargs)
-
-    return prepare_model_for_kbit_training
 
 
 def _as_hfq(config: Any) -> HfqConfig | None:
@@ -233,13 +152,13 @@ def _guard(owner: type) -> None:
         if asked is None:
             asked = getattr(kwargs.get("config"), "quantization_config", None)
         chosen = _as_hfq(asked)
-        if _active.get() or chosen is None:
+        if load_context().is_active or chosen is None:
             return load(pretrained_model_name_or_path)
         if chosen.load == "broadcast" and is_zero3():
-            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together():
+            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together(start_distributed):
                 return _guarded(load, path, kwargs, chosen)
         if is_zero3():
-            together: contextlib.AbstractContextManager = failing_together()
+            together: contextlib.AbstractContextManager = failing_together(start_distributed)
         else:
             together = failing_together(joining(kwargs)) if asks_for_ranks(kwargs) else contextlib.nullcontext()
         with together:
@@ -259,11 +178,15 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
     if checkpoint is not None:
         check_sizes(checkpoint)
         source_config(checkpoint)
-    token, active, mapping = _opened.set(checkpoint), _active.set(True), _key_mapping.set(kwargs.get("key_mapping"))
-    folder = _offload_folder.set(kwargs.get("offload_folder"))
+    context = within_load(
+        is_active=True,
+        checkpoint=checkpoint,
+        key_mapping=kwargs.get("key_mapping"),
+        offload_folder=kwargs.get("offload_folder"),
+    )
+    whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.method is not None else checkpoint
     try:
-        whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.method is not None else checkpoint
-        with _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
+        with context, _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
             return load(path)
     except HfqError:
         raise
@@ -277,11 +200,6 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         ) from error  # fmt: skip
     except Exception as error:
         raise _failed(path, error) from error
-    finally:
-        _opened.reset(token)
-        _active.reset(active)
-        _key_mapping.reset(mapping)
-        _offload_folder.reset(folder)
 
 
 def _failed(path: Any, error: Exception) -> SetupError:

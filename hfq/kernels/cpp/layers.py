@@ -16,7 +16,7 @@ from hfq.formats.layouts.scaled import ScaledCodes
 from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.cpp import nibble_layers as nibbles
+from hfq.kernels.cpp import nibble_layers
 from hfq.kernels.cpp.layer_struct import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
 from hfq.kernels.layer_tensors import HeldTensors
 
@@ -33,11 +33,11 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
     if _describer(weight_format) is None:
         return f"it does not read {weight_format.name}"
     if isinstance(weight_format, PackQuantized):
-        return nibbles.against_pack_quantized(weight_format, in_features)
+        return nibble_layers.against_pack_quantized(weight_format, in_features)
     if isinstance(weight_format, Mlx) and weight_format.num_bits != 4:
         return "of mlx's affine codes it reads those of 4 bits"
     if isinstance(weight_format, Bnb4Bit):
-        return nibbles.against_bnb(weight_format, in_features)
+        return nibble_layers.against_bnb(weight_format, in_features)
     if isinstance(weight_format, ScaledCodes) and weight_format.has_columns:
         return "it does not read scales of input channels"
     return _against_groups(weight_format, in_features) if isinstance(weight_format, Gptq | Awq) else None
@@ -113,16 +113,16 @@ def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> Nat
 def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
     """What describes a format's layers; None for a subclass, which may mean its codes otherwise."""
     if isinstance(weight_format, Awq) and type(weight_format) is Awq:
-        return _awq if weight_format.version == "gemm" else nibbles.awq_rows
+        return _awq if weight_format.version == "gemm" else nibble_layers.awq_rows
     if isinstance(weight_format, ScaledCodes):
         kind = type(weight_format)
         is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
         return _scaled if is_plain and weight_format.zero_dtype in (None, "I8") else None
-    if nibbles.is_fp4(weight_format):
-        return nibbles.fp4
+    if nibble_layers.is_fp4(weight_format):
+        return nibble_layers.fp4
     describers: dict[type, Callable[..., NativeLayer]] = {
-        Fp8: _fp8, Gptq: _gptq, PackQuantized: nibbles.pack_quantized, Bnb4Bit: nibbles.bnb,
-        Mlx: nibbles.mlx_affine, MlxFp8: nibbles.mlx_fp8,
+        Fp8: _fp8, Gptq: _gptq, PackQuantized: nibble_layers.pack_quantized, Bnb4Bit: nibble_layers.bnb,
+        Mlx: nibble_layers.mlx_affine, MlxFp8: nibble_layers.mlx_fp8,
     }  # fmt: skip
     return describers.get(type(weight_format))
 

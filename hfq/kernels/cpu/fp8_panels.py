@@ -14,7 +14,7 @@ import torch
 from hfq.formats.codecs.fp8_codes import has_nan
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.kernels.cpu import thread_team as together
+from hfq.kernels.cpu import thread_team
 from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
@@ -78,9 +78,9 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
             share.start, share.stop, step, block_out, above, before, weight_format.reciprocal,
         ))  # fmt: skip
 
-    members = together.members(out_features, in_features)
-    shares = together.divide(out_features, out_features, (_LONG_STEP, _STEP), members)
-    together.for_each(multiply, shares, members)
+    members = thread_team.members(out_features, in_features)
+    shares = thread_team.divide(out_features, out_features, (_LONG_STEP, _STEP), members)
+    thread_team.for_each(multiply, shares, members)
     if not all(are_numbers):
         return None
     if not has_blocks:

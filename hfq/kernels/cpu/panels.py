@@ -18,8 +18,7 @@ from hfq.formats.codecs.fp8_codes import scale_as_float
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import reference
-from hfq.kernels.cpu import fp8_bfloat16, fp8_panels
-from hfq.kernels.cpu import thread_team as together
+from hfq.kernels.cpu import fp8_bfloat16, fp8_panels, thread_team
 from hfq.kernels.cpu.awq_panels import fill_awq, is_in_columns
 from hfq.kernels.cpu.gptq_panels import fill_gptq, is_fillable
 
@@ -97,11 +96,11 @@ def multiply(
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
-    members = together.members(out_features, in_features) if side_by_side else 1
+    members = thread_team.members(out_features, in_features) if side_by_side else 1
     spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes, members)
     for first in range(0, rows.shape[0], batch):
         part, target = rows[first : first + batch].to(dtype), flat[first : first + batch]
-        together.for_each(functools.partial(_multiply_panel, part, fill, target), spans, members)
+        thread_team.for_each(functools.partial(_multiply_panel, part, fill, target), spans, members)
     return _add_bias(result, tensors)
 
 
@@ -189,7 +188,7 @@ def _spans(
     """The output rows of each panel."""
     most = (nbytes or min(PANEL_NBYTES, ALL_NBYTES // members)) // (dtype.itemsize * max(in_features, 1))
     multiple = weight_format.row_multiple
-    return together.divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple], members)
+    return thread_team.divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple], members)
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype) -> Fill:

@@ -11,9 +11,9 @@ from transformers.utils import logging
 
 from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
-from hfq.integrations.transformers.quantizer import HfqConfig
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
+from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import Match, PackedMatch
 from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight
 from hfq.modules.concat_linear import JoinedLinear

@@ -23,8 +23,8 @@ from hfq.checkpoint.temporary_file import PrivateFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
-from hfq.integrations.transformers.patches import passed_key_mapping, passed_offload_folder
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
+from hfq.loading.context import load_context
 from hfq.loading.model_loader import Loading
 from hfq.loading.quantize_on_load.virtual_checkpoint import FloatLayer, Packing, lay_out_rows, plan_packing
 from hfq.loading.read_weights import progress_bar
@@ -57,7 +57,7 @@ class PackingLoading(Loading):
                 expected="a model of floats", found=f"quant_method={config.source.get('quant_method')!r}",
                 fix="leave method out to load it, or pass the float checkpoint that it was made of",
             )  # fmt: skip
-        self.packing = plan_packing(self.model, open_files(files), config, passed_key_mapping())
+        self.packing = plan_packing(self.model, open_files(files), config, load_context().key_mapping)
         return self.packing.checkpoint, self.packing.source
 
     def _load_rows(self) -> None:
@@ -85,7 +85,7 @@ class PackingLoading(Loading):
             layers = [layer for _, layer in modules]
             label = _label(home)
             placed, nbytes = lay_out_rows(layers, self.packing.format, label)
-            files[home] = PrivateFile(self.reader, label, nbytes, passed_offload_folder() if home == "disk" else None)
+            files[home] = PrivateFile(self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None)
             for module, layer in modules:
                 self._rebind(module, layer, placed)
         with progress_bar(sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing") as progress:
@@ -111,7 +111,7 @@ class PackingLoading(Loading):
         for stored, layer in self.packing.layers.items():
             name, module = made[stored]
             home = self.homes[f"{name}.{next(iter(module.infos))}"]
-            if home == "disk" and passed_offload_folder() is None:
+            if home == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
                     "A layer that is packed while loading rests on disk, and nothing says in which folder; nothing was loaded.",
                     tensor=layer.name, expected="offload_folder", found="None",
@@ -146,5 +146,5 @@ class PackingLoading(Loading):
 def _label(home: str) -> str:
     """What a home's file is called in messages and byte ranges; the folder before it tells on which file system it lies."""
     if home == "disk":
-        return f"{Path(passed_offload_folder() or '').absolute()}/(packed while loading)"
+        return f"{Path(load_context().offload_folder or '').absolute()}/(packed while loading)"
     return f"/dev/shm/(packed while loading, {home})"

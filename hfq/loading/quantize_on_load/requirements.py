@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hfq.errors import SetupError
-from hfq.integrations.deepspeed.zero_config import is_zero3
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
+from hfq.loading.ranks import is_zero3
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["check_packing", "refuse_packing"]

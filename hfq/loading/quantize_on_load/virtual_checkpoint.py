@@ -18,7 +18,7 @@ from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.configs.source_config import check_floats
 from hfq.formats.layouts.rounding import rounded_tensors
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import Match, match_model
 from hfq.loading.matching.quantizable_layers import check_unfused, find_blocks, find_linears, find_skipped, size_of
 from hfq.recipes.recipe import Recipe

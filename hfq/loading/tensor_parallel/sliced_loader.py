@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
-from hfq.integrations.transformers.quantizer import HfqConfig
+from hfq.loading.config import HfqConfig
 from hfq.loading.model_loader import Loading
 from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.loading.read_weights import ReadReport
@@ -70,7 +70,9 @@ class SlicedLoading(Loading):
         """The packed bytes that this rank holds."""
         return sum(part.nbytes for parts in self.parts.values() for part in parts.values())
 
-    def place(self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None) -> None:
+    def place(
+        self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
+    ) -> dict[str, Any] | None:
         """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows alone.
 
         Where every layer is cut is settled on all ranks before any of them reads a row.
@@ -88,6 +90,7 @@ class SlicedLoading(Loading):
         read = self.reader.counters.bytes_read - before
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
         self._edit_rules()
+        return None
 
     def finish(self) -> None:
         """After transformers has loaded the rest: as in any load."""

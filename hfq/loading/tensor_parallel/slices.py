@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from hfq.errors import PlacementError, SetupError
-from hfq.integrations.deepspeed.zero_config import is_zero3
+from hfq.loading.ranks import is_zero3
 from hfq.modules.embedding import PackedEmbedding
 from hfq.modules.linear import PackedLinear
 from hfq.placement.tensor_parallel import rank_slice
@@ -23,10 +23,10 @@ from hfq.tensor_spec import LayerSlice
 
 if TYPE_CHECKING:
     from hfq.loading.matching.match import Match
-    from hfq.loading.model_loader import Loading
+    from hfq.loading.state import LoadState
 
 __all__ = [
-    "asks_for_ranks", "check_distributed", "find_slices", "generic", "joining", "noting_meshes", "passed_rules",
+    "asks_for_ranks", "check_alone", "check_distributed", "find_slices", "generic", "joining", "noting_meshes", "passed_rules",
     "tensor_parallel_size",
 ]  # fmt: skip
 
@@ -116,6 +116,21 @@ def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:
             )  # fmt: skip
 
 
+def check_alone() -> None:
+    """Checks that a tensor parallel load is not under ZeRO-3 as well.
+
+    Raises:
+        SetupError: A DeepSpeed config of stage 3 is active.
+    """
+    if is_zero3():
+        raise SetupError(
+            "Tensor parallelism cannot be used while a ZeRO-3 config is active; nothing was loaded.",
+            expected="tensor parallelism or ZeRO-3",
+            found="both",
+            fix="leave tp_plan out: ZeRO-3 shards the model itself",
+        )
+
+
 def _knows_ranks() -> bool:
     """transformers 5.23 keeps its meshes in `transformers.distributed`; how older versions did it is not supported."""
     try:
@@ -145,7 +160,7 @@ def generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def find_slices(loading: Loading, rank: int, world: int) -> dict[str, LayerSlice]:
+def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSlice]:
     """The slice that a rank holds of each packed layer that is cut, by the layer's name in the model.
 
     Raises:
@@ -197,7 +212,7 @@ def _expert_axis(name: str, plan: Mapping[str, str], match: Match) -> str | None
     return "in" if projection == "down_proj" else "out"
 
 
-def _check_rules(plan: Mapping[str, str], loading: Loading) -> None:
+def _check_rules(plan: Mapping[str, str], loading: LoadState) -> None:
     for name in loading.packed:
         for local in ("weight", "bias"):
             if f"{generic(name)}.{local}" in plan:

@@ -1,0 +1,65 @@
+"""Patches of PEFT, applied once it is imported; each acts only on models that hfq loaded.
+
+Tested with peft 0.21.2.
+
+`LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layers. `_replace_module` there moves
+adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model` and
+`_check_merge_allowed` run before the first layer of a replication and of a merge; hfq supports neither.
+`_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear" by class.
+`PeftModel.load_adapter` (peft_model.py) gives a model with `cpu` or `disk` entries in its device map to
+accelerate, and transformers' own (integrations/peft.py) takes these entries for devices that compute.
+`PeftModel.save_pretrained` writes the empty tensors that ranks of ZeRO-3 have.
+`prepare_model_for_kbit_training` (utils/other.py) casts every half-precision parameter to float32, scales
+among them, unless it knows the quantization method.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hfq.import_hook import run_pending
+
+__all__ = ["patch_peft"]
+
+
+def patch_peft(module: Any) -> None:
+    """Replaces the functions of PEFT that the docstring of this module lists."""
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    from hfq.integrations.peft import lora
+
+    tuners = module.tuners.tuners_utils
+    model = module.tuners.lora.model.LoraModel
+    if hasattr(tuners._maybe_include_all_linear_layers, "__wrapped__"):
+        return
+    including = lora.including(tuners._maybe_include_all_linear_layers)
+    for owner in (tuners, getattr(module.utils, "transformers_weight_conversion", tuners)):
+        owner._maybe_include_all_linear_layers = including
+    model._create_new_module = staticmethod(lora.dispatching(model._create_new_module))
+    model._replace_module = lora.keeping_devices(model._replace_module)
+    model._prepare_model = lora.refuse_replication(model._prepare_model)
+    model._check_merge_allowed = lora.refuse_merge(model._check_merge_allowed)
+    module.PeftModel.save_pretrained = lora.gathering(module.PeftModel.save_pretrained)
+    for owner in (module.PeftModel, PeftAdapterMixin):
+        owner.load_adapter = lora.without_homes(owner.load_adapter)
+    prepare = _preparing(module.prepare_model_for_kbit_training)
+    for owner in (module, module.utils, module.utils.other):
+        owner.prepare_model_for_kbit_training = prepare
+
+
+def _preparing(original):
+    @functools.wraps(original)
+    def prepare_model_for_kbit_training(
+        model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
+    ):
+        from hfq.integrations.peft.training import prepare_for_training
+
+        if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:
+            return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, *args, **kwargs)
+        return prepare_for_training(model, use_gradient_checkpointing, gradient_checkpointing_kwargs)
+
+    return prepare_model_for_kbit_training
+
+
+run_pending()

@@ -1,0 +1,86 @@
+"""The four kinds of load, and which of them exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
+from hfq.loading.config import HfqConfig
+from hfq.loading.model_loader import Loading
+from hfq.loading.quantize_on_load.quantizing_loader import PackingLoading
+from hfq.loading.quantize_on_load.requirements import check_packing
+from hfq.loading.ranks import is_zero3
+from hfq.loading.tensor_parallel.sliced_loader import SlicedLoading
+from hfq.loading.tensor_parallel.slices import check_alone, tensor_parallel_size
+
+__all__ = ["LOAD_KINDS", "LoadKind", "choose_loader"]
+
+
+@dataclass(frozen=True)
+class LoadKind:
+    """One kind of load.
+
+    Attributes:
+        name: Its name in this table.
+        loader: The class that carries it out.
+        is_requested: Returns True if a config, a model and the environment ask for it.
+        check: Raises a `SetupError` if this load cannot be of this kind.
+        excludes: The kinds that it cannot be combined with; `check` refuses each.
+    """
+
+    name: str
+    loader: type[Loading]
+    is_requested: Callable[[HfqConfig, Any], bool]
+    check: Callable[[HfqConfig, Any], None]
+    excludes: tuple[str, ...]
+
+
+def _no_check(config: HfqConfig, model: Any) -> None:
+    pass
+
+
+LOAD_KINDS = (
+    LoadKind(
+        "quantize on load",
+        PackingLoading,
+        lambda config, model: config.method is not None,
+        lambda config, model: check_packing(config, tensor_parallel_size(model) > 1),
+        excludes=("ZeRO-3", "tensor parallelism"),
+    ),
+    LoadKind(
+        "ZeRO-3",
+        ShardedLoading,
+        lambda config, model: is_zero3(),
+        _no_check,
+        excludes=("quantize on load", "tensor parallelism"),
+    ),
+    LoadKind(
+        "tensor parallelism",
+        SlicedLoading,
+        lambda config, model: tensor_parallel_size(model) > 1,
+        lambda config, model: check_alone(),
+        excludes=("quantize on load", "ZeRO-3"),
+    ),
+    LoadKind("device map", Loading, lambda config, model: True, _no_check, excludes=()),
+)
+"""The kinds of load; the last one is what remains when no other is requested."""
+
+
+def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[Loading]:
+    """Returns the loader of the one kind that is requested.
+
+    Args:
+        config: The user's config.
+        model: The model on the meta device.
+
+    Raises:
+        SetupError: Two kinds that exclude each other are requested.
+    """
+    requested = [kind for kind in LOAD_KINDS if kind.is_requested(config, model)]
+    for kind in requested:
+        kind.check(config, model)
+    return requested[0].loader

@@ -1,0 +1,69 @@
+"""The arguments of one `from_pretrained` call that transformers does not hand to quantizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hfq.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from hfq.loading.page_cache import EarlyReading
+
+__all__ = ["LoadContext", "load_context", "opened_checkpoint", "remember_checkpoint", "within_load"]
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    """One call of `from_pretrained`, as code far below it sees it.
+
+    Attributes:
+        is_active: True while hfq is responsible for a load.
+        checkpoint: The checkpoint whose headers were validated; None until transformers has found its files.
+        key_mapping: The argument `key_mapping`.
+        offload_folder: The argument `offload_folder`.
+        stops_at_meta_model: True if the load ends before its first weight byte, as `hfq plan` asks for.
+        early_reading: The threads that bring the checkpoint into the page cache; None if there are none.
+    """
+
+    is_active: bool = False
+    checkpoint: Checkpoint | None = None
+    key_mapping: dict[str, str] | None = None
+    offload_folder: str | os.PathLike | None = None
+    stops_at_meta_model: bool = False
+    early_reading: EarlyReading | None = None
+
+
+_current: ContextVar[LoadContext] = ContextVar("hfq_load_context", default=LoadContext())  # noqa: B039  # frozen
+
+
+def load_context() -> LoadContext:
+    """Returns the context of the load that is under way, or an inactive one."""
+    return _current.get()
+
+
+@contextmanager
+def within_load(**changes: Any) -> Iterator[LoadContext]:
+    """A context manager under which fields of the load context have other values."""
+    token = _current.set(replace(_current.get(), **changes))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)
+
+
+def remember_checkpoint(checkpoint: Checkpoint) -> None:
+    """Adds the validated checkpoint to the load that is under way."""
+    _current.set(replace(_current.get(), checkpoint=checkpoint))
+
+
+def opened_checkpoint(files: list[str]) -> Checkpoint:
+    """Returns the checkpoint of these files, validating their headers if the load has not done so."""
+    checkpoint = _current.get().checkpoint
+    if checkpoint is not None and set(checkpoint.headers) == set(files):
+        return checkpoint
+    return Checkpoint.from_files(files)
