@@ -19,7 +19,7 @@ def report(
     html: Annotated[bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")] = False,
 ) -> None:
     """Draw placement maps, timelines, quality against size and benchmarks, as PNG and as one HTML page."""
-    from hfq.pictures.documents import write_report
+    from hfq.plots.documents import write_report
 
     for file in write_report(files, out, html):
         print(file)

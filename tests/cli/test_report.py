@@ -1,4 +1,4 @@
-"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in tests/pictures."""
+"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in tests/plots."""
 
 from pathlib import Path
 

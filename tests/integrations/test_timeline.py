@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq.errors import SetupError
-from hfq.pictures.documents import read_section
+from hfq.plots.documents import read_section
 
 TOKENS = torch.tensor([[1, 2, 3]])
 HALF = {"": "cpu", "model.layers.1": "disk", "model.layers.3": "disk"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hfq.cli.plan.zero_ranks import as_size
-from hfq.pictures.plans import PARTS
+from hfq.plots.plans import PARTS
 
 if TYPE_CHECKING:
     from rich.console import Console

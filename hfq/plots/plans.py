@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hfq.benchmarks.report import Scatter, Table
-from hfq.pictures.bars import Bars, bars_picture
-from hfq.pictures.fields import Fields
-from hfq.pictures.placement_map import placement_picture
-from hfq.pictures.runs import read_modules
-from hfq.pictures.section import Picture, Section, as_size
+from hfq.plots.bars import Bars, bars_picture
+from hfq.plots.fields import Fields
+from hfq.plots.placement_map import placement_picture
+from hfq.plots.runs import read_modules
+from hfq.plots.section import Picture, Section, as_size
 
 __all__ = ["PARTS", "plan_section"]
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfq.errors import SetupError
-from hfq.pictures.benches import bench_section
-from hfq.pictures.drawing import draw_png
-from hfq.pictures.fields import Fields, read_json
-from hfq.pictures.page import make_page
-from hfq.pictures.plans import plan_section
-from hfq.pictures.runs import run_section
-from hfq.pictures.section import Section
+from hfq.plots.benches import bench_section
+from hfq.plots.drawing import draw_png
+from hfq.plots.fields import Fields, read_json
+from hfq.plots.page import make_page
+from hfq.plots.plans import plan_section
+from hfq.plots.runs import run_section
+from hfq.plots.section import Section
 
 __all__ = ["read_section", "write_report"]
 

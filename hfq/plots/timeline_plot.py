@@ -10,8 +10,8 @@ from typing import Any
 
 from hfq.benchmarks.report import Table
 from hfq.offload.spans import Span
-from hfq.pictures.drawing import COLOURS, INK, MUTED
-from hfq.pictures.section import Picture, as_size
+from hfq.plots.drawing import COLOURS, INK, MUTED
+from hfq.plots.section import Picture, as_size
 
 __all__ = ["Lanes", "busy_seconds", "last_pass", "lay_rows", "timeline_picture"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from hfq.benchmarks.report import Table
-from hfq.pictures.drawing import draw_svg
-from hfq.pictures.section import Picture, Section
+from hfq.plots.drawing import draw_svg
+from hfq.plots.section import Picture, Section
 from hfq.version import __version__
 
 __all__ = ["make_page"]

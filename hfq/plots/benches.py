@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hfq.benchmarks.report import Chart, Scatter, Table
-from hfq.pictures.fields import Fields
-from hfq.pictures.section import Picture, Section
+from hfq.plots.fields import Fields
+from hfq.plots.section import Picture, Section
 
 __all__ = ["bench_section"]
 

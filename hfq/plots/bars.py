@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfq.benchmarks.report import Table
-from hfq.pictures.drawing import COLOURS, INK, MUTED
-from hfq.pictures.section import Picture, as_size
+from hfq.plots.drawing import COLOURS, INK, MUTED
+from hfq.plots.section import Picture, as_size
 
 __all__ = ["Bars", "bars_picture"]
 

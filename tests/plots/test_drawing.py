@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from hfq.pictures.documents import read_section, write_report
-from hfq.pictures.drawing import INK, draw_svg
+from hfq.plots.documents import read_section, write_report
+from hfq.plots.drawing import INK, draw_svg
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")

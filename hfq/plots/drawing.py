@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfq.errors import SetupError
-from hfq.pictures.section import Picture
+from hfq.plots.section import Picture
 
 __all__ = ["COLOURS", "INK", "MUTED", "draw_png", "draw_svg"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hfq.errors import SetupError
-from hfq.pictures import fields
-from hfq.pictures.documents import read_section, write_report
+from hfq.plots import fields
+from hfq.plots.documents import read_section, write_report
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfq.benchmarks.report import Table
-from hfq.pictures.drawing import COLOURS
-from hfq.pictures.section import Picture, as_size
 from hfq.placement.plan import ModuleHome
+from hfq.plots.drawing import COLOURS
+from hfq.plots.section import Picture, as_size
 
 __all__ = ["PlacementMap", "Unit", "home_colour", "placement_picture"]
 

@@ -4,8 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hfq.pictures.documents import read_section
-from hfq.pictures.page import make_page
+from hfq.plots.documents import read_section
+from hfq.plots.page import make_page
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hfq.pictures.documents import write_report
+from hfq.plots.documents import write_report
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -65,7 +65,7 @@ def browse(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The page of what the documentation shows, and of every kind of plan."""
-    from pictures.conftest import BENCH, RESULTS
+    from plots.conftest import BENCH, RESULTS
 
     folder = tmp_path_factory.mktemp("page")
     groups = ["one row", "eight rows", "one hundred and twenty-eight rows", "512"]

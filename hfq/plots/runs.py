@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hfq.benchmarks.report import Table, as_rate
 from hfq.offload.spans import LANES, Span
-from hfq.pictures.fields import Fields
-from hfq.pictures.lanes import timeline_picture
-from hfq.pictures.placement_map import placement_picture
-from hfq.pictures.section import Picture, Section, as_size
 from hfq.placement.plan import ModuleHome
+from hfq.plots.fields import Fields
+from hfq.plots.placement_map import placement_picture
+from hfq.plots.section import Picture, Section, as_size
+from hfq.plots.timeline_plot import timeline_picture
 
 __all__ = ["read_modules", "run_section"]
 
