@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],  # the latter adds verbs to optimum-cli
-    package_data={"hfq": ["py.typed", "kernels/cpp/*.cpp", "kernels/cpp/*.h", "placement/estimate/*.yaml"]},
+    package_data={"hfq": ["py.typed", "kernels/cpp/*.cpp", "kernels/cpp/*.h", "placement/estimate/*.yaml", "plots/*.jinja"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
@@ -36,7 +36,7 @@ setup(
         "triton": ["triton>=3.6"],
         "optimum": ["optimum>=2.0"],
         "compiler": ["ziglang>=0.17.1"],  # of its clang: older ones do not take 512-bit vectors under -mcpu=baseline
-        "bench": ["matplotlib>=3.8"],
+        "bench": ["matplotlib>=3.8", "jinja2>=3.1"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbclient>=0.10", "ipykernel>=6.29"],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],

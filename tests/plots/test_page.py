@@ -55,6 +55,19 @@ def test_it_holds_every_picture_with_words_and_numbers(page):
     assert {link["href"].removeprefix("#") for link in found.all("a")} <= set(ids)
 
 
+@pytest.mark.parametrize(
+    "hostile", ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 * 7 }}{% raw %}", "`</code><b>`"]
+)
+def test_hostile_text_stays_text(hostile, write, result):
+    bench = result("bench")
+    bench["facts"], bench["title"], bench["chart"]["title"] = {hostile: hostile}, hostile, hostile
+    header = [hostile, hostile]
+    bench["tables"] = [{"title": hostile, "note": f"{hostile}\n- {hostile}", "header": header, "rows": [header]}]
+    found = Reader(make_page([read_section(write("bench", bench))], draw=lambda picture, prefix: "<svg></svg>"))
+    assert not {"script", "img", "b"} & {tag for tag, _ in found.elements}
+    assert "".join(found.text).count(hostile.replace("`", "")) >= 6
+
+
 def test_it_asks_for_nothing_and_runs_nothing(page):
     found = Reader(page)
     assert not {"script", "link", "iframe", "img", "object"} & {tag for tag, _ in found.elements}
