@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["LANES", "Span"]
+__all__ = ["LANES", "Span", "overlap_levels"]
 
 LANES = {
     "pass": "a forward of the whole model",
@@ -34,3 +35,18 @@ class Span:
     start: float
     end: float
     nbytes: int = 0
+
+
+def overlap_levels(spans: Iterable[Span]) -> list[int]:
+    """Returns a level for each span, from 0, so that no two spans of one level overlap.
+
+    Args:
+        spans: Spans in the order of their starts.
+    """
+    ends: list[float] = []
+    levels = []
+    for span in spans:
+        level = next((level for level, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[level : level + 1] = [span.end]
+        levels.append(level)
+    return levels

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from hfq.offload.copy_stream import lane_to
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
 from hfq.runtime.predicted_speed import takes_tokens
+from hfq.streaming.chrome_trace import chrome_trace
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 
@@ -38,6 +42,10 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """The timeline as JSON-ready data."""
         return {"blocks": list(self.blocks), "spans": [asdict(span) for span in self.spans]}
+
+    def save_trace(self, path: str | os.PathLike) -> None:
+        """Writes all spans as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens."""
+        Path(path).write_text(json.dumps(chrome_trace(self.spans)) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -75,6 +75,17 @@ def test_a_model_in_memory_is_recorded_too(load):
     assert {span.lane for span in timeline.spans} == {"pass", "other"}
 
 
+def test_a_recording_is_saved_as_a_trace(half, tmp_path):
+    with hfq.timeline(half) as timeline, torch.no_grad():
+        half(TOKENS)
+    timeline.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kinds = sorted(event["cat"] for event in events if event["ph"] == "X")
+    assert kinds == sorted(span.lane for span in timeline.spans)
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"pass", "wait", "compute"} <= tracks
+
+
 def test_layer_major_is_recorded(half):
     with hfq.timeline(half) as timeline, torch.no_grad():
         hfq.layer_major(half, [TOKENS, TOKENS], lambda batch: half(batch).logits)
