@@ -18,7 +18,10 @@ def report(
     out: Annotated[Path, typer.Option(help="The folder to write into.", metavar="FOLDER")] = Path("hfq-report"),
     html: Annotated[bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")] = False,
 ) -> None:
-    """Draw placement maps, timelines, quality against size and benchmarks, as PNG and as one HTML page."""
+    """Draw placement maps, timelines, quality against size and benchmarks, as PNG and as one HTML page.
+
+    Timelines are also written as NAME.trace.json, which Perfetto (https://ui.perfetto.dev) opens.
+    """
     from hfq.plots.documents import write_report
 
     for file in write_report(files, out, html):

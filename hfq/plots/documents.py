@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,9 @@ def read_section(file: Path) -> Section:
 
 
 def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
-    """Draws every picture of the files; nothing is written unless all files can be read.
+    """Draws every picture of the files, and writes every timeline as `NAME.trace.json`.
+
+    Nothing is written unless all files can be read.
 
     Args:
         files: JSON files.
@@ -64,9 +67,11 @@ def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
         SetupError: A file cannot be drawn, matplotlib is not installed, or the folder cannot be written.
     """
     sections = {name: read_section(file) for name, file in zip(_names(files), files, strict=True)}
-    made: dict[str, bytes] = {
-        f"{name}-{picture.name}.png": draw_png(picture) for name, section in sections.items() for picture in section.pictures
-    }
+    made: dict[str, bytes] = {}
+    for name, section in sections.items():
+        made |= {f"{name}-{picture.name}.png": draw_png(picture) for picture in section.pictures}
+        if section.trace is not None:
+            made[f"{name}.trace.json"] = json.dumps(section.trace).encode()
     if as_page:
         made["report.html"] = make_page(list(sections.values())).encode("utf-8")
     try:

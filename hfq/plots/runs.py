@@ -10,8 +10,9 @@ from hfq.offload.spans import LANES, Span
 from hfq.placement.plan import ModuleHome
 from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
-from hfq.plots.section import Picture, Section, as_size
+from hfq.plots.section import Section, as_size
 from hfq.plots.timeline_plot import timeline_picture
+from hfq.streaming.chrome_trace import chrome_trace
 
 __all__ = ["read_modules", "run_section"]
 
@@ -30,17 +31,18 @@ def run_section(fields: Fields) -> Section:
     }
     facts |= {"computes on": model.text("device"), "hfq": model.text("hfq")}
     pictures = [placement_picture(read_modules(fields))]
-    recorded = _timeline(fields)
-    if recorded is None:
+    spans, blocks = _timeline(fields)
+    timeline = timeline_picture(spans, blocks)
+    if timeline is None:
         facts["timeline"] = "not recorded; hfq.report(model, measure=True) records one token"
     else:
-        pictures.append(recorded)
+        pictures.append(timeline)
     tables = [_homes(fields)]
     if fields.has("stream"):
         tables.append(_stream(fields.object("stream")))
     if fields.has("speed"):
         tables.append(_speed(fields.object("speed")))
-    return Section(f"{name}: a loaded model", facts, pictures, tables)
+    return Section(f"{name}: a loaded model", facts, pictures, tables, chrome_trace(spans) if spans else None)
 
 
 def read_modules(fields: Fields) -> list[ModuleHome]:
@@ -60,11 +62,12 @@ def read_modules(fields: Fields) -> list[ModuleHome]:
     return found
 
 
-def _timeline(fields: Fields) -> Picture | None:
+def _timeline(fields: Fields) -> tuple[list[Span], list[str]]:
+    """Returns the spans and the blocks of the recorded timeline; both are empty if there is none."""
     if not fields.has("timeline"):
-        return None
+        return [], []
     recorded = fields.object("timeline")
-    return timeline_picture([_span(span) for span in recorded.objects("spans")], recorded.texts("blocks"))
+    return [_span(span) for span in recorded.objects("spans")], recorded.texts("blocks")
 
 
 def _span(fields: Fields) -> Span:

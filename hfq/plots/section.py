@@ -47,12 +47,14 @@ class Section:
         facts: What is known of it, as text by what it is.
         pictures: The pictures.
         tables: Tables that belong to no picture.
+        trace: The recorded timeline as Chrome trace JSON. None if nothing was recorded.
     """
 
     title: str
     facts: Mapping[str, str]
     pictures: Sequence[Picture]
     tables: Sequence[Table] = ()
+    trace: Mapping[str, Any] | None = None
 
 
 def as_size(nbytes: float) -> str:

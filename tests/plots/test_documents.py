@@ -31,6 +31,7 @@ def test_every_kind_is_known_by_its_fields(kind, pictures, tables, write, result
     assert [table.title for table in section.tables] == tables
     assert f"({kind}.json)" in section.title
     assert all(picture.alt and picture.table is not None for picture in section.pictures)
+    assert (section.trace is not None) == (kind == "run")
 
 
 @pytest.mark.parametrize("name", ["benchmarks/load.json", "benchmarks/stream.json", "pictures/run.json"])
@@ -47,6 +48,7 @@ def test_a_model_that_streams_nothing_and_recorded_nothing(write, result):
     section = read_section(write("run", found))
     assert [picture.name for picture in section.pictures] == ["placement"]
     assert "measure=True" in section.facts["timeline"]
+    assert section.trace is None
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,13 @@ def test_files_are_named_after_what_they_show(write, result, tmp_path):
     other.write_text(write("run", result("run")).read_text())
     found = write_report([tmp_path / "run.json", other], tmp_path / "out", as_page=True)
     assert [file.name for file in found] == [
-        "run-placement.png", "run-timeline.png", "run-2-placement.png", "run-2-timeline.png", "report.html",
-    ]  # fmt: skip
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in found[:-1])
+        "run-placement.png",
+        "run-timeline.png",
+        "run.trace.json",
+        "run-2-placement.png",
+        "run-2-timeline.png",
+        "run-2.trace.json",
+        "report.html",
+    ]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in found if file.suffix == ".png")
     assert found[-1].read_text(encoding="utf-8").count("<svg") == 4
