@@ -1,4 +1,4 @@
-"""The timeline of one pass: lanes of reading, copying and computing, block by block."""
+"""The timeline of one pass: tracks of reading, copying, and computing, with a bar for each block."""
 
 from __future__ import annotations
 
@@ -9,14 +9,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfq.benchmarks.report import Table
-from hfq.offload.spans import Span
+from hfq.offload.spans import Span, overlap_levels
 from hfq.plots.drawing import COLOURS, INK, MUTED
 from hfq.plots.section import Picture, as_size
 
-__all__ = ["Lanes", "busy_seconds", "last_pass", "lay_rows", "timeline_picture"]
+__all__ = ["TimelinePlot", "busy_seconds", "last_pass", "timeline_picture"]
 
 _WIDTH = 11.0
-_LANES = (("read", "reading"), ("copy", "copying"), ("compute", "computing"))
+_TRACKS = {"reading": ("read",), "copying": ("copy",), "computing": ("compute", "other", "wait")}
+"""The kinds of spans on each track."""
+
+_COLUMNS = {
+    "reading": ("read",),
+    "copying": ("copy",),
+    "waiting": ("wait",),
+    "computing": ("compute", "other"),
+}
+"""The kinds of spans that each column of the table sums up."""
+
+_WORDS = {
+    "read": "reading",
+    "copy": "copying",
+    "compute": "computing streamed blocks",
+    "other": "computing the rest",
+    "wait": "waiting",
+}
 _SHADES: Mapping[str, tuple[str, str]] = {
     "read": (COLOURS[0], COLOURS[5]),
     "copy": (COLOURS[3], "#e3b4cf"),
@@ -28,12 +45,12 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Spans over time; neighbouring blocks differ in shade.
+class TimelinePlot:
+    """Spans over time. Neighboring blocks differ in shade.
 
     Attributes:
-        spans: What is drawn, from second 0 on.
-        seconds: How long all of it took.
+        spans: The spans of one pass, which starts at second 0, in the order of their starts.
+        seconds: The duration of the pass.
         blocks: The streamed blocks, in the order of the model.
     """
 
@@ -47,35 +64,39 @@ class Lanes:
         return list(dict.fromkeys(span.name for span in self.spans if span.lane == "other"))
 
     def draw(self, figure: Any) -> None:
-        """Draws it into an empty figure of matplotlib."""
-        lanes = [(lane, title) for lane, title in _LANES if any(span.lane in _drawn_in(lane) for span in self.spans)]
-        figure.set_size_inches(_WIDTH, 1.6 + 0.95 * len(lanes))
+        """Draws the plot into an empty figure of matplotlib."""
+        tracks = {
+            title: [span for span in self.spans if span.lane in kinds] for title, kinds in _TRACKS.items()
+        }
+        tracks = {
+            title: spans for title, spans in reversed(tracks.items()) if spans
+        }  # drawn from the bottom up
+        figure.set_size_inches(_WIDTH, 1.6 + 0.95 * len(tracks))
         axes = figure.subplots()
         unit, name = next(((size, name) for size, name in _UNITS if self.seconds >= size), _UNITS[-1])
-        for place, (lane, _) in enumerate(reversed(lanes)):
-            self._draw_lane(axes, lane, place, unit)
-        axes.set_yticks(range(len(lanes)), [title for _, title in reversed(lanes)])
-        axes.set_ylim(-0.5, len(lanes) - 0.5)
+        for place, spans in enumerate(tracks.values()):
+            self._draw_track(axes, spans, place, unit)
+        axes.set_yticks(range(len(tracks)), list(tracks))
+        axes.set_ylim(-0.5, len(tracks) - 0.5)
         axes.set_xlim(0, self.seconds / unit)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(f"time since the pass began, {name} (numbers are those of layers)")
-        figure.legend(handles=self._handles(lanes), loc="outside lower left", ncols=4, fontsize=9)
+        figure.legend(handles=self._handles(), loc="outside lower left", ncols=4, fontsize=9)
 
-    def _draw_lane(self, axes: Any, lane: str, place: int, unit: float) -> None:
-        spans = [span for span in self.spans if span.lane in _drawn_in(lane)]
-        rows = lay_rows(spans)
-        height = 0.8 / (max(rows, default=0) + 1)
-        for span, row in zip(spans, rows, strict=True):
-            colour, hatch = self._style(span)
-            bottom = place - 0.4 + row * height
+    def _draw_track(self, axes: Any, spans: Sequence[Span], place: int, unit: float) -> None:
+        levels = overlap_levels(spans)
+        height = 0.8 / (max(levels) + 1)
+        for span, level in zip(spans, levels, strict=True):
+            color, hatch = self._style(span)
+            bottom = place - 0.4 + level * height
             start, width = span.start / unit, (span.end - span.start) / unit
-            axes.broken_barh(
-                [(start, width)], (bottom, height * 0.94), facecolor=colour, edgecolor=INK, linewidth=0, hatch=hatch
-            )
-            label = _number(span.name) if span.lane != "wait" else ""
-            if label and height > 0.15 and width * unit / self.seconds * (_WIDTH - 1.3) * 72 > 6 * len(label) + 2:
-                ink = "white" if colour in _DARK else "black"
+            bar: dict[str, Any] = {"facecolor": color, "edgecolor": INK, "linewidth": 0, "hatch": hatch}
+            axes.broken_barh([(start, width)], (bottom, height * 0.94), **bar)
+            label = _layer_number(span.name) if span.lane != "wait" else ""
+            points = width * unit / self.seconds * (_WIDTH - 1.3) * 72
+            if label and height > 0.15 and points > 6 * len(label) + 2:
+                ink = "white" if color in _DARK else "black"
                 middle = start + width / 2, bottom + height * 0.47
                 axes.text(*middle, label, ha="center", va="center", fontsize=8, color=ink)
 
@@ -85,23 +106,31 @@ class Lanes:
         names = self.others if span.lane == "other" else self.blocks
         return _SHADES[span.lane][names.index(span.name) % 2 if span.name in names else 0], None
 
-    def _handles(self, lanes: Sequence[tuple[str, str]]) -> list[Any]:
+    def _handles(self) -> list[Any]:
+        """Returns the entries of the legend, one for each kind of span that is there."""
         from matplotlib.patches import Patch
 
+        hatched: dict[str, Any] = {"facecolor": COLOURS[1], "edgecolor": INK, "linewidth": 0, "hatch": "////"}
+        entries = {
+            "read": Patch(color=_SHADES["read"][0], label="reading a streamed block"),
+            "copy": Patch(color=_SHADES["copy"][0], label="copying a streamed block"),
+            "compute": Patch(color=_SHADES["compute"][0], label="computing a streamed block"),
+            "other": Patch(color=_SHADES["other"][0], label="computing what is not streamed"),
+            "wait": Patch(**hatched, label="waiting for a block"),
+        }
         found = {span.lane for span in self.spans}
-        handles = [Patch(color=_SHADES[lane][0], label=f"{title} a streamed block") for lane, title in lanes if lane in found]
-        if "other" in found:
-            handles.append(Patch(color=MUTED, label="computing what is not streamed"))
-        if "wait" in found:
-            handles.append(Patch(facecolor=COLOURS[1], edgecolor=INK, linewidth=0, hatch="////", label="waiting for a block"))
-        return handles
+        return [patch for kind, patch in entries.items() if kind in found]
 
 
 def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
-    """The spans of the last pass that was recorded, from its beginning on and cut to it, and its seconds; all where there is none."""
+    """Returns the spans of the last recorded pass, cut to it, and its duration in seconds.
+
+    They begin at 0. Without a recorded pass, all spans are returned.
+    """
     passes = [span for span in spans if span.lane == "pass"]
     rest = [span for span in spans if span.lane != "pass"]
-    start, end = min((span.start for span in rest), default=0.0), max((span.end for span in rest), default=0.0)
+    start = min((span.start for span in rest), default=0.0)
+    end = max((span.end for span in rest), default=0.0)
     if passes:
         start, end = passes[-1].start, passes[-1].end
     cut = [
@@ -112,19 +141,8 @@ def last_pass(spans: Sequence[Span]) -> tuple[list[Span], float]:
     return cut, end - start
 
 
-def lay_rows(spans: Iterable[Span]) -> list[int]:
-    """The row of each span, so that no two of one row overlap; spans are given by their start."""
-    ends: list[float] = []
-    rows = []
-    for span in spans:
-        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
-        ends[row : row + 1] = [span.end]
-        rows.append(row)
-    return rows
-
-
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """How long at least one of the spans was under way."""
+    """Returns how long at least one of the spans was under way."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, until))
@@ -133,60 +151,41 @@ def busy_seconds(spans: Iterable[Span]) -> float:
 
 
 def timeline_picture(spans: Sequence[Span], blocks: Sequence[str]) -> Picture | None:
-    """The last pass with its table; None where nothing was recorded."""
+    """Returns the last pass with its table, or None if nothing was recorded."""
     shown, seconds = last_pass(spans)
     if not shown or seconds <= 0:
         return None
-    parts = {
-        lane: busy_seconds(span for span in shown if span.lane == lane)
-        for lane in ("read", "copy", "compute", "other", "wait")
-    }
-    said = {
-        "read": "reading",
-        "copy": "copying",
-        "compute": "computing streamed blocks",
-        "other": "computing the rest",
-        "wait": "waiting",
-    }
-    words = ", ".join(f"{said[lane]} {taken * 1e3:.3g} ms" for lane, taken in parts.items() if taken)
-    alt = f"Lanes over the {seconds * 1e3:.3g} ms of one pass, a bar for each block in each lane: {words}."
-    return Picture(
-        "timeline", "Timeline of one pass", alt, Lanes(shown, seconds, blocks), _table(shown, blocks, parts, seconds),
-    )  # fmt: skip
+    busy = {kind: busy_seconds(span for span in shown if span.lane == kind) for kind in _WORDS}
+    words = ", ".join(f"{_WORDS[kind]} {taken * 1e3:.3g} ms" for kind, taken in busy.items() if taken)
+    alt = f"Tracks over the {seconds * 1e3:.3g} ms of one pass, a bar for each block on each track: {words}."
+    plot, table = TimelinePlot(shown, seconds, blocks), _table(shown, blocks, seconds)
+    return Picture("timeline", "Timeline of one pass", alt, plot, table)
 
 
-def _drawn_in(lane: str) -> tuple[str, ...]:
-    return ("compute", "other", "wait") if lane == "compute" else (lane,)
-
-
-def _number(name: str) -> str:
-    """What stands on a bar: the number of a layer, else nothing."""
+def _layer_number(name: str) -> str:
+    """Returns the number of a layer from the name of a module; empty if it has none."""
     found = re.search(r"\.(\d+)(?:\.|$)", f".{name}")
     return found[1] if found else ""
 
 
-def _table(spans: Sequence[Span], blocks: Sequence[str], parts: Mapping[str, float], seconds: float) -> Table:
+def _table(spans: Sequence[Span], blocks: Sequence[str], seconds: float) -> Table:
+    order = {name: place for place, name in enumerate(blocks)}
     by_name: dict[str, list[Span]] = {}
-    for span in sorted(
-        spans, key=lambda span: (span.name not in blocks, blocks.index(span.name) if span.name in blocks else 0)
-    ):
+    for span in sorted(spans, key=lambda span: order.get(span.name, len(order))):
         by_name.setdefault(span.name, []).append(span)
-    rows = [_row(name, found) for name, found in by_name.items()]
-    rows.append(("busy in all", _size(spans), *(f"{parts[lane] * 1e3:.3f}" for lane in ("read", "copy", "wait")),
-                 f"{(parts['compute'] + parts['other']) * 1e3:.3f}"))  # fmt: skip
+    rows = [_row(name, found, none="-") for name, found in by_name.items()]
+    rows.append(_row("busy in all", spans, none="0.000"))
     note = (
-        f"Milliseconds within the {seconds * 1e3:.3f} ms of the pass; where several threads read at once, time is counted once. "
-        "What is read ahead for the next pass is in it, and what the pass before had read is not."
+        f"Milliseconds within the {seconds * 1e3:.3f} ms of the pass; where several threads read at once, "
+        "time is counted once. What is read ahead for the next pass is in it, "
+        "and what the pass before had read is not."
     )
-    return Table("One pass by block", note, ("block", "bytes read", "reading", "copying", "waiting", "computing"), rows)
+    return Table("One pass by block", note, ("block", "bytes read", *_COLUMNS), rows)
 
 
-def _row(name: str, spans: Sequence[Span]) -> tuple[str, ...]:
-    taken = {lane: busy_seconds(span for span in spans if span.lane in lanes) for lane, lanes in
-             {"read": ("read",), "copy": ("copy",), "wait": ("wait",), "compute": ("compute", "other")}.items()}  # fmt: skip
-    return (name, _size(spans), *(f"{value * 1e3:.3f}" if value else "-" for value in taken.values()))
-
-
-def _size(spans: Iterable[Span]) -> str:
+def _row(name: str, spans: Sequence[Span], none: str) -> tuple[str, ...]:
+    """Returns a row of the table; `none` stands for no time."""
     nbytes = sum(span.nbytes for span in spans if span.lane == "read")
-    return as_size(nbytes) if nbytes else "-"
+    busy = [busy_seconds(span for span in spans if span.lane in kinds) for kinds in _COLUMNS.values()]
+    times = (f"{taken * 1e3:.3f}" if taken else none for taken in busy)
+    return (name, as_size(nbytes) if nbytes else "-", *times)

@@ -4,7 +4,7 @@ import pytest
 from plots.conftest import SPANS
 
 from hfq.offload.spans import Span
-from hfq.plots.timeline_plot import busy_seconds, last_pass, lay_rows, timeline_picture
+from hfq.plots.timeline_plot import busy_seconds, last_pass, timeline_picture
 
 BLOCKS = ["model.layers.1", "model.layers.2"]
 
@@ -26,11 +26,6 @@ def test_without_a_pass_everything_is_shown():
     shown, seconds = last_pass([span for span in spans() if span.lane != "pass"])
     assert len(shown) == len(SPANS) - 1
     assert seconds == pytest.approx(0.013)  # a difference of two decimal fractions
-
-
-def test_no_two_spans_of_a_row_overlap():
-    starts = [(0, 4), (1, 2), (1, 5), (2, 3), (4, 6), (5, 6)]
-    assert lay_rows(Span("read", "", *times) for times in starts) == [0, 1, 2, 1, 0, 1]
 
 
 def test_what_overlaps_is_counted_once():
