@@ -12,7 +12,7 @@ from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
 from hfq.plots.section import Section, as_size
 from hfq.plots.timeline_plot import timeline_picture
-from hfq.streaming.chrome_trace import chrome_trace
+from hfq.offload.chrome_trace import chrome_trace
 
 __all__ = ["read_modules", "run_section"]
 

@@ -22,7 +22,7 @@ from hfq.offload.copy_stream import lane_to
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
 from hfq.runtime.predicted_speed import takes_tokens
-from hfq.streaming.chrome_trace import chrome_trace
+from hfq.offload.chrome_trace import chrome_trace
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 

@@ -5,7 +5,7 @@ import json
 import random
 
 from hfq.offload.spans import LANES, Span
-from hfq.streaming.chrome_trace import chrome_trace
+from hfq.offload.chrome_trace import chrome_trace
 
 SPANS = [
     Span("compute", "layers.1", 0.003, 0.006),
