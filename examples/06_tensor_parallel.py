@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from hfq import HfqConfig
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 
     is_shared = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     held = sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values())
     stored = sum(info.nbytes for module in packed for info in module.infos.values())
     print(f"rank {rank} of {world}: {held:,} of {stored:,} packed bytes", flush=True)

@@ -28,9 +28,9 @@ class Stage(torch.nn.Module):
         here |= {"model.embed_tokens": self.is_first, "model.norm": self.is_last, "lm_head": self.is_last}
         if config.tie_word_embeddings:
             here["model.embed_tokens"] = here.pop("lm_head") or self.is_first
-        homes = {"": "cpu", **{name: "disk" for name, is_here in here.items() if not is_here}}  # and is never read from there
+        devices = {"": "cpu", **{name: "disk" for name, is_here in here.items() if not is_here}}  # and is never read from there
         self.whole = AutoModelForCausalLM.from_pretrained(
-            path, device_map=homes, quantization_config=HfqConfig(backing="arena")
+            path, device_map=devices, quantization_config=HfqConfig(cpu_memory="private")
         ).eval()
         self.base, self.read = self.whole.model, self.whole.hf_quantizer.loading.reader.counters
         self.base.layers = self.base.layers[own.start : own.stop]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -74,7 +74,9 @@ def main() -> None:
     samples, labels = read(arguments, tokenizer)
     held_out, samples = samples[::10], [sample for index, sample in enumerate(samples) if index % 10]
 
-    model = hfq.prepare_for_training(load(arguments, labels), gradient_checkpointing=training.gradient_checkpointing)
+    model = prepare_model_for_kbit_training(
+        load(arguments, labels), use_gradient_checkpointing=training.gradient_checkpointing
+    )
     model.config.pad_token_id = tokenizer.pad_token_id
     task = "SEQ_CLS" if labels else "CAUSAL_LM"
     # ZeRO-3 computes without autocast: a head that is trained whole has to be in the model's dtype; DeepSpeed keeps float32 masters

@@ -16,39 +16,48 @@ from hfq.import_hook import register as _register
 from hfq.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hfq.checkpoint import Checkpoint
-    from hfq.evaluation.compare import verify
-    from hfq.formats import FORMATS, Format
+    from hfq.evaluation.compare import compare
+    from hfq.evaluation.evaluate import evaluate
+    from hfq.evaluation.perplexity import perplexity
     from hfq.integrations import fms
-    from hfq.integrations.peft.training import prepare_for_training
-    from hfq.integrations.transformers.pretrained_config import take_over
-    from hfq.integrations.transformers.quantizer import HfqQuantizer
+    from hfq.integrations.transformers.pretrained_config import pretrained_config
     from hfq.loading.config import HfqConfig
-    from hfq.placement.plan import Plan
+    from hfq.quantization.driver import quantize
+    from hfq.recipes.recipe import Recipe
     from hfq.runtime.report import report
-    from hfq.runtime.run_batches import layer_major
+    from hfq.runtime.run_batches import run_batches
     from hfq.runtime.timeline import timeline
 
 __all__ = [
-    "FORMATS", "Checkpoint", "CheckpointError", "Format", "FormatError", "HfqConfig", "HfqError", "HfqQuantizer", "Plan",
-    "PlacementError", "SetupError", "fms", "layer_major", "prepare_for_training", "quantize", "report", "take_over", "timeline",
-    "verify",
-]  # fmt: skip
+    "CheckpointError",
+    "FormatError",
+    "HfqConfig",
+    "HfqError",
+    "PlacementError",
+    "Recipe",
+    "SetupError",
+    "compare",
+    "evaluate",
+    "fms",
+    "perplexity",
+    "pretrained_config",
+    "quantize",
+    "report",
+    "run_batches",
+    "timeline",
+]
 
 _LAZY = {
-    "Checkpoint": "hfq.checkpoint",
-    "FORMATS": "hfq.formats",
-    "Format": "hfq.formats",
     "HfqConfig": "hfq.loading.config",
-    "HfqQuantizer": "hfq.integrations.transformers.quantizer",
-    "Plan": "hfq.placement.plan",
-    "layer_major": "hfq.runtime.run_batches",
+    "Recipe": "hfq.recipes.recipe",
+    "compare": "hfq.evaluation.compare",
+    "evaluate": "hfq.evaluation.evaluate",
+    "perplexity": "hfq.evaluation.perplexity",
+    "pretrained_config": "hfq.integrations.transformers.pretrained_config",
     "quantize": "hfq.quantization.driver",
-    "prepare_for_training": "hfq.integrations.peft.training",
     "report": "hfq.runtime.report",
-    "take_over": "hfq.integrations.transformers.pretrained_config",
+    "run_batches": "hfq.runtime.run_batches",
     "timeline": "hfq.runtime.timeline",
-    "verify": "hfq.evaluation.compare",
 }
 
 _SUBMODULES = {"fms": "hfq.integrations.fms"}

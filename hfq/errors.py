@@ -14,7 +14,7 @@ class HfqError(Exception):
     """Base of all of hfq's errors; its text is one fixed form, so that it can be read, searched and pasted.
 
     Args:
-        what: The failure in one sentence.
+        message: The failure in one sentence.
         fix: What the user can do about it, most likely remedy first.
         file: The file it concerns.
         tensor: The tensor it concerns.
@@ -26,7 +26,7 @@ class HfqError(Exception):
 
     def __init__(
         self,
-        what: str,
+        message: str,
         *,
         fix: str,
         file: object = None,
@@ -36,14 +36,20 @@ class HfqError(Exception):
         found: object = None,
         problems: Sequence[str] = (),
     ) -> None:
-        self.what, self.fix, self.file, self.tensor, self.rank = what, fix, file, tensor, rank
-        self.expected, self.found, self.problems = expected, found, tuple(problems)
+        self.message = message
+        self.fix = fix
+        self.file = file
+        self.tensor = tensor
+        self.rank = rank
+        self.expected = expected
+        self.found = found
+        self.problems = tuple(problems)
         super().__init__(self._text())
 
     def _text(self) -> str:
         fields = {"file": self.file, "tensor": self.tensor, "rank": self.rank}
         fields |= {"expected": self.expected, "found": self.found}
-        lines = [self.what]
+        lines = [self.message]
         lines += [f"  {label}: {value}" for label, value in fields.items() if value is not None]
         lines += [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
         if len(self.problems) > _MOST_PROBLEMS:

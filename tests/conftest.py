@@ -9,7 +9,7 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-os.environ["HFQ_NATIVE"] = "0"
+os.environ["HFQ_DISABLE_CPP"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whomever; 0 where there is a GPU
 
 
@@ -30,7 +30,7 @@ def compiled():
     from hfq.kernels.cpp import library
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(library.SWITCH, "1")
+        patch.setenv(library.SWITCH, "0")
         once = library._Once()
         once.settle()
     if once.library is None:

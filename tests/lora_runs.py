@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hfq import HfqConfig
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.quantized_module import QuantizedModule
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 DISK = {"": "disk"}
@@ -47,14 +47,14 @@ def load(path="gptq", device_map=None, dtype=torch.float32, **options):
 def unpack(model: nn.Module) -> nn.Module:
     """The same model with torch's own layers in the place of packed ones."""
     for name, packed in list(model.named_modules()):
-        if isinstance(packed, PackedModule):
+        if isinstance(packed, QuantizedModule):
             model.set_submodule(name, _unpacked(packed))
     return model
 
 
-def _unpacked(packed: PackedModule) -> nn.Module:
+def _unpacked(packed: QuantizedModule) -> nn.Module:
     weight, bias = packed.weight, packed.bias
-    if isinstance(packed, PackedEmbedding):
+    if isinstance(packed, QuantizedEmbedding):
         layer = nn.Embedding(packed.num_embeddings, packed.embedding_dim, packed.padding_idx, dtype=weight.dtype)
     elif packed.is_transposed:
         layer = Conv1D(packed.out_features, packed.in_features).to(weight.dtype)
@@ -100,7 +100,7 @@ def packed_bytes(model: nn.Module) -> dict[str, bytes]:
     return {
         f"{name}.{local}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, module in model.named_modules()
-        if isinstance(module, PackedModule)
+        if isinstance(module, QuantizedModule)
         for local, tensor in module.resting_tensors().items()
         if not tensor.is_meta
     }

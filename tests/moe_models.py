@@ -282,7 +282,7 @@ ONE = "model.layers.1.mlp.experts.2"
 
 
 def load(path, device_map=None):
-    config = HfqConfig(activations="none")
+    config = HfqConfig(quantize_activations=False)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map)
 
 

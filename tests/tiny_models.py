@@ -60,7 +60,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     if kind is not None:
         modules = {name.partition(".weight._data")[0] for name in tensors if ".weight._data" in name}
-        qmap = {module: {"weights": kind, "activations": "none"} for module in sorted(modules)}
+        qmap = {module: {"weights": kind, "quantize_activations": False} for module in sorted(modules)}
         (folder / "quanto_qmap.json").write_text(json.dumps(qmap))
     widest_first = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # as safetensors' own writer: all aligned
     stored = {name: as_stored(tensor) for name, tensor in widest_first}

@@ -107,14 +107,14 @@ def error_classes(modules: list[Module]) -> dict[str, str]:
 
 
 def error_calls(modules: list[Module]) -> list[ErrorCall]:
-    """Every error of the modules; one that only repeats another's texts (`error.what`) is left out."""
+    """Every error of the modules; one that only repeats another's texts (`error.message`) is left out."""
     classes = error_classes(modules)
     found = []
     for module in modules:
         for node in (node for name in classes for node in module.calls.get(name, ())):
             if not (isinstance(node.args[0], ast.Attribute) and node.args[0].attr == "what"):
                 found += [_described(node, scope) for scope in _scopes(node, modules, module)]
-    return sorted(found, key=lambda error: (error.module.name, error.line, error.what))
+    return sorted(found, key=lambda error: (error.module.name, error.line, error.message))
 
 
 def _described(node: ast.Call, scope: Scope) -> ErrorCall:

@@ -10,7 +10,7 @@ from zero_models import FORMATS as SHARDED
 
 from generate.stock import STOCK, STOCK_VERSIONS, Stock
 from hfq.formats import FORMATS
-from hfq.formats.base import Dialect
+from hfq.formats.base import FormatVariant
 
 __all__ = ["as_markdown"]
 
@@ -59,13 +59,13 @@ hfq's holds on to this one: `test_stock_nvme_offload_still_casts_the_values_of_p
 
 def as_markdown() -> str:
     """The text of the page."""
-    dialects = sorted((dialect for cls in FORMATS.values() for dialect in cls.dialects), key=lambda dialect: dialect.name)
+    variants = sorted((dialect for cls in FORMATS.values() for dialect in cls.variants), key=lambda dialect: dialect.name)
     head = _HEAD.format(
         placements=len(PLACEMENTS), cases=len(CASES), versions=STOCK_VERSIONS, sharded=_words(SHARDED),
         ranks=f"{len(test_zero3_matrix.DIALECTS)} checkpoints, one of each class", tp=_words(test_tensor_parallel.EXACT),
     )  # fmt: skip
     header = ["dialect", *PLACEMENTS, *_HOMES.values(), "tensor parallel", "stock: in memory", "stock: disk"]
-    rows = [_row(dialect) for dialect in dialects]
+    rows = [_row(dialect) for dialect in variants]
     tables = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
     stock = "\n".join(f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in STOCK.items())
     return f"{head}{tables}\n{_STOCK_HEAD.format(versions=STOCK_VERSIONS)}{stock}\n{_STOCK_TAIL}"
@@ -75,7 +75,7 @@ def _words(names) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _row(dialect: Dialect) -> list[str]:
+def _row(dialect: FormatVariant) -> list[str]:
     cases = [_BY_ID[id] for id in dialect.cases]
     placed = ["exact" for _ in PLACEMENTS]
     sharded = [_sharded(cases, home) for home in _HOMES]
@@ -94,8 +94,8 @@ def _sharded(cases: list, home: str) -> str:
     return "alike" if {type(case.format) for case in cases} & {type(weight_format) for weight_format in ran} else "-"
 
 
-def _stock(dialect: Dialect) -> tuple[str, str]:
+def _stock(dialect: FormatVariant) -> tuple[str, str]:
     facts = next(
-        (facts for facts in STOCK.values() if dialect.name in facts.dialects), Stock("not measured", "not measured", "")
+        (facts for facts in STOCK.values() if dialect.name in facts.variants), Stock("not measured", "not measured", "")
     )
     return facts.memory_in_short or facts.memory, facts.disk_in_short or facts.disk

@@ -20,7 +20,7 @@ class Stock:
     memory: str
     disk: str
     saved: str
-    dialects: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     memory_in_short: str = ""
     disk_in_short: str = ""
 

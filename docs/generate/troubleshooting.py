@@ -25,7 +25,7 @@ Fix: correct these keys
 ```
 
 Search this page for the first line. What differs from case to case stands in braces here, and an error also names its file, tensor and
-rank where it has one. In Python they are attributes: `error.what`, `error.file`, `error.tensor`, `error.rank`, `error.expected`,
+rank where it has one. In Python they are attributes: `error.message`, `error.file`, `error.tensor`, `error.rank`, `error.expected`,
 `error.found`, `error.problems`, `error.fix`. All classes derive from `hfq.HfqError`; the first four are importable from `hfq`.
 
 Where no error was raised and something is odd all the same:
@@ -46,11 +46,11 @@ Where no error was raised and something is odd all the same:
 def entries() -> list[ErrorCall]:
     """Every error that a user can meet, each text once in a module."""
     found = {
-        (error.cls, error.module.name, error.what, error.expected, error.found, error.fix): error
+        (error.cls, error.module.name, error.message, error.expected, error.found, error.fix): error
         for error in error_calls(read_modules(ROOT / "hfq"))
         if error.fix != _INSIDE
     }
-    return sorted(found.values(), key=lambda error: (error.module.name, error.what, error.fix, error.expected, error.found))
+    return sorted(found.values(), key=lambda error: (error.module.name, error.message, error.fix, error.expected, error.found))
 
 
 def as_markdown() -> str:
@@ -62,7 +62,7 @@ def as_markdown() -> str:
             parts.append(f"## {name}\n\n{summary}\n")
         for module, group in itertools.groupby(own, key=lambda error: error.module):
             parts.append(f"**{module.name}** · {module.summary}\n")
-            parts += [_entry(list(same)) for _, same in itertools.groupby(group, key=lambda error: (error.what, error.fix))]
+            parts += [_entry(list(same)) for _, same in itertools.groupby(group, key=lambda error: (error.message, error.fix))]
     return "\n".join(parts)
 
 

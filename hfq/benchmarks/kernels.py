@@ -28,7 +28,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
-from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.layer_tensors import LayerTensors
 from hfq.kernels.registry import KERNELS, Kernel, explain_kernels
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
@@ -157,20 +157,20 @@ def random_layer(weight_format: Format, out_features: int, in_features: int) -> 
     return tensors
 
 
-def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> HeldTensors:
+def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
     """Copies that begin 8 bytes after a line of the cache does."""
     (placed,), _ = in_one_file(tensors, 1)
     return placed
 
 
-def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[HeldTensors], torch.Tensor]:
+def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[LayerTensors], torch.Tensor]:
     """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a multiple of 8 bytes."""
     spans = [-(-tensor.nbytes // LINE_NBYTES) * LINE_NBYTES for tensor in tensors.values()]
     room = torch.zeros(count * sum(spans) + LINE_NBYTES, dtype=torch.uint8)
     first = start = (8 - room.data_ptr()) % LINE_NBYTES
     each = []
     for _ in range(count):
-        placed = HeldTensors()
+        placed = LayerTensors()
         for (name, tensor), span in zip(tensors.items(), spans, strict=True):
             placed[name] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             start += span

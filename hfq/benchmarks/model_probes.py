@@ -31,7 +31,7 @@ def load_model(folder: Path, **options: Any):
 
     from hfq import HfqConfig
 
-    config = HfqConfig(stream=options.pop("stream", "auto"))
+    config = HfqConfig(disk_io=options.pop("stream", "auto"))
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
 
 
@@ -80,10 +80,10 @@ class DepthProbe:
         load_model(paths["few"])  # imports what the timed ones need
         self._loads: dict[str, float] = {}
         self._decoders: dict[str, Decoder] = {}
-        homes = {f"model.layers.{index}": "disk" for index in range(wide.layers)}
+        devices = {f"model.layers.{index}": "disk" for index in range(wide.layers)}
         for name, path in paths.items():
             started = time.perf_counter()
-            model = load_model(path, device_map={"": "cpu", **(homes if name == "away" else {})}, stream="buffered")
+            model = load_model(path, device_map={"": "cpu", **(devices if name == "away" else {})}, disk_io="buffered")
             self._loads[name], self._decoders[name] = time.perf_counter() - started, Decoder(model)
         self._samples: dict[str, list[float]] = {name: [] for name in self._decoders}
 

@@ -22,8 +22,8 @@ from hfq.benchmarks.limits import touch
 from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.config import HfqConfig
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["IN_MEMORY", "MOVERS", "ON_DISK", "Compute", "Mover", "layer_nbytes", "standing_in"]
 
@@ -82,15 +82,15 @@ class _HfqMover(Mover):
     def forward_all(self, batches: list[torch.Tensor]) -> None:
         import hfq
 
-        hfq.layer_major(self.model, batches, self.forward)
+        hfq.run_batches(self.model, batches, self.forward)
 
 
 def _hfq(path: Path, device_map: dict[str, str], stream: str = "direct") -> Mover:
-    config = HfqConfig(stream=stream)
+    config = HfqConfig(disk_io=stream)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map=dict(device_map), dtype="auto")
     loading = model.hf_quantizer.loading
-    streamer, counters = loading.streamer, loading.reader.counters
-    waited = None if streamer is None else lambda: streamer.waited_seconds
+    offloader, counters = loading.offloader, loading.reader.counters
+    waited = None if offloader is None else lambda: offloader.stall_seconds
     return _HfqMover(model, lambda: counters.bytes_read, waited)
 
 
@@ -138,7 +138,7 @@ def layer_nbytes(path: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
     """During this, a Llama that is loaded or run reads its weights and sleeps in place of computing."""
-    classes = (LlamaDecoderLayer, LlamaRMSNorm, nn.Linear, PackedLinear)
+    classes = (LlamaDecoderLayer, LlamaRMSNorm, nn.Linear, QuantizedLinear)
     own = {cls: cls.__dict__["forward"] for cls in classes}
     try:
         for cls in classes:
@@ -158,7 +158,7 @@ def _layer(self: nn.Module, hidden_states: torch.Tensor, *_: object, **__: objec
 
 
 def _part(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    tensors = self.packed_tensors() if isinstance(self, PackedModule) else self._parameters
+    tensors = self.packed_tensors() if isinstance(self, QuantizedModule) else self._parameters
     touch(tensor for tensor in tensors.values() if tensor is not None)
     return hidden_states
 

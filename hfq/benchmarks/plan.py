@@ -119,7 +119,7 @@ def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None
     dtype = getattr(torch, model.sizes.dtype)
     products = {kind: KindProbe(layers, dtype, probes.copies) for kind, layers in layers_of(model, model.sizes.dtype).items()}
     cases = list(open_cases(path, model, PLACEMENTS))
-    label = {"checkpoint": path.name, "dialects": model.loading.describe_formats()}
+    label = {"checkpoint": path.name, "formats": model.loading.describe_formats()}
     records = {case.placement: label | case.describe() for case in cases}
     if probes.ranks is not None:
         probes.ranks.ask("load", path=str(path))

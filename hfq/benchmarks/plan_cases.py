@@ -12,8 +12,8 @@ from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import PlacementError
 from hfq.loading.dry_run import PlannedModel
-from hfq.loading.loaded_model import loading_of
-from hfq.placement.budget import READ_AHEAD_NBYTES, plan_homes, ring_nbytes
+from hfq.loading.loaded_model import loader_of
+from hfq.placement.budget import READ_AHEAD_NBYTES, buffer_nbytes, plan_devices
 from hfq.placement.estimate.estimate import Estimate, Workload, estimate_placement, list_stages
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.profile import PUBLISHED
@@ -69,7 +69,7 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
 
 def measure_homes(model: Any) -> dict[str, int]:
     """{`cpu`, `disk`, `ring`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and its ring."""
-    loading = loading_of(model)
+    loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     away = [module for module in loading.packed.values() if all(t.is_meta for t in module.resting_tensors().values())]
     on_disk = sum(info.nbytes for module in away for info in module.infos.values())
@@ -77,7 +77,7 @@ def measure_homes(model: Any) -> dict[str, int]:
     dense = [info for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta]
     on_disk += sum(info.nbytes for info in dense)
     return {
-        "cpu": sum(held.values()), "disk": on_disk, "ring": loading.streamer.regions.nbytes if loading.streamer else 0
+        "cpu": sum(held.values()), "disk": on_disk, "ring": loading.offloader.regions.nbytes if loading.offloader else 0
     }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if placement != "cpu":
         options = {"device_map": "auto", "max_memory": {"cpu": estimate.budget.capacities["cpu"]}}
-    loaded = load_model(path, dtype="auto", stream="direct" if placement == DIRECT else "buffered", **options)
+    loaded = load_model(path, dtype="auto", disk_io="direct" if placement == DIRECT else "buffered", **options)
     ring = estimate.ring.get("cpu", 0)
     work = dataclasses.replace(estimate.work, is_cached=placement != DIRECT)
     planned = _planned(model, model.device_map(estimate), ring)
@@ -98,13 +98,13 @@ def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
     units = model.sizes.units
     blocks = [unit for unit in units if unit.kind == "block"]
     away = blocks[len(blocks) // 2 :]
-    homes = {unit.name: "disk" if unit in away else "cpu" for unit in units}
+    devices = {unit.name: "disk" if unit in away else "cpu" for unit in units}
     device_map = {"": "cpu", **{unit.name: "disk" for unit in away}}
-    loaded = load_model(path, dtype="auto", stream="buffered", device_map=dict(device_map))
-    ring = ring_nbytes([unit.streamed_nbytes for unit in away], READ_AHEAD_NBYTES)
+    loaded = load_model(path, dtype="auto", disk_io="buffered", device_map=dict(device_map))
+    ring = buffer_nbytes([unit.streamed_nbytes for unit in away], READ_AHEAD_NBYTES)
     work = dataclasses.replace(
         roomy.work, streamed=sum(unit.streamed_nbytes for unit in away), is_cached=True, ring=ring,
-        stages=list_stages(units, homes, "cpu", model.sizes.routed),
+        stages=list_stages(units, devices, "cpu", model.sizes.routed),
     )  # fmt: skip
     return Case("half disk", _planned(model, device_map, ring), measure_homes(loaded), work, Decoder(loaded))
 
@@ -124,7 +124,7 @@ def _least(model: PlannedModel, most: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            plan_homes(model.sizes.units, {"cpu": middle}, "cpu")
+            plan_devices(model.sizes.units, {"cpu": middle}, "cpu")
             high = middle
         except PlacementError:
             low = middle

@@ -71,8 +71,8 @@ def _row(record: Record) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _bytes(homes: Mapping[str, int]) -> str:
-    return ", ".join(f"{home} {nbytes:,}" for home, nbytes in homes.items() if nbytes)
+def _bytes(devices: Mapping[str, int]) -> str:
+    return ", ".join(f"{home} {nbytes:,}" for home, nbytes in devices.items() if nbytes)
 
 
 def _median(record: Record, what: str) -> float:

@@ -24,7 +24,7 @@ from hfq.benchmarks.limits import CHUNK_NBYTES, read_files, reading_slots
 from hfq.formats import Format
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.dry_run import PlannedModel, kind_of_weight
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 from hfq.placement.estimate.pipeline import SideBySide
 
 __all__ = ["BesideProbe", "KindProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
@@ -176,8 +176,8 @@ def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
     """
     found: dict[str, dict[tuple[int, int], list[Layer]]] = defaultdict(lambda: defaultdict(list))
     for module in model.loading.model.modules():
-        if isinstance(module, (PackedLinear, nn.Linear)):
-            weight_format = module.weight_format if isinstance(module, PackedLinear) else None
+        if isinstance(module, (QuantizedLinear, nn.Linear)):
+            weight_format = module.weight_format if isinstance(module, QuantizedLinear) else None
             kind = f"dense {dtype}" if weight_format is None else kind_of_weight(weight_format, dtype)
             size = module.out_features, module.in_features
             found[kind][size].append(Layer(weight_format, *size))

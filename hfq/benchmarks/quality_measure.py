@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from hfq import Recipe
 from hfq.benchmarks.quality_outliers import Outliers, with_outliers
 from hfq.benchmarks.quality_training import CONTEXT
 from hfq.benchmarks.report import Record
-from hfq.evaluation.divergence import Score, Totals, compare, surprise
+from hfq.evaluation.divergence import Score, Totals, score_logits, surprise
 from hfq.evaluation.windows import Batch, cut
 from hfq.quantization.textbook.llm_int8 import int8_linear, outlier_features
 
@@ -107,12 +108,12 @@ class Subject:
         from hfq import HfqConfig
 
         started = time.perf_counter()
-        config = HfqConfig(method="gptq", num_bits=bits, group_size=-1, symmetric=False, **options)
+        config = HfqConfig(quantize_weights=Recipe("gptq", bits=bits, group_size=-1, sym=False), **options)
         with tempfile.TemporaryDirectory() as folder:
             source, output = Path(folder, "floats"), Path(folder, "gptq")
             self.model.save_pretrained(source)
             windows = list(self.calibration)
-            hfq.quantize(source, config, output=output, calibration=windows, samples=len(windows), sequence_length=CONTEXT)
+            hfq.quantize(source, config, output_dir=output, dataset=windows, num_calibration_samples=len(windows), max_seq_length=CONTEXT)
             model = AutoModelForCausalLM.from_pretrained(output, quantization_config=HfqConfig(), dtype=torch.float32)
             score = self._score(self._logits(model))
             del model  # its pages are those of a file that goes now
@@ -126,7 +127,7 @@ class Subject:
         totals = Totals()
         for batch, expected, found in zip(self.batches, self.logits, logits, strict=True):
             totals.add(surprise(found, batch.targets))
-            totals.add_comparison(*compare(expected, found))
+            totals.add_comparison(*score_logits(expected, found))
         return totals.score()
 
     def _keep(self, kind: str, method: str, bits: float | None, score: Score, started: float, **more: float) -> None:

@@ -67,7 +67,7 @@ NUMBER_FORMATS: dict[str, tuple[float, Quantize]] = {
 def measure_rtn(subject: Subject, bits: Iterable[int]) -> None:
     """Round to nearest on GPTQ's own grid: a scale and a zero point for each row."""
     for each in bits:
-        recipe = Recipe(method="rtn", num_bits=each, group_size=-1, symmetric=False)
+        recipe = Recipe(method="rtn", bits=each, group_size=-1, sym=False)
         subject.round("RTN", each, _through(recipe.weight_format([])))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hfq import Recipe
 from hfq.benchmarks.process import memory, serve
 
 __all__ = ["TOOLS", "QuantizeWorker", "read_tokens", "write_tokens"]
@@ -58,7 +59,6 @@ def read_tokens(file: str) -> torch.Tensor:
 
 
 def _hfq() -> Callable[..., dict]:
-    import hfq
     from hfq.quantization.driver import quantize
     from hfq.quantization.progress import Progress
 
@@ -69,10 +69,7 @@ def _hfq() -> Callable[..., dict]:
             if progress.done == stop_after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        report = quantize(
-            path, hfq.HfqConfig(**recipe), output=output, calibration=list(calibration) if tokens else None,
-            samples=calibration.shape[0], sequence_length=calibration.shape[1], progress=stop,
-        )  # fmt: skip
+        report = quantize(path, Recipe(**recipe), output_dir=output, dataset=list(calibration) if tokens else None, num_calibration_samples=calibration.shape[0], max_seq_length=calibration.shape[1], on_progress=stop)  # fmt: skip
         return {"resumed": report.resumed}
 
     return run

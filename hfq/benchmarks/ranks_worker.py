@@ -18,7 +18,7 @@ from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.process import serve
 from hfq.formats.gptq import Gptq
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.launch_configs import deepspeed_config
 
 __all__ = ["RanksWorker"]
@@ -70,7 +70,7 @@ class RanksWorker:
     def held(self, path: str) -> dict:
         """The bytes of the shards of this rank: of packed rows, and of all else."""
         model = self._engines[path][1]
-        rows = {id(module.packed_row) for module in model.modules() if isinstance(module, PackedModule)}
+        rows = {id(module.flat_buffer) for module in model.modules() if isinstance(module, QuantizedModule)}
         held = {True: 0, False: 0}
         for parameter in model.parameters():
             held[id(parameter) in rows] += parameter.ds_tensor.numel() * parameter.dtype.itemsize

@@ -137,7 +137,7 @@ def _micro_table(records: list[Record]) -> Table:
             passes = median(records, lambda r: r["expected"] / r["nbytes"] / r["steps"], mover=OWN, **where)
             faster = [_times_as_fast(records, weights, mover, kind="micro", count=count) for mover in (STOCK, HOOKS)]
             rows.append((weights, str(count), *map(_text, [*cells, *faster, passes])))
-    note = """hfq runs `hfq.layer_major`, accelerate a pass for each micro-batch; every pass starts from a cold page cache, as for a
+    note = """hfq runs `hfq.run_batches`, accelerate a pass for each micro-batch; every pass starts from a cold page cache, as for a
 model that memory does not hold. A layer sleeps for an eighth of its reading time at the disk's limit for each micro-batch, so that
 to compute 8 takes as long as reading once. Seconds, and accelerate's over hfq's."""
     header = ("weights", "micro-batches", OWN, STOCK, HOOKS, f"over {STOCK}", f"over {HOOKS}", "layers read by hfq, in passes")

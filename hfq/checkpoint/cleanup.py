@@ -20,7 +20,7 @@ _TEMPORARY = re.compile(r"^\..+\.[a-z0-9_]{8}\.tmp$")
 _CALIBRATION = re.compile(r"^\.hfq-calibrate-[a-z0-9_]{8}$")
 _DESCRIBED = re.compile(r"^hfq-[a-z0-9_]{8}$")
 _HOUR = 3600.0
-_LOAD = 'a load with load="broadcast", or hfq plan'
+_LOAD = 'a load with reader_ranks="rank0", or hfq plan'
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hfq.errors import CheckpointError
 
-__all__ = ["MARKER", "Hollow", "check_has_weights"]
+__all__ = ["MARKER", "HeadersOnlyCheckpoint", "check_has_weights"]
 
 MARKER = "hfq-headers-only"
 """The file that says that a folder has headers and no weights."""
@@ -26,7 +26,7 @@ _SIZES = "sizes.json"
 
 
 @dataclass(frozen=True)
-class Hollow:
+class HeadersOnlyCheckpoint:
     """What is known of a checkpoint without its weights.
 
     Attributes:
@@ -77,7 +77,7 @@ class Hollow:
         return memory.getvalue()
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Hollow:
+    def unpack(cls, packed: bytes) -> HeadersOnlyCheckpoint:
         """What `pack` made.
 
         Raises:

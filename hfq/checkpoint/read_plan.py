@@ -10,7 +10,7 @@ from typing import Literal
 
 from hfq.tensor_spec import ByteRange, Segment, TensorInfo, row_layout
 
-__all__ = ["ARENA_ALIGNMENT", "Arena", "ReadPlan", "Request", "RowRead", "coalesce", "plan_reads"]
+__all__ = ["ARENA_ALIGNMENT", "Arena", "ReadPlan", "Request", "ModuleRead", "coalesce", "plan_reads"]
 
 ARENA_ALIGNMENT = 256
 """Each row of an arena starts at a multiple of so many bytes."""
@@ -38,7 +38,7 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class RowRead:
+class ModuleRead:
     """The tensors of one module, and what is done with them while loading.
 
     Attributes:
@@ -88,7 +88,7 @@ class ReadPlan:
         arenas: By name, in the order in which they are filled.
     """
 
-    rows: tuple[RowRead, ...]
+    rows: tuple[ModuleRead, ...]
     arenas: Mapping[str, Arena] = field(default_factory=dict)
 
     @cached_property
@@ -117,14 +117,14 @@ class ReadPlan:
         return coalesce((info.range for row in self.rows if row.how == "mapped" for info in row.infos.values()), _GAP)
 
     @cached_property
-    def _rows_by_arena(self) -> dict[str, list[RowRead]]:
-        found: dict[str, list[RowRead]] = {name: [] for name in self.arenas}
+    def _rows_by_arena(self) -> dict[str, list[ModuleRead]]:
+        found: dict[str, list[ModuleRead]] = {name: [] for name in self.arenas}
         for row in self.rows:
             if row.how == "read":
                 found[row.arena].append(row)
         return found
 
-    def rows_of(self, arena: str) -> list[RowRead]:
+    def rows_of(self, arena: str) -> list[ModuleRead]:
         """The rows that are read into an arena."""
         return self._rows_by_arena[arena]
 
@@ -172,14 +172,14 @@ class ReadPlan:
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
         return "\n".join(lines)
 
-    def _tensors(self) -> Iterator[tuple[str, TensorInfo, RowRead, int]]:
+    def _tensors(self) -> Iterator[tuple[str, TensorInfo, ModuleRead, int]]:
         for row in self.rows:
             for local, info in row.infos.items():
                 offset = row.offset + row.layout[0][local].offset if row.how == "read" else 0
                 yield f"{row.name}.{local}" if row.name else local, info, row, offset
 
 
-def plan_reads(rows: Iterable[RowRead], arenas: Sequence[Arena], staging: int = 256 << 20) -> ReadPlan:
+def plan_reads(rows: Iterable[ModuleRead], arenas: Sequence[Arena], staging: int = 256 << 20) -> ReadPlan:
     """Lays the rows that are read into their arenas, in the order of the files.
 
     Args:
@@ -188,10 +188,10 @@ def plan_reads(rows: Iterable[RowRead], arenas: Sequence[Arena], staging: int = 
             it takes, named `<name> 0`, `<name> 1`, ….
         staging: The most bytes of a batch, if its rows are not larger themselves.
     """
-    rows, placed, sized = list(rows), list[RowRead](), dict[str, Arena]()
+    rows, placed, sized = list(rows), list[ModuleRead](), dict[str, Arena]()
     for arena in arenas:
         limit = staging if arena.kind == "staging" else None
-        batches: list[list[tuple[int, RowRead]]] = []
+        batches: list[list[tuple[int, ModuleRead]]] = []
         end = 0
         for row in sorted(
             (row for row in rows if row.how == "read" and row.arena == arena.name), key=lambda row: row.position
@@ -223,7 +223,7 @@ def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
     return found
 
 
-def _requests(rows: Iterable[RowRead], gap: int) -> Iterator[Request]:
+def _requests(rows: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
     wanted = sorted(
         (info.range.file, info.range.offset, info.nbytes, row.offset + row.layout[0][local].offset)
         for row in rows

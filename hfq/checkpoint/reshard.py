@@ -32,14 +32,14 @@ from hfq.checkpoint.write_checkpoint import (
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["PackReport", "pack_checkpoint"]
+__all__ = ["ReshardReport", "reshard_checkpoint"]
 
 _OWN_SHARD_NBYTES = 1 << 20
 _BLOCK = re.compile(r"((?:[^.]*\.)*?)([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class PackReport:
+class ReshardReport:
     """What was written.
 
     Attributes:
@@ -55,9 +55,9 @@ class PackReport:
     left_out: tuple[str, ...] = ()
 
 
-def pack_checkpoint(
+def reshard_checkpoint(
     source: Checkpoint, target: str | os.PathLike, progress: Callable[[int], None] | None = None
-) -> PackReport:
+) -> ReshardReport:
     """Writes a copy of a checkpoint with one shard per block; other readers of safetensors take it as any sharded checkpoint.
 
     Everything or nothing is written: see `folder.write_folder`.
@@ -78,7 +78,7 @@ def pack_checkpoint(
     index = index_file({shard.name: infos for shard, infos in zip(shards, groups.values(), strict=True)})
     written = write_folder(target, source, [*shards, index], copied, lambda folder: _check_copy(folder, source), progress)
     files = len(shards) + 1 + len(copied)
-    return PackReport(files, written, sum(number >= 0 for _, number in groups), tuple(left_out))
+    return ReshardReport(files, written, sum(number >= 0 for _, number in groups), tuple(left_out))
 
 
 def _groups(source: Checkpoint) -> dict[tuple[str, int], list[TensorInfo]]:

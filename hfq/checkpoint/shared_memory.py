@@ -30,7 +30,7 @@ try:
 except ImportError:  # not a POSIX system: there is nothing to share
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["SharedArena", "is_abandoned"]
+__all__ = ["SharedMemory", "is_abandoned"]
 
 logger = logging.getLogger("hfq")
 
@@ -39,7 +39,7 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EOPNOTSUPP)
 
 
-class SharedArena:
+class SharedMemory:
     """A private copy-on-write map of bytes that every process of the node shares until it writes to them.
 
     It is given up by `close`, or when its memory is not used any more, or when the process ends; the map stays valid for who
@@ -58,7 +58,7 @@ class SharedArena:
     @classmethod
     def open(
         cls, key: str, nbytes: int, fill: Callable[[memoryview], None], folder: str | os.PathLike = _FOLDER
-    ) -> SharedArena | None:
+    ) -> SharedMemory | None:
         """The arena of this key: filled by the first process that asks, waited for by all others.
 
         Args:
@@ -93,7 +93,7 @@ class SharedArena:
             return None
 
     @classmethod
-    def _join(cls, path: Path, nbytes: int) -> SharedArena | None:
+    def _join(cls, path: Path, nbytes: int) -> SharedMemory | None:
         """The complete arena, if there is one and it was not removed meanwhile."""
         try:
             descriptor = _open_own(path, os.O_RDWR)
@@ -111,7 +111,7 @@ class SharedArena:
         return arena
 
     @classmethod
-    def _make(cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]) -> SharedArena | None:
+    def _make(cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]) -> SharedMemory | None:
         """The arena, filled here; or None after another process that was filling it has ended."""
         descriptor = _open_own(part, os.O_RDWR | os.O_CREAT)
         with contextlib.ExitStack() as undo:
@@ -172,7 +172,7 @@ def _foreign(path: Path, found: object, expected: object = None) -> PlacementErr
     return PlacementError(
         "The shared memory of this checkpoint cannot be used; nothing was loaded.", file=path, found=found,
         expected=expected or f"a regular file of user {os.getuid()}, mode -rw-------",
-        fix='remove this file, or pass HfqConfig(backing="arena")',
+        fix='remove this file, or pass HfqConfig(cpu_memory="private")',
     )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from hfq.checkpoint.header import Header
 from hfq.checkpoint.reader import Reader
 from hfq.errors import CheckpointError
 
-__all__ = ["PrivateFile"]
+__all__ = ["TemporaryFile"]
 
 _WITHOUT_NAME = getattr(os, "O_TMPFILE", 0)
 
 
-class PrivateFile:
+class TemporaryFile:
     """A file that is written once and then read as a checkpoint's own.
 
     Args:

@@ -90,7 +90,7 @@ def _checked_header(path: Path, header: dict, nbytes: int, count: int) -> bytes:
         if len(found.tensors) != count:
             raise TypeError("a tensor is named __metadata__")
     except CheckpointError as error:
-        raise _unwritable(path, error.what, error.expected, error.found, error.tensor) from error
+        raise _unwritable(path, error.message, error.expected, error.found, error.tensor) from error
     except (TypeError, ValueError) as error:
         raise _unwritable(path, "they are no JSON", "safetensors' types", error) from error
     return raw

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.evaluation.compare import Verification
+    from hfq.evaluation.compare import Comparison
 
 __all__ = ["verify"]
 
@@ -33,10 +33,10 @@ def verify(
 ) -> None:
     """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not be compared."""
     from hfq.errors import HfqError
-    from hfq.evaluation.compare import verify
+    from hfq.evaluation.compare import compare as run
 
     try:
-        found = verify(first, second, placement_a=placement_a, placement_b=placement_b, text=text, logits=logits)
+        found = run(first, second, placement_a=placement_a, placement_b=placement_b, text=text, logits=logits)
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -44,11 +44,11 @@ def verify(
         print(json.dumps(found.to_dict(), indent=1))
     else:
         _print(found)
-    if not found.same:
+    if not found.equal:
         raise typer.Exit(1)
 
 
-def _print(found: Verification) -> None:
+def _print(found: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 

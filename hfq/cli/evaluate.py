@@ -90,7 +90,7 @@ def _cells(name: str, row: Quality) -> list[str]:
 
     found = row.score
     return [
-        f"{name} (reference)" if row.is_reference else name, row.dialects, f"{row.bits_per_weight:.3f}",
+        f"{name} (reference)" if row.is_reference else name, row.variants, f"{row.bits_per_weight:.3f}",
         number(row.bits_per_packed_weight, ".3f"), f"{row.nbytes:,}", f"{found.perplexity:.4f}", number(found.kl_mean, ".3e"),
         number(found.kl_p99, ".3e"), number(found.top1_agreement, ".2%"), number(row.seconds, ".1f"),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.formats import Dialect
+    from hfq.formats import FormatVariant
 
 __all__ = ["as_markdown", "formats"]
 
@@ -32,11 +32,11 @@ _TAIL = """
 ## Experts
 
 Experts that a checkpoint stores one by one (`experts.<n>.gate_proj`, `w1`, `w2`, `w3`, under `mlp`, `block_sparse_moe` or any name that
-transformers renames), or fused with packed codes in three dimensions, become a `PackedExperts` module in the place of transformers' fused
+transformers renames), or fused with packed codes in three dimensions, become a `QuantizedExperts` module in the place of transformers' fused
 experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3, gpt-oss, GraniteMoe, Llama 4, Nemotron-H (whose experts have no gate) and the other classes whose experts
 transformers fuses in its usual way. Each expert keeps its own packed rows; only routed experts compute, and of those that rest on disk only routed ones are read.
 
-A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_proj`, as gptqmodel does those of Phi-3 and GLM, becomes a `JoinedLinear` of the two.
+A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_proj`, as gptqmodel does those of Phi-3 and GLM, becomes a `ConcatLinear` of the two.
 
 ## Refused by name
 
@@ -58,7 +58,7 @@ def formats(markdown: Annotated[bool, typer.Option("--markdown", help="Print the
         return
     table = Table("dialect", "format", "tensors", "written by")
     for name, cls in FORMATS.items():
-        for dialect in cls.dialects:
+        for dialect in cls.variants:
             table.add_row(dialect.name, name, dialect.tensors, dialect.writers)
     console = Console(markup=False)
     console.print(table)
@@ -70,12 +70,12 @@ def as_markdown() -> str:
     from hfq.formats import FORMATS
     from hfq.formats.detection.unsupported import REFUSED
 
-    rows = [_row(dialect) for cls in FORMATS.values() for dialect in cls.dialects]
+    rows = [_row(dialect) for cls in FORMATS.values() for dialect in cls.variants]
     refused = [f"| {name} | {sign} | {fix} |" for name, (sign, fix) in REFUSED.items()]
     return _HEAD + "\n".join(sorted(rows)) + "\n" + _TAIL + "\n".join(refused) + "\n"
 
 
-def _row(dialect: Dialect) -> str:
+def _row(dialect: FormatVariant) -> str:
     read = f"golden × {len(dialect.goldens)}" if dialect.goldens else "contract"
     write = "emitted" if dialect.is_emitted else "tests"
     cells = [

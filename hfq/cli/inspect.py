@@ -52,7 +52,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
     Raises:
         FormatError: The config contradicts the tensors.
     """
-    from hfq.formats import NotPackedError, detect_formats, tensors_by_module
+    from hfq.formats import NotQuantizedFormatError, detect_formats, tensors_by_module
     from hfq.formats.configs.source_config import detection_hints, source_config
 
     modules = tensors_by_module(checkpoint.tensors)
@@ -60,8 +60,8 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
     odd: list[str] = []
     try:
         formats = detect_formats(modules, detection_hints(checkpoint, source))
-    except NotPackedError as error:
-        formats, odd = {}, [error.what, f"found: {error.found}"]
+    except NotQuantizedFormatError as error:
+        formats, odd = {}, [error.message, f"found: {error.found}"]
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
     for entry in packed if kernels else ():
         entry["kernels"] = _kernels(formats[entry["module"]], modules[entry["module"]])
@@ -77,7 +77,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
         "files": {Path(file).name: header.nbytes for file, header in checkpoint.headers.items()},
         "nbytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
-        "dialects": dict(Counter(entry["dialect"] for entry in packed)),
+        "formats": dict(Counter(entry["dialect"] for entry in packed)),
         "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3) if weights else None,
         "packed_nbytes": sum(entry["nbytes"] for entry in packed),
         "dense_nbytes": sum(i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()),
@@ -139,7 +139,7 @@ def _print(report: dict) -> None:
         f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense {report['dense_nbytes']:,} B"
     )
     table = Table("dialect", "modules", "bits per weight", "bytes")
-    for dialect, count in report["dialects"].items():
+    for dialect, count in report["formats"].items():
         entries = [entry for entry in report["modules"] if entry["dialect"] == dialect]
         nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
         table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")

@@ -60,19 +60,32 @@ def quantize(
     """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes on where it was."""
     from transformers.utils import logging
 
-    from hfq import HfqConfig
     from hfq.quantization.driver import quantize as run
+    from hfq.recipes.recipe import Recipe
 
     options: dict[str, Any] = {
-        "num_bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": act_order, "damping": damping,
-        "static_groups": static_groups, "clip_search": clip_search, "recovery": recovery,
-    }  # fmt: skip
+        "method": method,
+        "bits": bits,
+        "group_size": group_size,
+        "sym": symmetric,
+        "desc_act": act_order,
+        "static_groups": static_groups,
+        "damp_percent": damping,
+        "clip_search": clip_search,
+        "distill_steps": recovery,
+    }
     logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
-    config = HfqConfig(method=method, modules_to_not_convert=skip, **options)
     with _bar() as show:
         report = run(
-            source, config, output=target, calibration=calibration, samples=samples, sequence_length=sequence_length, progress=show
-        )  # fmt: skip
+            source,
+            Recipe.of(options),
+            target,
+            dataset=calibration,
+            num_calibration_samples=samples,
+            max_seq_length=sequence_length,
+            modules_to_not_convert=skip,
+            on_progress=show,
+        )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))
 
 

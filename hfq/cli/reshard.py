@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
-    from hfq.checkpoint.reshard import PackReport
+    from hfq.checkpoint.reshard import ReshardReport
 
 __all__ = ["pack"]
 
@@ -33,14 +33,14 @@ def pack(
         print(f"left out: {', '.join(map(ascii, report.left_out))}")
 
 
-def _pack(source: Checkpoint, target: Path) -> PackReport:
+def _pack(source: Checkpoint, target: Path) -> ReshardReport:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from hfq.checkpoint.reshard import pack_checkpoint
+    from hfq.checkpoint.reshard import reshard_checkpoint
 
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("pack", total=sum(info.nbytes for info in source.tensors.values()))
-        return pack_checkpoint(source, target, lambda nbytes: bar.advance(task, nbytes))
+        return reshard_checkpoint(source, target, lambda nbytes: bar.advance(task, nbytes))

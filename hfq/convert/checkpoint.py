@@ -145,15 +145,15 @@ def _shards(
     """The new files, and what each holds: as many as in the source, a layer's tensors all in one."""
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     tensors = {name: NewTensor.copied(info) for name, info in source.tensors.items() if name not in packed}
-    homes = {name: source.tensors[name].range.file for name in tensors}
+    devices = {name: source.tensors[name].range.file for name in tensors}
     for module, plan in plans.items():
         home = layers[module].infos[layers[module].weight_format.codes_name].range.file
         for local, tensor in plan.tensors.items():
             tensors[f"{module}.{local}"] = tensor
-            homes[f"{module}.{local}"] = home
+            devices[f"{module}.{local}"] = home
     grouped: dict[str, list[TensorInfo]] = {}
     for name in sorted(tensors, key=lambda name: _place(source, layers, name)):
-        grouped.setdefault(homes[name], []).append(_described(name, tensors[name]))
+        grouped.setdefault(devices[name], []).append(_described(name, tensors[name]))
     metadata = {**source.metadata(), "format": "pt"}
     shards, held = [], {}
     for number, (_, group) in enumerate(sorted(grouped.items()), 1):
@@ -204,7 +204,7 @@ def _check_written(folder: Path, config: Mapping, layers: Mapping[str, SourceLay
     try:
         found = read_layers(written, config, Reader(written))
     except FormatError as error:
-        raise _unlike(error.tensor, error.expected, f"{error.what} {error.found}") from error
+        raise _unlike(error.tensor, error.expected, f"{error.message} {error.found}") from error
     for name, layer in layers.items():
         if name not in found:
             raise _unlike(name, "a packed layer", "none")

@@ -90,7 +90,7 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
         found = found.sized(size[1], size[0])
         specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
     except FormatError as error:
-        raise FormatError(error.what, tensor=name, expected=error.expected, found=error.found, fix=error.fix) from error
+        raise FormatError(error.message, tensor=name, expected=error.expected, found=error.found, fix=error.fix) from error
     for local in {**specs, **infos}:
         spec, info = specs.get(local), infos.get(local)
         is_absent = info is None and spec is not None and spec.optional

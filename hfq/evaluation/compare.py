@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from hfq.evaluation.divergence import compare
+from hfq.evaluation.divergence import score_logits
 from hfq.evaluation.placed_models import load_model
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.weights import Distance, Unit, Weights, digest, distance
 
-__all__ = ["Difference", "LogitDistance", "Verification", "verify"]
+__all__ = ["Difference", "LogitDistance", "Comparison", "compare"]
 
 Kind = Literal[
     "other dialect",
@@ -71,11 +71,11 @@ class LogitDistance:
 
 
 @dataclass(frozen=True)
-class Verification:
+class Comparison:
     """The answer.
 
     Attributes:
-        same: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are bit-equal.
+        equal: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are bit-equal.
         weights: The weights of both models together.
         identical: Those of them with the same bytes.
         differences: The others.
@@ -85,7 +85,7 @@ class Verification:
 
     first: str
     second: str
-    same: bool
+    equal: bool
     weights: int
     identical: int
     differences: tuple[Difference, ...]
@@ -95,7 +95,7 @@ class Verification:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        if self.same:
+        if self.equal:
             return "the same model" if not self.differences else "the same model: the same numbers in other bytes"
         kinds = Counter(each.kind for each in self.differences if each.kind not in SAME_NUMBERS)
         parts = [
@@ -111,7 +111,7 @@ class Verification:
         return {"verdict": self.verdict, **asdict(self)}
 
 
-def verify(
+def compare(
     first: str | os.PathLike | torch.nn.Module,
     second: str | os.PathLike | torch.nn.Module,
     *,
@@ -119,7 +119,7 @@ def verify(
     placement_b: str | dict | None = None,
     text: str | os.PathLike | None = None,
     logits: bool = True,
-) -> Verification:
+) -> Comparison:
     """Compares two checkpoints, or two placements, weight by weight and by the logits of one prompt.
 
     Everything is computed in float32 by the reference kernel with activations left as they are, so that equal numbers give equal
@@ -150,7 +150,7 @@ def verify(
     names = (_name(first), _name(second))
     same = numbers and (apart is None or apart.is_equal)
     count = len(digests)
-    return Verification(*names, same, count, count - len(differences), tuple(differences), apart, digests)
+    return Comparison(*names, same, count, count - len(differences), tuple(differences), apart, digests)
 
 
 def _compare_unit(name: str, a: Weights, b: Weights) -> tuple[Difference | None, dict[str, tuple[str | None, str | None]]]:
@@ -171,22 +171,22 @@ def _compare_unit(name: str, a: Weights, b: Weights) -> tuple[Difference | None,
 
 
 def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
-    dialects = first.dialect, second.dialect
+    variants = first.dialect, second.dialect
     shapes = [
         unit.shape[::-1] if unit.module is not None and unit.module.is_transposed else unit.shape for unit in (first, second)
     ]
     if shapes[0] != shapes[1]:
-        return Difference(first.name, "other shape", *dialects)
+        return Difference(first.name, "other shape", *variants)
     apart = distance(first, second, held)
     if abs(apart.cosine) < _UNRELATED_COSINE and math.prod(first.shape) >= _FEW_ELEMENTS:
-        return Difference(first.name, "re-initialised", *dialects, apart)
+        return Difference(first.name, "re-initialised", *variants, apart)
     if first.is_packed and not second.is_packed:
-        return Difference(first.name, "inflated", *dialects, apart)
+        return Difference(first.name, "inflated", *variants, apart)
     if second.is_packed and not first.is_packed:
-        return Difference(first.name, "quantized", *dialects, apart)
+        return Difference(first.name, "quantized", *variants, apart)
     if apart.is_equal:
-        return Difference(first.name, "other dialect" if first.is_packed else "other dtype", *dialects, apart)
-    return Difference(first.name, "other values", *dialects, apart)
+        return Difference(first.name, "other dialect" if first.is_packed else "other dtype", *variants, apart)
+    return Difference(first.name, "other values", *variants, apart)
 
 
 def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -> LogitDistance | None:
@@ -202,7 +202,7 @@ def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -
     with torch.no_grad():
         a, b = (model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu() for model in models)
     gap = (a - b).double()
-    divergences, agreed = compare(a, b)
+    divergences, agreed = score_logits(a, b)
     norm = float(a.double().norm())
     return LogitDistance(
         len(prompt), torch.equal(a.view(torch.int32), b.view(torch.int32)), float(gap.abs().max()),

@@ -10,7 +10,7 @@ import torch
 
 from hfq.errors import CheckpointError
 
-__all__ = ["Score", "Totals", "compare", "surprise"]
+__all__ = ["Score", "Totals", "score_logits", "surprise"]
 
 _SLAB_ELEMENTS = 1 << 22
 
@@ -80,7 +80,7 @@ def surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)
 
 
-def compare(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
+def score_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
     """KL(reference || logits) of each token in nats, float64 [tokens], and on how many tokens the likeliest is the same.
 
     Args:

@@ -27,7 +27,7 @@ class Quality:
 
     Attributes:
         path: The checkpoint.
-        dialects: How it is packed.
+        variants: How it is packed.
         is_reference: Whether the others are compared with it.
         score: Perplexity, and divergence from the reference.
         size: Its bytes and bits (see `ModelSize`).
@@ -36,7 +36,7 @@ class Quality:
     """
 
     path: str
-    dialects: str
+    variants: str
     is_reference: bool
     score: Score
     nbytes: int
@@ -112,7 +112,7 @@ def evaluate(
 def _row(path, model, found: Score, load_seconds: float, seconds: float | None, is_reference: bool = False) -> Quality:
     size = ModelSize(model)
     return Quality(
-        os.fspath(path), size.dialects, is_reference, found, size.nbytes, size.weights, size.bits_per_weight,
+        os.fspath(path), size.variants, is_reference, found, size.nbytes, size.weights, size.bits_per_weight,
         size.bits_per_packed_weight, load_seconds, seconds,
     )  # fmt: skip
 

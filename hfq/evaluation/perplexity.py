@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError
-from hfq.evaluation.divergence import Score, Totals, compare, surprise
+from hfq.evaluation.divergence import Score, Totals, score_logits, surprise
 from hfq.evaluation.windows import Batch, cut
-from hfq.loading.loaded_model import loading_of
-from hfq.runtime.run_batches import layer_major
+from hfq.loading.loaded_model import loader_of
+from hfq.runtime.run_batches import run_batches
 
 __all__ = ["perplexity", "score", "score_against"]
 
@@ -95,7 +95,7 @@ def _comparison(kept: dict[int, torch.Tensor]) -> Callable[[Batch, torch.Tensor]
     def against(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         known = kept.pop(id(batch))
         _check_vocabulary(known, logits)
-        return surprise(logits, batch.targets), *compare(known, logits)
+        return surprise(logits, batch.targets), *score_logits(known, logits)
 
     return against
 
@@ -109,11 +109,11 @@ def _run(model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch,
             return use(batch, batch.scored(logits))
 
     try:
-        loading_of(model)
+        loader_of(model)
     except SetupError:  # not loaded by hfq: nothing is streamed
         return [forward(batch) for batch in batches]
-    at_once = max(_TOKENS_AT_ONCE // max(batch.input_ids.numel() for batch in batches), 1)
-    return layer_major(model, batches, forward, at_once=at_once)
+    max_concurrent = max(_TOKENS_AT_ONCE // max(batch.input_ids.numel() for batch in batches), 1)
+    return run_batches(model, batches, forward, max_concurrent=max_concurrent)
 
 
 def _runs(batches: Sequence[Batch], vocabulary: int) -> list[list[Batch]]:

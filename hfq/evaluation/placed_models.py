@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hfq.errors import SetupError, nearest
-from hfq.loading.loaded_model import loading_of
+from hfq.loading.loaded_model import loader_of
 
 __all__ = ["DTYPES", "ModelSize", "as_device_map", "load_model", "text_config"]
 
@@ -72,7 +72,7 @@ def load_model(
         )  # fmt: skip
     device_map = as_device_map(placement)
     logging.disable_progress_bar()
-    config = HfqConfig(activations="none", kernel=kernel)
+    config = HfqConfig(kernel=kernel)
     return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=config, dtype=DTYPES.get(dtype, dtype), device_map=device_map
     ).eval()
@@ -107,11 +107,11 @@ class ModelSize:
         bits_per_weight: The bits of all stored tensors over all weights.
         bits_per_packed_weight: The bits of packed layers (codes, scales, zero points, indices, biases) over their weights; None
             where nothing is packed.
-        dialects: The formats of the packed layers.
+        variants: The formats of the packed layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        loading = loading_of(model)
+        loading = loader_of(model)
         packed = loading.packed.values()
         packed_nbytes = sum(info.nbytes for module in packed for info in module.infos.values())
         packed_weights = sum(module.in_features * module.out_features for module in packed)
@@ -124,4 +124,4 @@ class ModelSize:
         self.weights = packed_weights + sum(info.numel for info in dense.values())
         self.bits_per_weight = 8 * (packed_nbytes + sum(info.nbytes for info in dense.values())) / self.weights
         self.bits_per_packed_weight = 8 * packed_nbytes / packed_weights if packed_weights else None
-        self.dialects = loading.describe_formats() or "dense"
+        self.variants = loading.describe_formats() or "dense"

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hfq.formats import Dense, Format
-from hfq.loading.loaded_model import loading_of
+from hfq.loading.loaded_model import loader_of
 from hfq.loading.matching.target_modules import WEIGHT, expert_of
 from hfq.modules.flat_buffer import read_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
 __all__ = ["Distance", "Unit", "Weights", "digest", "distance"]
@@ -36,7 +36,7 @@ class Unit:
     name: str
     infos: Mapping[str, TensorInfo]
     weight_format: Format | None = None
-    module: PackedModule | None = None
+    module: QuantizedModule | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -65,7 +65,7 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        loading = loading_of(model)
+        loading = loader_of(model)
         self._reader = loading.reader
         self.units: dict[str, Unit] = {}
         for place, module in loading.packed.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from hfq.formats.base import FORMATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FORMATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.detection.detect import (
-    NotPackedError,
+    NotQuantizedFormatError,
     UnquantizedError,
     detect_formats,
     tensors_by_module,
@@ -18,9 +18,9 @@ __all__ = [
     "FORMATS",
     "ActivationScheme",
     "Dense",
-    "Dialect",
+    "FormatVariant",
     "Format",
-    "NotPackedError",
+    "NotQuantizedFormatError",
     "UnquantizedError",
     "detect_formats",
     "tensors_by_module",

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, bounded_int
+from hfq.formats.base import FLOATS, FormatVariant, bounded_int
 from hfq.formats.codecs.awq_words import deinterleave, interleave, order_columns
 from hfq.formats.codecs.bit_packing import pack_stream, unpack_stream
 from hfq.formats.codecs.groups import apply_groups, check_divides
@@ -53,13 +53,13 @@ class Awq(AwqShards, AwqOrder):
     """
 
     name = "awq"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales",
             ("awq-gemm", "awq-gemm-w3"), ("autoawq-gemm-g32",), is_emitted=True,
         ),
-        Dialect("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv-g32", "autoawq-gemv-g64")),
-        Dialect("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
+        FormatVariant("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv-g32", "autoawq-gemv-g64")),
+        FormatVariant("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
                 ("autoawq-gemv_fast-g64",)),
     )  # fmt: skip
     version: Version = "gemm"

@@ -12,7 +12,7 @@ import torch
 from hfq.errors import FormatError
 from hfq.tensor_spec import Cut, LayerSlice, TensorInfo, TensorSpec
 
-__all__ = ["ActivationScheme", "Dialect", "FORMATS", "FLOATS", "Format", "bounded_int"]
+__all__ = ["ActivationScheme", "FormatVariant", "FORMATS", "FLOATS", "Format", "bounded_int"]
 
 FORMATS: dict[str, type[Format]] = {}
 """Every readable dialect family by name; a subclass of `Format` registers itself when its file is imported."""
@@ -43,7 +43,7 @@ class ActivationScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class FormatVariant:
     """One row of `docs/formats.md`: a dialect that a format reads.
 
     Attributes:
@@ -71,7 +71,7 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
-    dialects: ClassVar[tuple[Dialect, ...]] = ()
+    variants: ClassVar[tuple[FormatVariant, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

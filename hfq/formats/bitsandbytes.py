@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.codecs.nibbles import look_up_nibbles
 from hfq.formats.codecs.value_checks import check_finite
@@ -51,8 +51,8 @@ class BnbInt8(ScaledCodes):
     name = "bitsandbytes-int8"
     codes, scale = "weight", "SCB"
     multiplier = 1 / 127
-    dialects = (
-        Dialect("bitsandbytes int8", "bitsandbytes, transformers", "weight I8, SCB, weight_format", ("bitsandbytes-int8",),
+    variants = (
+        FormatVariant("bitsandbytes int8", "bitsandbytes, transformers", "weight I8, SCB, weight_format", ("bitsandbytes-int8",),
                 ("bitsandbytes-int8",)),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
@@ -111,13 +111,13 @@ class Bnb4Bit(Format):
     """
 
     name = "bitsandbytes-4bit"
-    dialects = (
-        Dialect("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
+    variants = (
+        FormatVariant("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
                 ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16")),
-        Dialect("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers",
+        FormatVariant("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers",
                 "also weight.nested_absmax, weight.nested_quant_map",
                 ("bitsandbytes-nf4-nested",), ("bitsandbytes-nf4-dq",)),
-        Dialect("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4-storage-bf16",)),
+        FormatVariant("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4-storage-bf16",)),
     )  # fmt: skip
     quant_type: str = "nf4"
     storage: str = "U8"

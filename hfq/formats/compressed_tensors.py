@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, bounded_int
+from hfq.formats.base import FLOATS, ActivationScheme, FormatVariant, bounded_int
 from hfq.formats.codecs.bit_packing import pack_stream, pack_words, unpack_rows, unpack_stream
 from hfq.formats.codecs.groups import apply_groups, check_divides, rows_of
 from hfq.formats.codecs.value_checks import check_finite, check_index
@@ -49,8 +49,8 @@ class IntQuantized(ScaledCodes):
 
     name = "int-quantized"
     codes, scale = "weight", "weight_scale"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "compressed-tensors int-quantized, naive-quantized", "llmcompressor, compressed-tensors",
             "weight I8, weight_scale, weight_zero_point I8",
             ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
@@ -111,8 +111,8 @@ class PackQuantized(PackShards, PackOrder):
     """
 
     name = "pack-quantized"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
             (

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect
+from hfq.formats.base import FLOATS, ActivationScheme, FormatVariant
 from hfq.formats.codecs.fp8_codes import scale_as_float, widen_into
 from hfq.formats.codecs.value_checks import check_finite, check_positive
 from hfq.formats.configs.fp8_config import Hints, guess_block, read_hints
@@ -67,12 +67,12 @@ class Fp8(Fp8Shards, Fp8Order):
     """
 
     name = "fp8"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "FP8 fine-grained (fp32, bf16 or ue8m0 scales)", "transformers, DeepSeek, Qwen, auto-round", "weight, weight_scale_inv",
             ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"), ("hf-fp8-block128", "transformers-fp8-ragged"), is_emitted=True,
         ),
-        Dialect(
+        FormatVariant(
             "compressed-tensors float-quantized, mxfp8-quantized", "llmcompressor, compressed-tensors, auto-round",
             "weight, weight_scale, input_scale", ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
             (
@@ -80,15 +80,15 @@ class Fp8(Fp8Shards, Fp8Order):
                 "autoround-fp8-static",
             ), is_emitted=True,
         ),
-        Dialect("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
-        Dialect("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
-        Dialect(
+        FormatVariant("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
+        FormatVariant("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
+        FormatVariant(
             "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "nvidia-modelopt", "weight, weight_scale, input_scale",
             ("fp8-modelopt-tensor",), ("modelopt-fp8-2d-blockwise",),
         ),
-        Dialect("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",),
+        FormatVariant("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",),
                 ("gptqmodel-fp8-row",)),
-        Dialect("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
+        FormatVariant("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
     )  # fmt: skip
     codes_dtype: str = "F8_E4M3"
     strategy: Strategy = "channel"

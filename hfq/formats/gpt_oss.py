@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.formats.base import FLOATS, Dialect
+from hfq.formats.base import FLOATS, FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.fp4 import PackedFp4, powers, store_powers
@@ -32,8 +32,8 @@ class GptOssMxfp4(PackedFp4):
 
     name = "mxfp4-blocks"
     group_size = 32
-    dialects = (
-        Dialect("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_blocks U8, …_scales U8, …_bias", ("mxfp4-blocks",),
+    variants = (
+        FormatVariant("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_blocks U8, …_scales U8, …_bias", ("mxfp4-blocks",),
                 ("transformers-mxfp4-gptoss",)),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, bounded_int
+from hfq.formats.base import FLOATS, FormatVariant, bounded_int
 from hfq.formats.codecs.bit_packing import pack_planes, pack_stream, unpack_planes, unpack_stream
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.configs.gptq_config import (
@@ -69,8 +69,8 @@ class Gptq(GptqShards, GptqOrder):
     """
 
     name = "gptq"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "GPTQ v1 (checkpoint_format gptq)", "gptqmodel, AutoGPTQ, auto-round (auto_gptq)", "qweight, qzeros, scales, g_idx",
             ("gptq-v1-w4-sym", "gptq-v1-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w2-sym", "gptq-v1-w8-channel", "gptq-autogptq-w4"),
             (
@@ -80,11 +80,11 @@ class Gptq(GptqShards, GptqOrder):
                 "gptqmodel-gptq-w8gall-zero0-v1", "gptqmodel-gptq-dynamic-lmhead", "autoround-w2g32",
             ), is_emitted=True,
         ),
-        Dialect(
+        FormatVariant(
             "GPTQ v2 (gptq_v2)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-v2-w4-asym",),
             ("gptqmodel-gptq-w4g32-asym-v2", "gptqmodel-gptq-w4g32-zero0-v2"), is_emitted=True,
         ),
-        Dialect(
+        FormatVariant(
             "GPTQ planar (gptq_p)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-planar-w3", "gptq-planar-w5"),
             ("gptqmodel-gptqp-w3g32", "gptqmodel-gptqp-w5g32", "gptqmodel-gptqp-w7g32"),
         ),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, Format
+from hfq.formats.base import FLOATS, Format, FormatVariant
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.scaled import Others, other_tensors
@@ -58,8 +58,8 @@ class Hqq(Format):
     """
 
     name = "hqq"
-    dialects = (
-        Dialect("HQQ (8, 4, 3, 2, 1 bits)", "hqq", "W_q, scale, zero, shape, nbits, …",
+    variants = (
+        FormatVariant("HQQ (8, 4, 3, 2, 1 bits)", "hqq", "W_q, scale, zero, shape, nbits, …",
                 ("hqq-4bit", "hqq-8bit", "hqq-3bit", "hqq-2bit", "hqq-1bit", "hqq-4bit-axis0",
                  "hqq-4bit-as-float"), ("hqq-4bit-g64", "hqq-3bit-g64", "hqq-2bit-g64-axis0")),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import Dialect
+from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
@@ -44,13 +44,13 @@ class Mxfp4(PackedFp4):
     """
 
     name = "mxfp4"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
             "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",), is_emitted=True,
         ),
-        Dialect("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",), ("autoround-mxint4",)),
-        Dialect("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),
+        FormatVariant("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",), ("autoround-mxint4",)),
+        FormatVariant("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),
     )  # fmt: skip
     scale_dtype: str = "U8"
     stored_codes_name: str = "weight_packed"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.formats.base import Dialect
+from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite, check_positive
 from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
@@ -37,12 +37,12 @@ class Nvfp4(PackedFp4):
     """
 
     name = "nvfp4"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "NVFP4 (compressed-tensors nvfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
             "weight_packed U8, weight_scale F8_E4M3, weight_global_scale", ("nvfp4",), ("llmcompressor-nvfp4",),
         ),
-        Dialect(
+        FormatVariant(
             "NVFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale F8_E4M3, weight_scale_2", ("nvfp4-modelopt",),
             ("modelopt-nvfp4",),
         ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfq.formats.base import Dialect
+from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.fp4 import PackedFp4
@@ -29,8 +29,8 @@ class Nvfp4E5m3(PackedFp4):
 
     name = "nvfp4-e5m3"
     group_size = 16
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "NVFP4 with UE5M3 scales", "auto-round (nvfp4_v2)", "weight_packed U8, weight_scale U8", ("nvfp4-e5m3",),
             ("autoround-nvfp4-e5m3",),
         ),

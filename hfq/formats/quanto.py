@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format
+from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -40,8 +40,8 @@ class QuantoBytes(ScaledCodes):
 
     name = "quanto-8bit"
     codes, scale = "weight._data", "weight._scale"
-    dialects = (
-        Dialect("optimum-quanto qint8, qfloat8", "optimum-quanto", "weight._data, weight._scale, quanto_qmap.json",
+    variants = (
+        FormatVariant("optimum-quanto qint8, qfloat8", "optimum-quanto", "weight._data, weight._scale, quanto_qmap.json",
                 ("quanto-qint8", "quanto-qfloat8"), ("quanto-qfloat8-e5m2",)),
     )  # fmt: skip
     scheme: ActivationScheme | None = None
@@ -78,8 +78,8 @@ class QuantoBits(Format):
     """
 
     name = "quanto-bits"
-    dialects = (
-        Dialect("optimum-quanto qint4, qint2", "optimum-quanto", "weight._data._data U8, weight._scale, weight._shift",
+    variants = (
+        FormatVariant("optimum-quanto qint4, qint2", "optimum-quanto", "weight._data._data U8, weight._scale, weight._shift",
                 ("quanto-qint4", "quanto-qint2"), ("quanto-qint4", "quanto-qint2-g32")),
     )  # fmt: skip
     num_bits: int = 4

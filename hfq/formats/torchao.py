@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfq.errors import FormatError
-from hfq.formats.base import ActivationScheme, Dialect
+from hfq.formats.base import ActivationScheme, FormatVariant
 from hfq.formats.layouts.scaled import ScaledCodes, other_tensors
 from hfq.tensor_spec import TensorInfo
 
@@ -39,10 +39,10 @@ class Torchao(ScaledCodes):
 
     name = "torchao"
     codes, scale, zero = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-    dialects = (
-        Dialect("torchao float8 (e4m3, e5m2)", "torchao, transformers", "_weight_qdata F8, _weight_scale, metadata",
+    variants = (
+        FormatVariant("torchao float8 (e4m3, e5m2)", "torchao, transformers", "_weight_qdata F8, _weight_scale, metadata",
                 ("torchao-float8",), ("torchao-float8wo-e4m3-row",)),
-        Dialect("torchao int8, intx", "torchao, transformers", "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
+        FormatVariant("torchao int8, intx", "torchao, transformers", "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
                 ("torchao-int8", "torchao-intx-asym"), ("torchao-int8wo", "torchao-intx3-g32-asym")),
     )  # fmt: skip
     scheme: ActivationScheme | None = None

@@ -1,4 +1,4 @@
-"""Quantizes activations as a checkpoint asks (`activations="checkpoint"`): rounded to FP8 e4m3 or int8, and back."""
+"""Quantizes activations as a checkpoint asks (`quantize_activations=True`): rounded to FP8 e4m3 or int8, and back."""
 
 from __future__ import annotations
 

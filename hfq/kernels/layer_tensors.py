@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["HeldTensors"]
+__all__ = ["LayerTensors"]
 
 
-class HeldTensors(dict[str, torch.Tensor]):
+class LayerTensors(dict[str, torch.Tensor]):
     """A layer's tensors, by local on-disk name, that stay what and where they are for as long as this mapping is used.
 
     To ask torch where a tensor lies and how takes longer than to multiply by a small layer, so kernels keep the answers here.
@@ -23,4 +23,4 @@ class HeldTensors(dict[str, torch.Tensor]):
         self.answers: dict[str, object] = {}
 
     def __reduce__(self):
-        return HeldTensors, (dict(self),)
+        return LayerTensors, (dict(self),)

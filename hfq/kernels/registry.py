@@ -71,9 +71,9 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel("reference", reference.linear, reference.linear_grad),
-        Kernel("panels", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
+        Kernel("torch", panels.linear, panels.linear_grad, devices=("cpu",), priority=10),
         Kernel(
-            "native",
+            "cpp",
             cpu.linear,
             cpu.linear_grad,
             devices=("cpu",),
@@ -101,7 +101,7 @@ KERNELS = {
             refuses=triton_linear.reason_against,
         ),
         Kernel(
-            "triton-fp8",
+            "triton_fp8",
             triton_linear.quantized_linear,
             reference.linear_grad,
             devices=("cuda",),
@@ -136,7 +136,7 @@ def check_kernel(preference: str) -> None:
             f"There is no kernel {preference!r}{nearest(str(preference), names)}.", expected=" or ".join(map(repr, names)),
             found=repr(preference), fix='pass kernel="auto"',
         )  # fmt: skip
-    if preference in ("auto", "native"):
+    if preference in ("auto", "cpp"):
         start()
 
 

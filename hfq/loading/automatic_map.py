@@ -11,14 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hfq.loading.matching.match import Match
-from hfq.modules.experts import PackedExperts
-from hfq.modules.flat_buffer import arena_layout
-from hfq.modules.quantized_module import PackedModule
+from hfq.loading.matching.match import CheckpointMatch
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.flat_buffer import flat_layout
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.embedding_rows import can_read_rows
 from hfq.offload.unit import DenseParameter
 from hfq.offload.unit_layout import lay_out
-from hfq.placement.budget import Budget, Kind, Unit, plan_homes
+from hfq.placement.budget import Budget, Kind, Unit, plan_devices
 from hfq.placement.device_map import check_device
 from hfq.tensor_spec import TensorInfo
 
@@ -35,7 +35,7 @@ def computing_device(max_memory: Mapping[int | str, int]) -> int | str | None:
 
 def plan_map(
     model: PreTrainedModel,
-    match: Match,
+    match: CheckpointMatch,
     dtypes: Mapping[str, torch.dtype],
     max_memory: Mapping[int | str, int],
     expert_cache_nbytes: int = 0,
@@ -58,15 +58,15 @@ def plan_map(
     computing = computing_device(max_memory)
     main = check_device(computing)
     capacities = {check_device(key): int(limit) for key, limit in max_memory.items() if key in (computing, "cpu", "disk")}
-    budget = plan_homes(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
+    budget = plan_devices(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
     logger.info("hfq: placed by max_memory: %s", budget)
     return map_of(budget, model, computing), budget
 
 
 def map_of(budget: Budget, model: PreTrainedModel, computing: int | str | None) -> dict[str, Any]:
     """The device map that a budget means: all that is not said otherwise is `computing`."""
-    away = {name: home for name, home in budget.homes.items() if home != budget.main}
-    staying = [name for name, home in budget.homes.items() if home == budget.main]
+    away = {name: home for name, home in budget.devices.items() if home != budget.main}
+    staying = [name for name, home in budget.devices.items() if home == budget.main]
     device_map: dict[str, Any] = {"": computing, **away}
     device_map |= {name: computing for name in staying if any(name.startswith(f"{other}.") for other in away)}
     for target, source in model.all_tied_weights_keys.items():
@@ -85,7 +85,7 @@ class _Part:
     stored: list[TensorInfo] = field(default_factory=list)
 
 
-def gather_units(model: PreTrainedModel, match: Match, dtypes: Mapping[str, torch.dtype]) -> list[Unit]:
+def gather_units(model: PreTrainedModel, match: CheckpointMatch, dtypes: Mapping[str, torch.dtype]) -> list[Unit]:
     """The parts of a model that have a home of their own, in the order of its modules, with their bytes.
 
     The root, `""`, stands for the buffers, which stay where the model computes. What cannot be offloaded (a new head, a
@@ -100,9 +100,9 @@ def gather_units(model: PreTrainedModel, match: Match, dtypes: Mapping[str, torc
     parts: dict[str, _Part] = {"": _Part("fixed", sum(buffer.nbytes for buffer in model.buffers()))}
     ties, counted_at = model.all_tied_weights_keys, _places_of_tied(model)
     for path, module, around in _walk(model):
-        if isinstance(module, PackedModule):
+        if isinstance(module, QuantizedModule):
             part = parts.setdefault(*_unit(around, path, "other"))
-            part.nbytes += arena_layout(module.infos)[1]
+            part.nbytes += flat_layout(module.infos)[1]
             part.stored += module.infos.values()
             continue
         for local, parameter in module._parameters.items():
@@ -137,7 +137,7 @@ def _walk(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, K
     around: dict[str, tuple[str, Kind]] = {}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
-        if isinstance(module, PackedExperts):
+        if isinstance(module, QuantizedExperts):
             around[path] = path, "experts"
         elif parent in around:
             around[path] = around[parent]
@@ -155,7 +155,7 @@ def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _stored(source: str, model: PreTrainedModel, match: Match) -> TensorInfo | None:
+def _stored(source: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
     """Where a parameter is stored: under its own name, or under one that is tied to it."""
     tied = (target for target, other in model.all_tied_weights_keys.items() if other == source)
     return next((match.dense[name] for name in (source, *tied) if name in match.dense), None)

@@ -4,61 +4,65 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfq.errors import SetupError, nearest
+from hfq.errors import PlacementError, SetupError, nearest
 from hfq.kernels.registry import check_kernel
-from hfq.recipes.recipe import RECIPE_OPTIONS, Recipe
+from hfq.placement.estimate.hardware import parse_size
+from hfq.recipes.recipe import Recipe
 
 __all__ = ["METHOD", "HfqConfig"]
 
 METHOD = "hfq"
+CpuMemory = Literal["auto", "mmap", "private", "shared"]
+DiskIo = Literal["auto", "direct", "buffered"]
+DiskChecksum = Literal["off", "first", "always"]
+CpuLayerDevice = Literal["accelerator", "cpu", "auto"]
+ReaderRanks = Literal["all", "rank0"]
+NvmeSource = Literal["checkpoint", "swap_files"]
 _CHOICES = {
-    "activations": ("auto", "checkpoint", "none"),
-    "execute_on": ("auto", "home", "accelerator"),
-    "backing": ("auto", "mapped", "arena", "shared"),
-    "stream": ("auto", "direct", "buffered"),
-    "verify": ("off", "first", "always"),
-    "load": ("ranges", "broadcast"),
-    "nvme": ("in_place", "swap"),
+    "cpu_memory": CpuMemory,
+    "disk_io": DiskIo,
+    "disk_checksum": DiskChecksum,
+    "execute_cpu_layers_on": CpuLayerDevice,
+    "reader_ranks": ReaderRanks,
+    "nvme_source": NvmeSource,
 }
-_OPTIONS = (*_CHOICES, "kernel", "modules_to_not_convert", "expert_cache_nbytes", "outlier_threshold", *RECIPE_OPTIONS)
+_SOURCE = "_source"
 
 
 class HfqConfig(QuantizationConfigMixin):
-    """Asks `from_pretrained` to load a quantized checkpoint with hfq, whatever its dialect.
+    """Options of `from_pretrained` for a model that hfq loads; almost every load needs none.
 
     Args:
-        kernel: `"auto"` for the best kernel there is for each layer, `"reference"` for plain torch and results that are the same
-            on every machine with the same torch, or the name of another kernel (`hfq.kernels.registry`).
-        activations: `"checkpoint"` quantizes activations as the checkpoint's config declares; `"none"` leaves them as they
-            are, and so does `"auto"`.
-        modules_to_not_convert: Modules that must not be packed. A module that the checkpoint stores packed is refused.
-        backing: How packed rows rest in CPU memory: `"mapped"` uses them where they lie in the mapped checkpoint (no copy,
-            shared by processes), `"arena"` reads them into private memory, `"shared"` into memory that all processes of the
-            node that load them share, `"auto"` maps whatever is aligned and in a local file, and reads the rest (into shared
-            memory where a launcher has started several processes on the node). While a DeepSpeed config is alive it maps nothing.
-        stream: How blocks that rest on disk are read: `"direct"` past the page cache, `"buffered"` through it, `"auto"` through it
-            where all that is streamed fits into half of the available memory.
-        verify: Whether what is streamed is compared with checksums that are taken while loading (which reads all of it once):
-            `"off"`, at the `"first"` read of each block, or `"always"`.
-        expert_cache_nbytes: The most bytes of routed experts that are kept where they compute while they rest elsewhere; None
-            takes a tenth of the memory that is available when the model is loaded.
-        load: Under ZeRO-3: with `"ranges"` every rank reads the bytes of its own shards; with `"broadcast"` rank 0 reads all and
-            deals it out, for clusters of which one node alone has the files.
-        execute_on: Where packed layers compute that rest in CPU memory beside an accelerator: `"accelerator"` brings their bytes
-            to it, `"home"` brings their activations to the CPU, `"auto"` chooses call by call (`hfq.modules.cpu_execution`).
-        outlier_threshold: For bitsandbytes' 8-bit checkpoints under `activations="checkpoint"`: from which amplitude on LLM.int8()
-            leaves an input channel as it is; None takes the checkpoint's own, 0 rounds every channel.
-        nvme: Under ZeRO-3 with `offload_param.device` `nvme`: with `"in_place"` shards are swapped in from the checkpoint's own
-            files, and nothing is written; with `"swap"` DeepSpeed copies them to `nvme_path` when the model is loaded.
-        source: The checkpoint's own `quantization_config`; filled in while loading, and written back by `save_pretrained`.
-        method: How `hfq.quantize` quantizes a float checkpoint, and `from_pretrained` packs one while loading it, where the method
-            needs no calibration; its options are those of `hfq.recipes.recipe.Recipe`: `num_bits`, `group_size`, `symmetric`,
-            `act_order`, `static_groups`, `group_order`, `damping`, `clip_search`, `recovery`. `modules_to_not_convert` then stay
-            floats.
+        quantize_weights: Quantizes a float checkpoint while it is loaded: the name of a method that needs no
+            calibration data, a `Recipe`, or a dict of its options. None loads the checkpoint as it is.
+        modules_to_not_convert: Modules that must stay unquantized. Naming a module that the checkpoint stores
+            quantized is an error.
+        quantize_activations: True to round activations as the checkpoint's config declares.
+        llm_int8_threshold: For 8-bit checkpoints of bitsandbytes with `quantize_activations`: the amplitude from
+            which LLM.int8() leaves an input channel unrounded. None takes the checkpoint's own, 0 rounds all.
+        kernel: `"auto"` for the best kernel of each layer, `"reference"` for plain torch and results that are the
+            same on every machine with the same torch, or another name of `hfq.kernels.registry.KERNELS`.
+        cpu_memory: How weights on the CPU are held. `"mmap"` maps the checkpoint, `"private"` reads it into memory
+            of this process, `"shared"` into memory that all processes of the node share. `"auto"` maps every tensor
+            that is aligned and on a local file system, and nothing while a DeepSpeed config is active; it reads the
+            rest, into shared memory where a launcher has started several processes.
+        disk_io: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses it if all offloaded units
+            fit into half of the available memory.
+        disk_checksum: Compares weights read from disk with checksums taken while loading, which reads all of them
+            once: `"off"`, at the `"first"` read of each unit, or `"always"`.
+        expert_cache_size: Memory for routed experts that are kept on the execution device while they are offloaded:
+            bytes, or text with a unit such as `"4GiB"`. None takes what an automatic device map leaves free, else a
+            tenth of the available memory.
+        execute_cpu_layers_on: Where quantized layers on the CPU compute next to an accelerator: `"accelerator"`
+            copies their weights, `"cpu"` moves their activations, `"auto"` chooses for each call.
+        reader_ranks: Under ZeRO-3: `"all"` ranks read their own shards, or `"rank0"` reads and scatters them, for
+            clusters in which one node alone has the files.
+        nvme_source: Under ZeRO-3 with `offload_param.device` `nvme`: reads shards from the `"checkpoint"` itself, or
+            from `"swap_files"` that DeepSpeed writes to `nvme_path`.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.
@@ -66,108 +70,190 @@ class HfqConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        kernel: str = "auto",
-        activations: str = "auto",
+        *,
+        quantize_weights: str | Recipe | Mapping[str, Any] | None = None,
         modules_to_not_convert: list[str] | None = None,
-        backing: str = "auto",
-        stream: str = "auto",
-        verify: str = "off",
-        expert_cache_nbytes: int | None = None,
-        load: str = "ranges",
-        nvme: str = "in_place",
-        execute_on: str = "accelerator",
-        outlier_threshold: float | None = None,
-        source: Mapping[str, Any] | None = None,
-        method: str | None = None,
+        quantize_activations: bool = False,
+        llm_int8_threshold: float | None = None,
+        kernel: str = "auto",
+        cpu_memory: CpuMemory = "auto",
+        disk_io: DiskIo = "auto",
+        disk_checksum: DiskChecksum = "off",
+        expert_cache_size: int | str | None = None,
+        execute_cpu_layers_on: CpuLayerDevice = "accelerator",
+        reader_ranks: ReaderRanks = "all",
+        nvme_source: NvmeSource = "checkpoint",
         **others: Any,
     ) -> None:
         others.pop("quant_method", None)
-        for name in others.keys() - set(RECIPE_OPTIONS):
-            raise SetupError(
-                f"HfqConfig has no option {name!r}{nearest(name, _OPTIONS)}.", expected=", ".join(_OPTIONS), found=name,
-                fix="remove or correct the option",
-            )  # fmt: skip
+        _check_known(others)
         check_kernel(kernel)
-        chosen = {
-            "activations": activations,
-            "backing": backing,
-            "stream": stream,
-            "verify": verify,
-            "load": load,
-            "nvme": nvme,
-            "execute_on": execute_on,
-        }
-        _check_choices(chosen)
-        _check_values(modules_to_not_convert, expert_cache_nbytes, outlier_threshold, source)
         self.quant_method = METHOD  # transformers takes any string that is registered
-        self.kernel, self.activations, self.backing = kernel, activations, backing
-        self.stream, self.verify, self.expert_cache_nbytes = stream, verify, expert_cache_nbytes
-        self.load, self.nvme = load, nvme
-        self.execute_on, self.outlier_threshold = execute_on, outlier_threshold
-        self.modules_to_not_convert = list(modules_to_not_convert) if modules_to_not_convert is not None else None
-        self.source = copy.deepcopy(dict(source)) if source is not None else None
-        self.method = method
-        self._set_recipe(others)
+        self.quantize_weights = _as_recipe(quantize_weights)
+        self.modules_to_not_convert = _module_names(modules_to_not_convert)
+        self.quantize_activations = _flag("quantize_activations", quantize_activations)
+        self.llm_int8_threshold = _threshold(llm_int8_threshold)
+        self.kernel = kernel
+        self.cpu_memory = _choice("cpu_memory", cpu_memory)
+        self.disk_io = _choice("disk_io", disk_io)
+        self.disk_checksum = _choice("disk_checksum", disk_checksum)
+        self.expert_cache_size = expert_cache_size
+        self.execute_cpu_layers_on = _choice("execute_cpu_layers_on", execute_cpu_layers_on)
+        self.reader_ranks = _choice("reader_ranks", reader_ranks)
+        self.nvme_source = _choice("nvme_source", nvme_source)
+        self._source: dict[str, Any] | None = None
+        self._expert_cache_nbytes = _size("expert_cache_size", expert_cache_size)
 
-    def _set_recipe(self, options: Mapping[str, Any]) -> None:
-        given = {name: value for name, value in options.items() if value is not None}
-        if given and self.method is None:
-            raise SetupError(
-                f"HfqConfig({next(iter(given))}=…) says how to quantize, and no method is given.", expected="method=… beside it",
-                found=", ".join(given), fix="pass method, or leave these out to load a quantized checkpoint",
-            )  # fmt: skip
-        if self.method is not None:
-            Recipe.of({**given, "method": self.method})
-        for name in RECIPE_OPTIONS[1:]:
-            setattr(self, name, given.get(name))
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe to quantize a float checkpoint with; None to load it as it is."""
+        return self.quantize_weights
+
+    @property
+    def expert_cache_nbytes(self) -> int | None:
+        """`expert_cache_size` in bytes."""
+        return self._expert_cache_nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The source dialect's config once a checkpoint is loaded, so that what is saved stays readable by others."""
-        return copy.deepcopy(self.source if self.source is not None else self.options())
+        """Returns the checkpoint's own config once it is loaded, so that other tools read what is saved."""
+        return copy.deepcopy(self._source if self._source is not None else self._options())
 
-    def options(self) -> dict[str, Any]:
-        """All of hfq's own options, and the source."""
-        return copy.deepcopy(self.__dict__)
-
-    def with_source(self, source: Mapping[str, Any] | None) -> HfqConfig:
-        """A copy that carries the checkpoint's own config."""
-        return HfqConfig(**{**self.options(), "source": source if source is not None else self.source})
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Returns the config of a dict that `to_dict` or `hfq.pretrained_config` made."""
+        options = {**config_dict, **kwargs}
+        source = options.pop(_SOURCE, None)
+        config = cls(**options)._with_source(source)
+        return (config, {}) if return_unused_kwargs else config
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict; transformers asks a config it is handed back for its `quant_method`."""
-        return self.options().get(key, default)
+        """Returns an option by name; transformers reads `quant_method` so from a config that was a dict."""
+        return self._options().get(key, default)
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._options().items() if name not in ("quant_method", _SOURCE)}
+        return f"HfqConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def _options(self) -> dict[str, Any]:
+        """All options as JSON-ready data, and the checkpoint's own config if there is one."""
+        options = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        if self.quantize_weights is not None:
+            options["quantize_weights"] = self.quantize_weights.chosen()
+        if self._source is not None:
+            options[_SOURCE] = self._source
+        return copy.deepcopy(options)
+
+    def _with_source(self, source: Mapping[str, Any] | None) -> HfqConfig:
+        """Returns a copy that carries the checkpoint's own `quantization_config`."""
+        carried = copy.deepcopy(self)
+        if source is not None:
+            carried._source = copy.deepcopy(dict(source))
+        return carried
 
 
-def _check_choices(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, str) or value not in _CHOICES[name]:
-            raise SetupError(
-                f"HfqConfig({name}={value!r}) is not a choice{nearest(str(value), _CHOICES[name])}.",
-                expected=" or ".join(map(repr, _CHOICES[name])), found=repr(value), fix="correct the option",
-            )  # fmt: skip
+OPTIONS = (
+    "quantize_weights",
+    "modules_to_not_convert",
+    "quantize_activations",
+    "llm_int8_threshold",
+    "kernel",
+    "cpu_memory",
+    "disk_io",
+    "disk_checksum",
+    "expert_cache_size",
+    "execute_cpu_layers_on",
+    "reader_ranks",
+    "nvme_source",
+)
+"""The options of `HfqConfig`, in the order of docs/options.md."""
 
 
-def _check_values(modules: Any, expert_cache_nbytes: Any, outlier_threshold: Any, source: Any) -> None:
-    is_list = isinstance(modules, (list, tuple, set)) and all(isinstance(name, str) and name for name in modules)
-    if modules is not None and not is_list:
+def _check_known(others: Mapping[str, Any]) -> None:
+    for name in others:
         raise SetupError(
-            "HfqConfig(modules_to_not_convert=…) wants a list of module names.", expected="['lm_head', …]",
-            found=repr(modules)[:80], fix="pass a list",
-        )  # fmt: skip
-    is_size = isinstance(expert_cache_nbytes, int) and not isinstance(expert_cache_nbytes, bool) and expert_cache_nbytes >= 0
-    if expert_cache_nbytes is not None and not is_size:
+            f"HfqConfig has no option {name!r}{nearest(name, OPTIONS)}.",
+            expected=", ".join(OPTIONS),
+            found=name,
+            fix="remove or correct the option",
+        )
+
+
+def _as_recipe(given: Any) -> Recipe | None:
+    if given is None or isinstance(given, Recipe):
+        return given
+    if isinstance(given, str):
+        return Recipe(given)
+    if isinstance(given, Mapping):
+        return Recipe.of(given)
+    raise SetupError(
+        "HfqConfig(quantize_weights=…) is neither a method nor a recipe.",
+        expected='"fp8", Recipe("rtn", bits=4), or None',
+        found=repr(given)[:80],
+        fix="pass the name of a method or a Recipe",
+    )
+
+
+def _choice(name: str, value: Any) -> Any:
+    choices = get_args(_CHOICES[name])
+    if not isinstance(value, str) or value not in choices:
         raise SetupError(
-            "HfqConfig(expert_cache_nbytes=…) wants a number of bytes.", expected="an int, 0 or more; or None",
-            found=repr(expert_cache_nbytes)[:80], fix="pass bytes, as 2 * 2**30",
-        )  # fmt: skip
-    is_number = isinstance(outlier_threshold, (int, float)) and not isinstance(outlier_threshold, bool)
-    if outlier_threshold is not None and not (is_number and 0 <= outlier_threshold < float("inf")):
+            f"{name}={value!r} is not valid{nearest(str(value), choices)}.",
+            expected=" or ".join(map(repr, choices)),
+            found=repr(value),
+            fix="use one of these values",
+        )
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
         raise SetupError(
-            "HfqConfig(outlier_threshold=…) wants an amplitude.", expected="a number, 0 or more; or None",
-            found=repr(outlier_threshold)[:80], fix="pass a number, as 6.0",
-        )  # fmt: skip
-    if source is not None and not isinstance(source, Mapping):
+            f"{name}={value!r} is not valid.",
+            expected="True or False",
+            found=repr(value)[:80],
+            fix="use one of these values",
+        )
+    return value
+
+
+def _module_names(given: Any) -> list[str] | None:
+    is_list = isinstance(given, (list, tuple, set)) and all(isinstance(name, str) and name for name in given)
+    if given is not None and not is_list:
         raise SetupError(
-            "HfqConfig(source=…) wants the checkpoint's quantization_config.", expected="a dict", found=repr(source)[:80],
-            fix="leave source out; it is filled in while loading",
-        )  # fmt: skip
+            "HfqConfig(modules_to_not_convert=…) requires a list of module names.",
+            expected="['lm_head', …]",
+            found=repr(given)[:80],
+            fix="pass a list",
+        )
+    return None if given is None else list(given)
+
+
+def _threshold(given: Any) -> float | None:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if given is not None and not (is_number and 0 <= given < float("inf")):
+        raise SetupError(
+            "HfqConfig(llm_int8_threshold=…) requires an amplitude.",
+            expected="a number, 0 or more; or None",
+            found=repr(given)[:80],
+            fix="pass a number, for example 6.0",
+        )
+    return given
+
+
+def _size(name: str, given: Any) -> int | None:
+    if given is None:
+        return None
+    is_size = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    if is_size:
+        return given
+    try:
+        if isinstance(given, str):
+            return parse_size(given, name, least=0)
+    except PlacementError as error:
+        raise SetupError(error.message, expected=error.expected, found=error.found, fix=error.fix) from error
+    raise SetupError(
+        f"HfqConfig({name}=…) requires a size.",
+        expected='bytes as an int, text such as "4GiB", or None',
+        found=repr(given)[:80],
+        fix='pass a size with a unit, for example "4GiB"',
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hfq.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from hfq.loading.page_cache import EarlyReading
+    from hfq.loading.page_cache import PageCacheReads
 
 __all__ = ["LoadContext", "load_context", "opened_checkpoint", "remember_checkpoint", "within_load"]
 
@@ -27,7 +27,7 @@ class LoadContext:
         key_mapping: The argument `key_mapping`.
         offload_folder: The argument `offload_folder`.
         stops_at_meta_model: True if the load ends before its first weight byte, as `hfq plan` asks for.
-        early_reading: The threads that bring the checkpoint into the page cache; None if there are none.
+        page_cache_reads: The threads that bring the checkpoint into the page cache; None if there are none.
     """
 
     is_active: bool = False
@@ -35,7 +35,7 @@ class LoadContext:
     key_mapping: dict[str, str] | None = None
     offload_folder: str | os.PathLike | None = None
     stops_at_meta_model: bool = False
-    early_reading: EarlyReading | None = None
+    page_cache_reads: PageCacheReads | None = None
 
 
 _current: ContextVar[LoadContext] = ContextVar("hfq_load_context", default=LoadContext())  # noqa: B039  # frozen

@@ -13,9 +13,9 @@ from torch import nn
 from hfq.formats import Format
 from hfq.loading.automatic_map import map_of
 from hfq.loading.kv_layers import activation_sizes, kv_layers
-from hfq.loading.meta_model import load_skeleton
-from hfq.loading.model_loader import Loading
-from hfq.modules.linear import PackedLinear
+from hfq.loading.meta_model import load_meta_model
+from hfq.loading.model_loader import ModelLoader
+from hfq.modules.linear import QuantizedLinear
 from hfq.placement.estimate.best_format import Shapes
 from hfq.placement.estimate.estimate import Estimate, ModelSizes
 from hfq.placement.plan import Plan
@@ -33,7 +33,7 @@ class PlannedModel:
         uncounted: Layers whose state is not counted.
     """
 
-    loading: Loading
+    loading: ModelLoader
     sizes: ModelSizes
     uncounted: int
 
@@ -43,9 +43,9 @@ class PlannedModel:
         computing = int(main.partition(":")[2]) if main.startswith("cuda:") else main
         return map_of(estimate.budget, self.loading.model, computing)
 
-    def spread_map(self, homes: Mapping[str, str]) -> dict[str, int]:
+    def spread_map(self, devices: Mapping[str, str]) -> dict[str, int]:
         """The map over several accelerators, by their number; tied weights are with their source."""
-        device_map = {name: int(home.partition(":")[2]) for name, home in homes.items()}
+        device_map = {name: int(home.partition(":")[2]) for name, home in devices.items()}
         for target, source in self.loading.model.all_tied_weights_keys.items():
             device_map.setdefault(target.rpartition(".")[0], device_map[source.rpartition(".")[0]])
         return device_map
@@ -65,14 +65,14 @@ class PlannedModel:
         plan, model = self.plan(device_map), self.loading.model
         planned = {entry.name for entry in plan.entries}
         computed = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in planned)
-        homes = plan.nbytes_by_home()
-        return homes | {main: homes.get(main, 0) + computed}
+        devices = plan.nbytes_by_device()
+        return devices | {main: devices.get(main, 0) + computed}
 
     def shapes(self) -> Shapes:
         """The model's layers whatever they are stored as, for the ladder of formats."""
         model, layers, bits = self.loading.model, [], []
         for name, module in model.named_modules():
-            if isinstance(module, PackedLinear):
+            if isinstance(module, QuantizedLinear):
                 layers.append((module.out_features, module.in_features))
                 bits.append(sum(info.nbytes for info in module.infos.values()) * 8)
             elif isinstance(module, nn.Linear) and "lm_head" not in name:
@@ -86,7 +86,7 @@ class PlannedModel:
         """What the checkpoint is, as JSON-ready data."""
         loading = self.loading
         return {
-            "path": loading.checkpoint.root, "class": type(loading.model).__name__, "dialects": loading.describe_formats(),
+            "path": loading.checkpoint.root, "class": type(loading.model).__name__, "formats": loading.describe_formats(),
             "file_nbytes": loading.checkpoint.nbytes, "packed_modules": len(loading.packed), "dtype": self.sizes.dtype,
             "layers": self.sizes.layers, "layers_with_an_uncounted_state": self.uncounted,
         }  # fmt: skip
@@ -102,12 +102,12 @@ def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
     Raises:
         HfqError: Whatever a load would refuse before it reads weights.
     """
-    loading = load_skeleton(path, dtype)
+    loading = load_meta_model(path, dtype)
     sizes, uncounted = measure_sizes(loading)
     return PlannedModel(loading, sizes, uncounted)
 
 
-def measure_sizes(loading: Loading) -> tuple[ModelSizes, int]:
+def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
     """The sizes of a model whose load has come to its skeleton or further, and how many layers have a state that is not counted."""
     model = loading.model
     layers, uncounted = kv_layers(model)
@@ -147,7 +147,7 @@ def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str
     """(kind of weight, share of it that a step computes, weights, bytes) of each linear layer, packed or dense."""
     for name, module in model.named_modules():
         share = routed if ".experts." in f".{name}." else 1.0
-        if isinstance(module, PackedLinear):
+        if isinstance(module, QuantizedLinear):
             nbytes = sum(info.nbytes for info in module.infos.values())
             yield kind_of_weight(module.weight_format, dtype), share, module.in_features * module.out_features, nbytes
         elif isinstance(module, nn.Linear):

@@ -9,12 +9,12 @@ from torch import nn
 from hfq.errors import SetupError
 
 if TYPE_CHECKING:
-    from hfq.loading.model_loader import Loading
+    from hfq.loading.model_loader import ModelLoader
 
-__all__ = ["loading_of"]
+__all__ = ["loader_of"]
 
 
-def loading_of(model: nn.Module) -> Loading:
+def loader_of(model: nn.Module) -> ModelLoader:
     """The load of a model, or of the model within a wrapper such as PEFT's.
 
     Raises:

@@ -14,24 +14,24 @@ from hfq.loading.config import HfqConfig
 from hfq.loading.context import within_load
 
 if TYPE_CHECKING:
-    from hfq.loading.model_loader import Loading
+    from hfq.loading.model_loader import ModelLoader
 
-__all__ = ["SkeletonReached", "load_skeleton"]
+__all__ = ["MetaModelReached", "load_meta_model"]
 
 
-class SkeletonReached(BaseException):
+class MetaModelReached(BaseException):
     """Leaves `from_pretrained` when the skeleton stands.
 
     Args:
         loading: The load, with its skeleton and its match; no homes are settled.
     """
 
-    def __init__(self, loading: Loading) -> None:
+    def __init__(self, loading: ModelLoader) -> None:
         super().__init__()
         self.loading = loading
 
 
-def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
+def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader:
     """The load of a checkpoint, from its config and headers alone.
 
     Args:
@@ -48,7 +48,7 @@ def load_skeleton(path: str | os.PathLike, dtype: Any = "auto") -> Loading:
         with within_load(stops_at_meta_model=True):
             # an automatic map is inferred later, and keeps the load from reading ahead
             cls.from_pretrained(folder, quantization_config=config, device_map="auto", dtype=dtype)
-    except SkeletonReached as reached:
+    except MetaModelReached as reached:
         return reached.loading
     raise SetupError(
         "transformers loaded a model and did not ask hfq.", file=folder, expected="a call of HfqQuantizer", found=cls.__name__,

@@ -25,35 +25,35 @@ from hfq.loading.automatic_map import gather_units, plan_map
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import load_context
 from hfq.loading.matching.match import match_model
-from hfq.loading.matching.offload_units import find_blocks
-from hfq.loading.matching.replace_modules import swap_packed
-from hfq.loading.read_weights import load_rows, log_summary
-from hfq.loading.reported_device import show_device
+from hfq.loading.matching.offload_units import find_offload_units
+from hfq.loading.matching.replace_modules import replace_modules
+from hfq.loading.read_weights import load_quantized_weights, log_summary
+from hfq.loading.reported_device import report_device
 from hfq.loading.saving import like_source, stored_state
 from hfq.loading.state import LoadState
 from hfq.loading.validation import (
     check_merged,
     check_not_converted,
-    check_one_home,
+    check_one_device,
     open_files,
     planned_dtypes,
 )
-from hfq.modules.cpu_execution import Home
-from hfq.modules.experts import PackedExperts
-from hfq.modules.linear import PackedLinear
-from hfq.modules.offloaded_parameter import AwayParameter
-from hfq.modules.quantized_module import PackedModule
-from hfq.offload.offloader import Streamer, StreamOptions
+from hfq.modules.cpu_execution import CpuExecution
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.offloaded_parameter import OffloadedParameter
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.placement.budget import Budget, Unit
-from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_homes
+from hfq.placement.device_map import check_present, execution_device, execution_map, resolve_devices
 from hfq.placement.plan import Plan, PlanEntry
 
-__all__ = ["Loading"]
+__all__ = ["ModelLoader"]
 
 logger = logging.get_logger("hfq")
 
 
-class Loading(LoadState):
+class ModelLoader(LoadState):
     """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and to save.
 
     Args:
@@ -69,19 +69,19 @@ class Loading(LoadState):
         self.model = model
         self.checkpoint, source = self._open(config, files)
         self.reader = Reader(self.checkpoint)
-        self.config = config.with_source(source)
+        self.config = config._with_source(source)
         self._user_map: dict[str, Any] | None = None
         self._dtypes = planned_dtypes(model, dtype)
         self.match = match_model(model, self.checkpoint, source or {}, load_context().key_mapping)
-        if config.method is None:
+        if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
-        self.packed = swap_packed(model, self.match, self.config, self._dtypes)
+        self.packed = replace_modules(model, self.match, self.config, self._dtypes)
         self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
         self.plan = Plan(())
         self.budget: Budget | None = None
-        self.homes = {}
+        self.devices = {}
         self.main = "cpu"
-        self.streamer: Streamer | None = None
+        self.offloader: Offloader | None = None
         self._hidden: set[str] = set()
         self._hook = model.register_state_dict_post_hook(lambda *arguments: self._hide(*arguments))
         self._hide_packed()
@@ -103,7 +103,7 @@ class Loading(LoadState):
             device_map, self.budget = plan_map(self.model, self.match, self._dtypes, max_memory, cache)
         self._user_map = dict(device_map) if device_map is not None else None
         names = self._settle_devices(device_map)
-        check_present(set(self.homes.values()))
+        check_present(set(self.devices.values()))
         self._check_supported()
         offloaded = {name for name in names if self._is_offloaded(name)}
         check_merged(self.match, offloaded)
@@ -113,7 +113,7 @@ class Loading(LoadState):
         self.plan = self._make_plan(names)
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             self._load_rows()
-        return None if device_map is None else execution_map(device_map, self.homes, self.main)
+        return None if device_map is None else execution_map(device_map, self.devices, self.main)
 
     def plan_for(self, device_map: dict[str, Any]) -> Plan:
         """Returns the plan of a map whose devices this machine need not have; loads nothing."""
@@ -124,19 +124,19 @@ class Loading(LoadState):
     ) -> list[str]:
         """Sets the device of every tensor and the execution device; returns the names of the tensors."""
         names = self._tensor_names()
-        homes = resolve_homes(device_map, names, (name for name, _ in self.model.named_modules()), check=check)
+        devices = resolve_devices(device_map, names, (name for name, _ in self.model.named_modules()), check=check)
         for target, source in self.model.all_tied_weights_keys.items():
-            homes[target] = homes.get(source, homes[target])
-        self.homes, self.main = homes, execution_device(homes.values())
+            devices[target] = devices.get(source, devices[target])
+        self.devices, self.main = devices, execution_device(devices.values())
         return names
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         """The checkpoint, and its `quantization_config`."""
         checkpoint = open_files(files)
-        return checkpoint, config.source if config.source is not None else source_config(checkpoint)
+        return checkpoint, config._source if config._source is not None else source_config(checkpoint)
 
     def _load_rows(self) -> None:
-        self.read_plan, self.read_report = load_rows(self, self._hidden)
+        self.read_plan, self.read_report = load_quantized_weights(self, self._hidden)
 
     def gather_units(self) -> list[Unit]:
         """The parts of the model that may have a home of their own, with their bytes."""
@@ -164,28 +164,28 @@ class Loading(LoadState):
         staying = self._staying(moving)
         experts = {name for name in moving if self.match.packed[name].slot.kind == "expert"}
         brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
-        blocks = find_blocks(self.model, self.match, brought, self._hidden - self._packed_names, self.homes)
+        units = find_offload_units(self.model, self.match, brought, self._hidden - self._packed_names, self.devices)
         on_demand = [module for name, module in brought.items() if name in experts]
-        if blocks or on_demand:
-            self.streamer = Streamer(blocks, self.reader, self.main, on_demand, self._stream_options(), self.model)
+        if units or on_demand:
+            self.offloader = Offloader(units, self.reader, self.main, on_demand, self._stream_options(), self.model)
             for module in self.model.modules():
-                if isinstance(module, PackedExperts) and on_demand:
-                    module.prefetch = self.streamer.experts.prefetch
+                if isinstance(module, QuantizedExperts) and on_demand:
+                    module.prefetch = self.offloader.experts.prefetch
         for module in staying.values():
-            Home(torch.device(self.main), self.config.execute_on).serve(module)
-        if self.streamer is not None or staying:
-            show_device(self.model, torch.device(self.main))
+            CpuExecution(torch.device(self.main), self.config.execute_cpu_layers_on).serve(module)
+        if self.offloader is not None or staying:
+            report_device(self.model, torch.device(self.main))
 
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)
 
-    def _stream_options(self) -> StreamOptions:
-        cache, read_ahead = self.config.expert_cache_nbytes, StreamOptions.read_ahead_nbytes
+    def _stream_options(self) -> OffloadOptions:
+        cache, read_ahead = self.config.expert_cache_nbytes, OffloadOptions.read_ahead_nbytes
         if self.budget is not None:
             read_ahead = self.budget.read_ahead_nbytes()
             cache = max(0, self.budget.headroom().get(self.main, 0) - read_ahead) if cache is None else cache
-        threads = max(StreamOptions.threads, self.read_report.threads)  # more on a network file system
-        return StreamOptions(self.config.stream, self.config.verify, threads, cache, read_ahead)
+        threads = max(OffloadOptions.threads, self.read_report.threads)  # more on a network file system
+        return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files' metadata."""
@@ -196,17 +196,17 @@ class Loading(LoadState):
         """During this, `save_pretrained` writes what the source had, and nothing that it had not: see `saving.like_source`."""
         return like_source(model, self.checkpoint, folder, is_main_process)
 
-    def _moving(self) -> dict[str, PackedModule]:
+    def _moving(self) -> dict[str, QuantizedModule]:
         """The packed modules that do not rest where they compute."""
-        homes = {name: self.homes[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
-        return {name: self.packed[name] for name, home in homes.items() if home == "disk" or (home == "cpu" != self.main)}
+        devices = {name: self.devices[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
+        return {name: self.packed[name] for name, home in devices.items() if home == "disk" or (home == "cpu" != self.main)}
 
-    def _staying(self, moving: dict[str, PackedModule]) -> dict[str, PackedLinear]:
+    def _staying(self, moving: dict[str, QuantizedModule]) -> dict[str, QuantizedLinear]:
         """Of these, the packed layers that may compute where they rest, in memory beside an accelerator."""
-        if self.main == "cpu" or self.config.execute_on == "accelerator":
+        if self.main == "cpu" or self.config.execute_cpu_layers_on == "accelerator":
             return {}
-        layers = {name: module for name, module in moving.items() if isinstance(module, PackedLinear)}
-        return {name: layer for name, layer in layers.items() if self.homes[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
+        layers = {name: module for name, module in moving.items() if isinstance(module, QuantizedLinear)}
+        return {name: layer for name, layer in layers.items() if self.devices[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
 
     def _check_ties(self) -> None:
         """Two loads at once can leave transformers' tying switched off (see the import hook's patches); a head would then be random."""
@@ -228,7 +228,7 @@ class Loading(LoadState):
                     tensor.data = tensor.data.to(dtype)
 
     def _hide_packed(self) -> None:
-        self._hidden = self._packed_names | {f"{name}.packed_row" for name in self.packed}
+        self._hidden = self._packed_names | {f"{name}.flat_buffer" for name in self.packed}
         # hfq has judged every stored tensor itself: transformers must not report the hidden ones as unexpected
         self.model._keys_to_ignore_on_load_unexpected = {".*"}
 
@@ -242,7 +242,7 @@ class Loading(LoadState):
 
     def _is_offloaded(self, name: str) -> bool:
         """Whether a dense parameter rests elsewhere than where it computes."""
-        home = self.homes[name]
+        home = self.devices[name]
         ties = self.model.all_tied_weights_keys
         is_parameter = name in self.match.dense or name in ties or name in ties.values()
         is_dense = is_parameter and name not in self._packed_names and not self._is_buffer(name)
@@ -260,14 +260,14 @@ class Loading(LoadState):
         if parameter is not None:
             # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer reads what is on meta
             blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
-            parameter = AwayParameter(blank, requires_grad=False)
+            parameter = OffloadedParameter(blank, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             owner._parameters[local] = parameter
 
     def _check_supported(self) -> None:
-        check_one_home(self.packed, self.homes)
-        accelerators = {home for home in self.homes.values() if home not in ("cpu", "disk")}
-        offloaded = {home for home in self.homes.values() if home in ("cpu", "disk")}
+        check_one_device(self.packed, self.devices)
+        accelerators = {home for home in self.devices.values() if home not in ("cpu", "disk")}
+        offloaded = {home for home in self.devices.values() if home in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
             raise PlacementError(
                 "hfq cannot offload a model that is spread over several accelerators yet; nothing was loaded.",
@@ -280,7 +280,7 @@ class Loading(LoadState):
         stored = {f"{name}.{local}": info for name, module in self.packed.items() for local, info in module.infos.items()}
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in names:
-            home = self.homes[name]
+            home = self.devices[name]
             device = self.main if home in ("cpu", "disk") else home
             if name in stored:
                 entries.append(PlanEntry(name, home, device, stored[name].nbytes, True))

@@ -14,7 +14,7 @@ from hfq.errors import HfqError
 from hfq.loading.context import within_load
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["EarlyReading", "reading_early"]
+__all__ = ["PageCacheReads", "filling_page_cache"]
 
 _SMALL = 64 << 20
 
@@ -23,7 +23,7 @@ class _Stopped(Exception):
     """Ends the reading of a load that failed."""
 
 
-class EarlyReading:
+class PageCacheReads:
     """Brings all cold bytes of a checkpoint into the page cache, in threads of its own.
 
     Errors are left to the load itself, which meets them again and says what they mean.
@@ -75,18 +75,18 @@ class EarlyReading:
 
 
 @contextmanager
-def reading_early(checkpoint: Checkpoint | None, device_map: Any, backing: str) -> Iterator[None]:
+def filling_page_cache(checkpoint: Checkpoint | None, device_map: Any, cpu_memory: str) -> Iterator[None]:
     """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however that ends.
 
-    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`backing`: the page cache would keep a
+    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`cpu_memory`: the page cache would keep a
     second copy), on a network file system, or beyond the available memory.
     """
-    if checkpoint is None or backing in ("arena", "shared") or not _is_mapped_whole(checkpoint, device_map):
+    if checkpoint is None or cpu_memory in ("private", "shared") or not _is_mapped_whole(checkpoint, device_map):
         yield
         return
-    early = EarlyReading(checkpoint)
+    early = PageCacheReads(checkpoint)
     try:
-        with within_load(early_reading=early):
+        with within_load(page_cache_reads=early):
             yield
     finally:
         early.stop()
@@ -94,7 +94,7 @@ def reading_early(checkpoint: Checkpoint | None, device_map: Any, backing: str) 
 
 def _is_mapped_whole(checkpoint: Checkpoint, device_map: Any) -> bool:
     whole = {"": "cpu" if device_map is None else device_map}
-    homes = set(map(str, (device_map if isinstance(device_map, Mapping) else whole).values()))
+    devices = set(map(str, (device_map if isinstance(device_map, Mapping) else whole).values()))
     available = available_memory()
     fits = available is not None and _SMALL <= checkpoint.nbytes <= available
-    return homes == {"cpu"} and fits and not any(map(is_network, checkpoint.headers))
+    return devices == {"cpu"} and fits and not any(map(is_network, checkpoint.headers))

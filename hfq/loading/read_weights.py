@@ -20,19 +20,19 @@ from transformers.utils import logging
 from hfq.checkpoint import Reader
 from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
 from hfq.checkpoint.filesystem import available_memory, is_network
-from hfq.checkpoint.read_plan import Arena, ReadPlan, RowRead, plan_reads
-from hfq.checkpoint.shared_memory import SharedArena
+from hfq.checkpoint.read_plan import Arena, ModuleRead, ReadPlan, plan_reads
+from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.errors import PlacementError
 from hfq.loading.context import load_context
 from hfq.loading.ranks import is_deepspeed
 from hfq.loading.state import LoadState
 from hfq.loading.validation import check_bias
-from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import huge_buffer
 from hfq.tensor_spec import ByteRange
 
-__all__ = ["ReadReport", "load_rows", "log_summary", "plan_rows", "progress_bar"]
+__all__ = ["ReadReport", "load_quantized_weights", "log_summary", "plan_weight_reads", "progress_bar"]
 
 logger = logging.get_logger("hfq")
 
@@ -79,7 +79,7 @@ class ReadReport:
         )
 
 
-def load_rows(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
+def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, ReadReport]:
     """Brings every packed row home, and checks the values of its small tensors wherever it rests.
 
     Args:
@@ -90,13 +90,13 @@ def load_rows(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, Re
         The plan that was carried out, and what it took.
 
     Raises:
-        PlacementError: `backing="mapped"` asks for what cannot be.
+        PlacementError: `cpu_memory="mmap"` asks for what cannot be.
         FormatError: A small tensor has impossible values.
         CheckpointError: A file changed or cannot be read.
     """
     started, reader = time.perf_counter(), loading.reader
     is_remote = any(map(is_network, loading.checkpoint.headers))
-    plan, early = plan_rows(loading, hidden, is_remote), load_context().early_reading
+    plan, early = plan_weight_reads(loading, hidden, is_remote), load_context().page_cache_reads
     if early is not None:
         with progress_bar(sum(source.nbytes for source in plan.mapped)) as progress:
             early.wait(progress)
@@ -110,7 +110,7 @@ def load_rows(loading: LoadState, hidden: Collection[str]) -> tuple[ReadPlan, Re
         bring_in(cold, reader, threads, is_remote, progress)
     for row in plan.rows:
         if row.how == "mapped" and row.name in loading.packed:
-            loading.packed[row.name].hold(map_row(reader, row.infos))
+            loading.packed[row.name].hold(map_tensors(reader, row.infos))
     counters, mapped = reader.counters, sum(source.nbytes for source in plan.mapped)
     seconds = time.perf_counter() - started
     return plan, ReadReport(seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads)
@@ -124,7 +124,7 @@ def log_summary(loading: LoadState, seconds: float) -> None:
     )  # fmt: skip
 
 
-def plan_rows(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
+def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
     """The read plan of a load whose homes are settled.
 
     Args:
@@ -133,21 +133,21 @@ def plan_rows(loading: LoadState, hidden: Collection[str], is_remote: bool = Fal
         is_remote: Whether the checkpoint lies on a network file system.
 
     Raises:
-        PlacementError: `backing="mapped"` asks for what cannot be.
+        PlacementError: `cpu_memory="mmap"` asks for what cannot be.
     """
-    rows: list[RowRead] = []
-    is_sharing = loading.config.backing == "shared" or (loading.config.backing == "auto" and _local_processes() > 1)
+    rows: list[ModuleRead] = []
+    is_sharing = loading.config.cpu_memory == "shared" or (loading.config.cpu_memory == "auto" and _local_processes() > 1)
     copies = _SHARED if is_sharing else _PRIVATE
     why_read = (
         "on a network file system" if is_remote else "DeepSpeed casts tensors that lie one by one" if is_deepspeed() else ""
     )
     for name, module in loading.packed.items():
-        home = loading.homes[f"{name}.{next(iter(module.infos))}"]
-        row = _planned(name, home, module, loading.config.backing, why_read, copies)
+        home = loading.devices[f"{name}.{next(iter(module.infos))}"]
+        row = _planned(name, home, module, loading.config.cpu_memory, why_read, copies)
         rows.append(row)
         if row.how != "read":
             small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
-            rows.append(RowRead(name, home, "read", "its values are checked while loading", small, _CHECKS))
+            rows.append(ModuleRead(name, home, "read", "its values are checked while loading", small, _CHECKS))
     accelerators = sorted({row.home for row in rows} - {"cpu", "disk"})
     arenas = [
         Arena(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
@@ -158,39 +158,39 @@ def plan_rows(loading: LoadState, hidden: Collection[str], is_remote: bool = Fal
     return plan_reads([*_dense_rows(loading, hidden), *rows], arenas)
 
 
-def _planned(name: str, home: str, module: PackedModule, backing: str, why_read: str, copies: str) -> RowRead:
+def _planned(name: str, home: str, module: QuantizedModule, cpu_memory: str, why_read: str, copies: str) -> ModuleRead:
     infos, is_aligned = module.infos, is_mappable(module.infos)
     if home == "disk":
-        return RowRead(name, home, "disk", "read when it computes", infos)
+        return ModuleRead(name, home, "disk", "read when it computes", infos)
     if home != "cpu":
-        return RowRead(name, home, "read", f"moved to {home} from a staging buffer", infos, home)
-    if backing == "mapped" and not is_aligned:
+        return ModuleRead(name, home, "read", f"moved to {home} from a staging buffer", infos, home)
+    if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
             "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
             file=next(iter(infos.values())).range.file, expected="tensors aligned to their own dtype",
             found=", ".join(f"{i.name} at byte {i.range.offset}" for i in infos.values()),
-            fix='pass HfqConfig(backing="auto")',
+            fix='pass HfqConfig(cpu_memory="auto")',
         )  # fmt: skip
-    if backing in ("arena", "shared"):
-        return RowRead(name, home, "read", f'backing="{backing}"', infos, copies)
-    if backing == "auto" and not is_aligned:
-        return RowRead(name, home, "read", "not aligned to its own dtype in the file", infos, copies)
-    if backing == "auto" and why_read:
-        return RowRead(name, home, "read", why_read, infos, copies)
-    return RowRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
+    if cpu_memory in ("private", "shared"):
+        return ModuleRead(name, home, "read", f'cpu_memory="{cpu_memory}"', infos, copies)
+    if cpu_memory == "auto" and not is_aligned:
+        return ModuleRead(name, home, "read", "not aligned to its own dtype in the file", infos, copies)
+    if cpu_memory == "auto" and why_read:
+        return ModuleRead(name, home, "read", why_read, infos, copies)
+    return ModuleRead(name, home, "mapped", "aligned, in the page cache for all processes", infos)
 
 
-def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[RowRead]:
+def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleRead]:
     """The dense tensors, which hfq does not load: transformers maps those that do not rest on disk."""
     stored = {name: {name: info} for name, info in loading.match.dense.items()}
     for name, parts in loading.match.merged.items():
         stored[name] = {f"{name} from {part}": loading.checkpoint.tensors[part] for part in parts}
     for name, infos in stored.items():
-        home = loading.homes.get(name, loading.main)
+        home = loading.devices.get(name, loading.main)
         if name in hidden:
-            yield RowRead("", home, "disk", "read when it computes", infos)
+            yield ModuleRead("", home, "disk", "read when it computes", infos)
         else:
-            yield RowRead("", home, "mapped", "loaded by transformers, through a map", infos)
+            yield ModuleRead("", home, "mapped", "loaded by transformers, through a map", infos)
 
 
 class _Filler:
@@ -215,11 +215,11 @@ class _Filler:
 
     def _shared(self, arena: Arena) -> memoryview:
         key = _identity(self._plan, arena, self._loading.reader)
-        shared = SharedArena.open(key, arena.nbytes, lambda memory: self._read(arena, memory)) if arena.nbytes else None
-        if shared is None and arena.nbytes and self._loading.config.backing == "shared":
+        shared = SharedMemory.open(key, arena.nbytes, lambda memory: self._read(arena, memory)) if arena.nbytes else None
+        if shared is None and arena.nbytes and self._loading.config.cpu_memory == "shared":
             raise PlacementError(
                 "The rows cannot be kept in shared memory; nothing was loaded.", file="/dev/shm", found="no room, or no shared memory",
-                expected=f"{arena.nbytes} free bytes", fix='free shared memory, or pass HfqConfig(backing="auto")',
+                expected=f"{arena.nbytes} free bytes", fix='free shared memory, or pass HfqConfig(cpu_memory="auto")',
             )  # fmt: skip
         if shared is None:
             return self._own(arena)
@@ -231,21 +231,21 @@ class _Filler:
     def _read(self, arena: Arena, memory: memoryview) -> None:
         read_arena(self._plan, arena.name, memory, self._loading.reader, self._threads, self._progress)
 
-    def _give(self, row: RowRead, memory: memoryview, stays: bool) -> None:
+    def _give(self, row: ModuleRead, memory: memoryview, stays: bool) -> None:
         module, (segments, nbytes) = self._loading.packed[row.name], row.layout
         with torch.inference_mode(
             False
         ):  # each row is a storage of its own, so that a copy of one module copies its row alone
             buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=row.offset) if nbytes else _nothing()
-            held = ArenaRow(buffer, segments)
+            held = FlatBuffer(buffer, segments)
             tensors = held.tensors()
             small = {local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name}
             module.weight_format = module.weight_format.resolve(row.name, small)
             check_bias(row.name, small.get("bias"), self._loading.match.packed[row.name].slot.has_bias)
             if stays:
-                module.hold_row(held)
+                module.hold_buffer(held)
             elif row.home not in ("cpu", "disk"):
-                module.hold_row(ArenaRow(buffer.to(row.home, copy=True), segments))
+                module.hold_buffer(FlatBuffer(buffer.to(row.home, copy=True), segments))
 
 
 def _nothing() -> torch.Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["show_device"]
+__all__ = ["report_device"]
 
 
-def show_device(model: Any, device: Any) -> None:
+def report_device(model: Any, device: Any) -> None:
     """Patch 4, for one model that is streamed: `model.device` is where it computes, and not `meta`."""
     for module in model.modules():
         if hasattr(module, "base_model_prefix") and any(parameter.is_meta for parameter in module.parameters()):

@@ -15,17 +15,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats.configs.source_config import SIDE_FILES, is_declared
-from hfq.loading.matching.match import Match
+from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.flat_buffer import map_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["SIDE_FILES", "like_source", "stored_state"]
 
 
 def stored_state(
     model: nn.Module,
-    match: Match,
-    packed: Mapping[str, PackedModule],
+    match: CheckpointMatch,
+    packed: Mapping[str, QuantizedModule],
     checkpoint: Checkpoint,
     reader: Reader,
     conversions: list[Any] | None,
@@ -106,7 +106,7 @@ def _is_same(source: Path, target: Path) -> bool:
     return target.exists() and target.samefile(source)
 
 
-def _is_tied(name: str, model: nn.Module, match: Match) -> bool:
+def _is_tied(name: str, model: nn.Module, match: CheckpointMatch) -> bool:
     """Whether a tensor that the checkpoint does not store is one with a tensor that it does."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     others = {ties.get(name, name), *(target for target, source in ties.items() if source == ties.get(name, name))}

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.read_plan import ReadPlan
 from hfq.loading.config import HfqConfig
-from hfq.loading.matching.match import Match
-from hfq.modules.quantized_module import PackedModule
+from hfq.loading.matching.match import CheckpointMatch
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class LoadState:
         reader: Reads the files.
         match: The stored tensor of every parameter.
         packed: The quantized modules, by name.
-        homes: The device of every tensor, by name.
+        devices: The device of every tensor, by name.
         main: The execution device.
         plan: Device and bytes of every tensor.
         read_plan: Source and destination of every quantized tensor.
@@ -40,9 +40,9 @@ class LoadState:
     config: HfqConfig
     checkpoint: Checkpoint
     reader: Reader
-    match: Match
-    packed: dict[str, PackedModule]
-    homes: dict[str, str]
+    match: CheckpointMatch
+    packed: dict[str, QuantizedModule]
+    devices: dict[str, str]
     main: str
     plan: Plan
     read_plan: ReadPlan

@@ -12,10 +12,10 @@ from transformers.core_model_loading import build_glob_alternation
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError, PlacementError, SetupError, nearest
 from hfq.loading.context import opened_checkpoint
-from hfq.loading.matching.match import Match
-from hfq.modules.quantized_module import PackedModule
+from hfq.loading.matching.match import CheckpointMatch
+from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_home", "open_files", "planned_dtypes"]
+__all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_device", "open_files", "planned_dtypes"]
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -51,7 +51,7 @@ def open_files(files: list[str] | None) -> Checkpoint:
     return opened_checkpoint(files)
 
 
-def check_not_converted(names: list[str] | None, match: Match, model: nn.Module) -> None:
+def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: nn.Module) -> None:
     known = [name for name, _ in model.named_modules()]
     for name in names or ():
         inside = [module for module in known if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")]
@@ -64,7 +64,7 @@ def check_not_converted(names: list[str] | None, match: Match, model: nn.Module)
             )  # fmt: skip
 
 
-def check_merged(match: Match, offloaded: Iterable[str]) -> None:
+def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
     """Refuses to offload a dense parameter that transformers makes of several stored tensors: no file holds it as it is."""
     for name in sorted(offloaded):
         if name in match.merged:
@@ -75,10 +75,10 @@ def check_merged(match: Match, offloaded: Iterable[str]) -> None:
             )  # fmt: skip
 
 
-def check_one_home(packed: Mapping[str, PackedModule], homes: Mapping[str, str]) -> None:
+def check_one_device(packed: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
     """Refuses a device_map that sends the tensors of one packed row to several homes."""
     for name, module in packed.items():
-        found = {homes[f"{name}.{local}"] for local in module.infos}
+        found = {devices[f"{name}.{local}"] for local in module.infos}
         if len(found) > 1:
             raise PlacementError(
                 "device_map splits a packed layer; nothing was loaded.", tensor=name, expected="one home for all its tensors",

@@ -1,4 +1,4 @@
-"""JoinedLinear: one linear layer of the model that the checkpoint stores as two."""
+"""ConcatLinear: one linear layer of a model whose outputs are those of several quantized layers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
-__all__ = ["JoinedLinear"]
+__all__ = ["ConcatLinear"]
 
 
-class JoinedLinear(nn.ModuleDict):
-    """Replaces an `nn.Linear` whose outputs are those of several packed layers, one after the other.
+class ConcatLinear(nn.ModuleDict):
+    """Computes several quantized layers on the same input, and concatenates their outputs.
 
-    Each layer has its own packed row, so that each is placed, read and saved by itself, under the checkpoint's name.
+    Each layer keeps its own flat buffer, so that it is placed, read, and saved by itself, under the checkpoint's name,
+    and the layers may have different formats.
 
     Args:
         layers: The layers by local name, in the order of their outputs; all take the same input.
     """
 
-    def __init__(self, layers: Mapping[str, PackedLinear]) -> None:
+    def __init__(self, layers: Mapping[str, QuantizedLinear]) -> None:
         super().__init__(dict(layers))
+        self.in_features = next(iter(layers.values())).in_features
+        self.out_features = sum(layer.out_features for layer in layers.values())
 
     def forward(self, activations: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(activations) for layer in self.values()], -1)
+        """[..., in_features] → [..., out_features]."""
+        return torch.cat([layer(activations) for layer in self.values()], dim=-1)

@@ -1,4 +1,4 @@
-"""PackedEmbedding: a table that holds a packed row, and dequantizes the rows that are looked up."""
+"""QuantizedEmbedding: a table that holds a packed row, and dequantizes the rows that are looked up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from hfq.errors import SetupError
 from hfq.formats import Format
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["PackedEmbedding"]
+__all__ = ["QuantizedEmbedding"]
 
 
-class PackedEmbedding(PackedModule):
+class QuantizedEmbedding(QuantizedModule):
     """Replaces `nn.Embedding`; the codes are those of a linear layer [num_embeddings, embedding_dim].
 
     Args:

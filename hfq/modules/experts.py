@@ -1,4 +1,4 @@
-"""PackedExperts: a mixture of experts whose every projection is a packed layer of its own; only routed experts compute."""
+"""QuantizedExperts: a mixture of experts whose every projection is a packed layer of its own; only routed experts compute."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["PackedExperts", "SortedExperts"]
+__all__ = ["QuantizedExperts", "SortedExperts"]
 
 
-class PackedExperts(nn.ModuleList):
+class QuantizedExperts(nn.ModuleList):
     """Replaces the fused experts of a transformers model, `forward(hidden_states, top_k_index, top_k_weights)`.
 
     Expert e's layers are the modules `<e>.gate_proj`, `<e>.up_proj`, `<e>.down_proj`, or `<e>.gate_up_proj` where the checkpoint
@@ -31,13 +31,13 @@ class PackedExperts(nn.ModuleList):
 
     def __init__(
         self,
-        experts: Sequence[Mapping[str, PackedLinear]],
+        experts: Sequence[Mapping[str, QuantizedLinear]],
         apply_gate: Callable[[torch.Tensor], torch.Tensor],
         is_interleaved: bool = False,
     ) -> None:
         super().__init__([nn.ModuleDict(dict(layers)) for layers in experts])
         self._apply_gate, self.is_interleaved = apply_gate, is_interleaved
-        self.prefetch: Callable[[Iterable[PackedModule]], None] | None = None
+        self.prefetch: Callable[[Iterable[QuantizedModule]], None] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: object
@@ -60,7 +60,7 @@ class PackedExperts(nn.ModuleList):
         result = torch.zeros_like(hidden_states)
         if self.prefetch is not None:
             self.prefetch(
-                layer for expert in routed for layer in self[expert].values() if layer.is_away and layer.at_home is None
+                layer for expert in routed for layer in self[expert].values() if layer.is_away and layer.on_cpu is None
             )
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
@@ -75,7 +75,7 @@ class PackedExperts(nn.ModuleList):
         layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
-            type(layer) is PackedLinear and layer.kernel is kernel and layer.scheme is None and layer.fetch is None
+            type(layer) is QuantizedLinear and layer.kernel is kernel and layer.scheme is None and layer.fetch is None
             and not layer.is_away and "forward" not in vars(layer) and not layer._forward_hooks and not layer._forward_pre_hooks
             for layer in layers
         )  # fmt: skip
@@ -124,7 +124,7 @@ class PackedExperts(nn.ModuleList):
         return layers["down_proj"](self._apply_gate(both))  # type: ignore[index]
 
 
-class SortedExperts(PackedExperts):
+class SortedExperts(QuantizedExperts):
     """Replaces the experts of Llama 4, `forward(hidden_states)`, which are given each token once for each of them.
 
     A token is multiplied by the router's weight before, zero where it is not routed, and such an expert's output is zero.

@@ -11,11 +11,11 @@ from hfq.checkpoint import Reader
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, Segment, TensorInfo, row_layout
 
-__all__ = ["ArenaRow", "is_mappable", "map_row", "map_tensor", "read_tensor"]
+__all__ = ["FlatBuffer", "is_mappable", "map_tensors", "map_tensor", "read_tensor"]
 
 
 @dataclass(frozen=True)
-class ArenaRow:
+class FlatBuffer:
     """One flat buffer that holds all of a module's tensors.
 
     Attributes:
@@ -27,9 +27,9 @@ class ArenaRow:
     segments: Mapping[str, Segment]
 
     @classmethod
-    def read(cls, reader: Reader, infos: Mapping[str, TensorInfo], buffer: torch.Tensor | None = None) -> ArenaRow:
+    def read(cls, reader: Reader, infos: Mapping[str, TensorInfo], buffer: torch.Tensor | None = None) -> FlatBuffer:
         """Reads a module's tensors into an arena in host memory: `buffer`, or a new one."""
-        segments, nbytes = arena_layout(infos)
+        segments, nbytes = flat_layout(infos)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
         for name, segment in segments.items():
@@ -41,7 +41,7 @@ class ArenaRow:
         return {name: _view(self.buffer, segment) for name, segment in self.segments.items()}
 
 
-def arena_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], int]:
+def flat_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], int]:
     """Where each of a module's tensors lies in an arena, and the arena's bytes."""
     return row_layout((name, info.dtype, info.shape) for name, info in infos.items())
 
@@ -51,7 +51,7 @@ def is_mappable(infos: Mapping[str, TensorInfo]) -> bool:
     return all(info.range.offset % (DTYPE_BITS[info.dtype] // 8) == 0 for info in infos.values())
 
 
-def map_row(reader: Reader, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+def map_tensors(reader: Reader, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
     """Zero-copy views of a module's tensors in the mapped checkpoint, by local name."""
     return {name: map_tensor(reader, info) for name, info in infos.items()}
 
@@ -68,7 +68,7 @@ def map_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
 
 def read_tensor(reader: Reader, info: TensorInfo) -> torch.Tensor:
     """One stored tensor, read into fresh host memory."""
-    return ArenaRow.read(reader, {"tensor": info}).tensors()["tensor"]
+    return FlatBuffer.read(reader, {"tensor": info}).tensors()["tensor"]
 
 
 def _view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""PackedLinear: a linear layer that holds a packed row, and never a float copy of its weight."""
+"""QuantizedLinear: a linear layer that holds a packed row, and never a float copy of its weight."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hfq.errors import SetupError
 from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import OutlierTally, quantize_activations
 from hfq.kernels.registry import Kernel
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["PackedLinear"]
+__all__ = ["QuantizedLinear"]
 
 
-class PackedLinear(PackedModule):
+class QuantizedLinear(QuantizedModule):
     """Replaces `nn.Linear`, transformers' `Conv1D`, or one projection of one expert.
 
     Args:
@@ -69,7 +69,7 @@ class _Multiply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
+    def forward(ctx, activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
         ctx.module = module
         return _multiply(activations, module)
 
@@ -79,7 +79,7 @@ class _Multiply(torch.autograd.Function):
         return kernel.linear_grad(grad, tensors, ctx.module.weight_format).to(grads[0].device), None
 
 
-def _multiply(activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
+def _multiply(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
     scheme = module.scheme
     kernel, tensors, values = _where_it_computes(module, activations)
     if module.outliers is not None and scheme is not None:
@@ -92,11 +92,11 @@ def _multiply(activations: torch.Tensor, module: PackedLinear) -> torch.Tensor:
     return result if values is activations else result.to(activations.device)
 
 
-def _where_it_computes(module: PackedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
+def _where_it_computes(module: QuantizedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
     """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the layer rests."""
-    home = module.at_home
+    home = module.on_cpu
     if home is not None and home.is_chosen(module, values):
         tensors = module.resting_tensors()
-        home.visits += 1
+        home.cpu_forwards += 1
         return module.kernel, tensors, values.to(next(iter(tensors.values())).device)
     return module.kernel if values.is_cpu else module.accelerated, module.packed_tensors(), values

@@ -11,7 +11,7 @@ from torch.utils import _pytree
 
 from hfq.errors import PlacementError
 
-__all__ = ["AwayParameter", "check_stays"]
+__all__ = ["OffloadedParameter", "check_stays"]
 
 _COMPUTES = {
     F.linear, F.embedding, F.conv1d, F.conv2d, F.layer_norm, F.rms_norm, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.mul,
@@ -30,7 +30,7 @@ _WITHOUT_VALUES = {
 """What takes no values from a weight, or is what an initialisation does with it."""
 
 
-class AwayParameter(nn.Parameter):
+class OffloadedParameter(nn.Parameter):
     """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it computes.
 
     torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise, as does all that
@@ -58,7 +58,7 @@ class AwayParameter(nn.Parameter):
 
 
 class AwayValues(torch.Tensor):
-    """What was made of an `AwayParameter`, on meta: a view, a transpose, a sum. Computing with it is an error, too."""
+    """What was made of an `OffloadedParameter`, on meta: a view, a transpose, a sum. Computing with it is an error, too."""
 
     name: str = "A parameter"
 
@@ -74,7 +74,7 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
         PlacementError: The function computes with the weight.
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    away = next(leaf for leaf in tensors if isinstance(leaf, (AwayParameter, AwayValues)))
+    away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, AwayValues)))
     is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("__set__", "__delete__", "__deepcopy__")
     with torch._C.DisableTorchFunctionSubclass():
         is_moved = func in _MOVES and isinstance(args[0], AwayValues)
@@ -120,7 +120,7 @@ def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
         )  # fmt: skip
 
 
-def _moved(parameter: AwayParameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _moved(parameter: OffloadedParameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The parameter as `func` casts it; it stays away.
 
     Raises:

@@ -13,26 +13,26 @@ from torch import nn
 from hfq.errors import PlacementError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.modules.flat_buffer import ArenaRow
-from hfq.modules.offloaded_parameter import AwayParameter, check_stays
-from hfq.modules.tensor_cache import Resting
+from hfq.modules.flat_buffer import FlatBuffer
+from hfq.modules.offloaded_parameter import OffloadedParameter, check_stays
+from hfq.modules.tensor_cache import TensorCache
 from hfq.tensor_spec import Segment, TensorInfo
 
 if TYPE_CHECKING:
-    from hfq.modules.cpu_execution import Home
+    from hfq.modules.cpu_execution import CpuExecution
 
-__all__ = ["PackedModule"]
+__all__ = ["QuantizedModule"]
 
-_ARENA = "packed_row"
+_ARENA = "flat_buffer"
 _RESERVED = (_ARENA, "kernel", "accelerated", "scheme", "outliers", "local_in_features", "num_embeddings", "embedding_dim")
 """Attributes that subclasses set, which no stored tensor may take the name of."""
 
 
-class PackedModule(nn.Module):
+class QuantizedModule(nn.Module):
     """Holds the tensors of one packed module.
 
     They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets `stored_` before it), or
-    one flat frozen uint8 parameter `packed_row` (`hold_row`), or that parameter cut into shards by ZeRO-3 (`hold_shard`);
+    one flat frozen uint8 parameter `flat_buffer` (`hold_buffer`), or that parameter cut into shards by ZeRO-3 (`hold_shard`);
     `state_dict` speaks on-disk names in every case. Before they are held they are on `meta`, as they are for a module that rests
     on disk: then `onload` lends it a row for one forward and `offload` takes it back. Casting the module (`half()`, `to(dtype)`)
     leaves every packed tensor as it is. Model code that reads `weight` is given it dequantized, anew each time.
@@ -54,12 +54,12 @@ class PackedModule(nn.Module):
         self._segments: Mapping[str, Segment] | None = None
         self._is_gathered: Callable[[], bool] | None = None
         self._onloaded: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self._resting: Resting | None = None
+        self._resting: TensorCache | None = None
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
         self.brought_to: torch.device | None = None  # where a streamer brings it; None where it computes where it rests
-        self.at_home: Home | None = None  # decides whether it computes where it rests, beside an accelerator
+        self.on_cpu: CpuExecution | None = None  # decides whether it computes where it rests, beside an accelerator
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}
@@ -73,8 +73,8 @@ class PackedModule(nn.Module):
         for local, tensor in tensors.items():
             self._parameters[self._attributes[local]] = _frozen(tensor)
 
-    def hold_row(self, row: ArenaRow) -> None:
-        """Keeps one arena as the frozen parameter `packed_row`."""
+    def hold_buffer(self, row: FlatBuffer) -> None:
+        """Keeps one arena as the frozen parameter `flat_buffer`."""
         self._parameters.clear()
         self._segments, self._is_gathered, self._resting = row.segments, None, None
         self._parameters[_ARENA] = _frozen(row.buffer)
@@ -125,7 +125,7 @@ class PackedModule(nn.Module):
 
         They are kept until one is replaced or moves; those of a shard are for this call alone.
         """
-        resting = None if self._is_gathered is not None else Resting(self._parameters)  # before the tensors: see there
+        resting = None if self._is_gathered is not None else TensorCache(self._parameters)  # before the tensors: see there
         with torch.inference_mode(False):  # what is kept is used outside of it, too
             tensors = self.resting_tensors()
         self._resting, is_meta = resting, any(tensor.is_meta for tensor in tensors.values())
@@ -137,9 +137,9 @@ class PackedModule(nn.Module):
             return {local: _on_meta(info) for local, info in self.infos.items()}
         if self._is_gathered is not None and self._segments is not None:
             row = self._parameters[_ARENA].data.view(torch.uint8)  # type: ignore[union-attr]
-            return ArenaRow(row, self._segments).tensors()
+            return FlatBuffer(row, self._segments).tensors()
         if self._segments is not None:
-            return ArenaRow(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
+            return FlatBuffer(self._parameters[_ARENA].data, self._segments).tensors()  # type: ignore[union-attr]
         held = {local: self._parameters.get(attribute) for local, attribute in self._attributes.items()}
         return {local: parameter.data for local, parameter in held.items() if parameter is not None}
 
@@ -187,7 +187,7 @@ class PackedModule(nn.Module):
             except PlacementError:
                 if self._is_gathered is None:
                     raise
-                weight = AwayParameter(self._blank_weight(), requires_grad=False)  # for code that asks for its shape or dtype
+                weight = OffloadedParameter(self._blank_weight(), requires_grad=False)  # for code that asks for its shape or dtype
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.layer_tensors import LayerTensors
 
-__all__ = ["Resting"]
+__all__ = ["TensorCache"]
 
 
-class Resting:
+class TensorCache:
     """A module's tensors where they rest, remembered while the parameters that they are live, and are what and where they were.
 
     Args:
@@ -24,7 +24,7 @@ class Resting:
     __slots__ = ("__weakref__", "_found", "_sources")
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
-        self._found: tuple[HeldTensors, bool] | None = None
+        self._found: tuple[LayerTensors, bool] | None = None
         forget = functools.partial(_forget, weakref.ref(self))
         self._sources = [
             (name, weakref.ref(parameter, forget), parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
@@ -32,14 +32,14 @@ class Resting:
             if parameter is not None
         ]
 
-    def keep(self, tensors: Mapping[str, torch.Tensor], is_meta: bool) -> tuple[HeldTensors, bool]:
+    def keep(self, tensors: Mapping[str, torch.Tensor], is_meta: bool) -> tuple[LayerTensors, bool]:
         """Remembers the tensors, and whether any is on `meta`; returns what `find` will."""
-        self._found = found = HeldTensors(tensors), is_meta
+        self._found = found = LayerTensors(tensors), is_meta
         if any(source[1]() is None for source in self._sources):
             self._found = None
         return found
 
-    def find(self, parameters: Mapping[str, nn.Parameter | None]) -> tuple[HeldTensors, bool] | None:
+    def find(self, parameters: Mapping[str, nn.Parameter | None]) -> tuple[LayerTensors, bool] | None:
         """What was remembered, where the parameters are still those; else None."""
         found = self._found  # before the others are looked at: another thread may replace one meanwhile
         if len(parameters) != len(self._sources):
@@ -56,7 +56,7 @@ class Resting:
         return type(None), ()  # a copy of the module finds its own
 
 
-def _forget(resting: weakref.ref[Resting], _: object) -> None:
+def _forget(resting: weakref.ref[TensorCache], _: object) -> None:
     """Lets go of the tensors with a parameter that is gone: they would keep its memory, until a next call or for ever."""
     alive = resting()
     if alive is not None:

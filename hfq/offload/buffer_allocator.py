@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from hfq.offload.unit_layout import PAGE
 
-__all__ = ["Ring"]
+__all__ = ["BufferAllocator"]
 
 
-class Ring:
+class BufferAllocator:
     """Gives blocks a place at one of the two ends of a buffer, or beside another block.
 
     Two places of their own size suffice where blocks are large, and memory is better spent on parts that stay; a large block (an
@@ -23,15 +23,15 @@ class Ring:
         self.nbytes = nbytes
         self._places: dict[int, tuple[int, int]] = {}
 
-    def place_of(self, block: int) -> int | None:
+    def place_of(self, unit: int) -> int | None:
         """The offset of a block that has a place, else None."""
-        return self._places[block][0] if block in self._places else None
+        return self._places[unit][0] if unit in self._places else None
 
-    def find(self, block: int, nbytes: int, kept: Collection[int]) -> tuple[int, list[int]] | None:
+    def find(self, unit: int, nbytes: int, kept: Collection[int]) -> tuple[int, list[int]] | None:
         """Finds a place for a block; `give` takes it.
 
         Args:
-            block: The block that needs a place.
+            unit: The block that needs a place.
             nbytes: Its size.
             kept: The blocks that must not be overlapped.
 
@@ -41,27 +41,27 @@ class Ring:
         top = (self.nbytes - nbytes) // PAGE * PAGE
         beside = [offset for start, size in self._places.values() for offset in (_up(start + size), start - _up(nbytes))]
         for offsets in ((0, top), beside):  # from an end, the other end is free for whatever comes next
-            candidates = [(offset, self._overlapped(block, offset, nbytes)) for offset in offsets if 0 <= offset <= top]
+            candidates = [(offset, self._overlapped(unit, offset, nbytes)) for offset in offsets if 0 <= offset <= top]
             possible = [(offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)]
             if possible:
                 return min(possible, key=lambda choice: len(choice[1]))
         return None
 
-    def give(self, block: int, offset: int, nbytes: int) -> None:
+    def give(self, unit: int, offset: int, nbytes: int) -> None:
         """Gives a block the place that `find` found, once the blocks that it overlaps are forgotten."""
-        self._places[block] = offset, nbytes
+        self._places[unit] = offset, nbytes
 
-    def forget(self, block: int) -> None:
+    def forget(self, unit: int) -> None:
         """Takes a block's place away, where it has one."""
-        self._places.pop(block, None)
+        self._places.pop(unit, None)
 
     def clear(self) -> None:
         """Takes every place away."""
         self._places.clear()
 
-    def _overlapped(self, block: int, offset: int, nbytes: int) -> list[int]:
+    def _overlapped(self, unit: int, offset: int, nbytes: int) -> list[int]:
         end, others = offset + nbytes, self._places.items()
-        return [other for other, (start, size) in others if other != block and start < end and offset < start + size]
+        return [other for other, (start, size) in others if other != unit and start < end and offset < start + size]
 
 
 def _up(nbytes: int) -> int:

@@ -10,12 +10,12 @@ import torch
 
 from hfq.offload.clock import Clock, CudaClock, HostClock
 
-__all__ = ["CudaLane", "Lane", "PlainLane", "lane_to"]
+__all__ = ["CudaCopyStream", "CopyStream", "SynchronousCopyStream", "copy_stream_to"]
 
 logger = logging.getLogger("hfq")
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """What moves bytes to the device that computes. A mark is a point in the order of the copies or of the computation."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Lane(Protocol):
         """Says when copies and computation happened."""
 
 
-class CudaLane:
+class CudaCopyStream:
     """A CUDA stream of its own and events; memory is pinned once, nothing is allocated afterwards.
 
     Written after the CUDA programming model and tested with a device that is made up; it was not measured on a GPU.
@@ -101,7 +101,7 @@ def _unpin(pinned: list[torch.Tensor]) -> None:
         torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())
 
 
-class PlainLane:
+class SynchronousCopyStream:
     """Copies at once: for accelerators whose streams hfq does not use."""
 
     def __init__(self, device: torch.device) -> None:
@@ -133,6 +133,6 @@ class PlainLane:
         return HostClock()
 
 
-def lane_to(device: torch.device) -> Lane:
+def copy_stream_to(device: torch.device) -> CopyStream:
     """The lane to a device."""
-    return CudaLane(device) if device.type == "cuda" else PlainLane(device)
+    return CudaCopyStream(device) if device.type == "cuda" else SynchronousCopyStream(device)

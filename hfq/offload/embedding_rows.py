@@ -12,7 +12,7 @@ from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.offload.guards import no_copy, of_block
 from hfq.offload.reader_threads import Pool, Ticket
-from hfq.offload.unit import Block, DenseParameter
+from hfq.offload.unit import DenseParameter, OffloadUnit
 from hfq.tensor_spec import ByteRange
 
 __all__ = ["RowTable", "can_read_rows", "is_table", "read_by_row"]
@@ -86,10 +86,10 @@ class _ReadByRow(nn.Embedding):
         return self.hfq_table.look_up(input)
 
 
-def is_table(block: Block) -> bool:
+def is_table(unit: OffloadUnit) -> bool:
     """Whether a block is an embedding alone, whose rows can be read one by one."""
     return (
-        not block.packed and len(block.dense) == 1 and block.dense[0].module is block.module and can_read_rows(block.dense[0])
+        not unit.packed and len(unit.dense) == 1 and unit.dense[0].module is unit.module and can_read_rows(unit.dense[0])
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hfq.checkpoint.filesystem import available_memory
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.guards import no_copy
 from hfq.offload.reader_threads import Pool, Ticket
 
@@ -35,21 +35,21 @@ class ExpertCache:
         misses: How often it had to be read.
     """
 
-    def __init__(self, read: Callable[[PackedModule], Row], pool: Pool, nbytes: int) -> None:
+    def __init__(self, read: Callable[[QuantizedModule], Row], pool: Pool, nbytes: int) -> None:
         self._read, self._pool, self.budget = read, pool, nbytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[PackedModule, Row] = OrderedDict()
-        self._reading: dict[PackedModule, Ticket] = {}
+        self._kept: OrderedDict[QuantizedModule, Row] = OrderedDict()
+        self._reading: dict[QuantizedModule, Ticket] = {}
         self.nbytes = self.hits = self.misses = 0
 
     def __deepcopy__(self, memo: dict) -> ExpertCache:
         raise no_copy("experts that are read when they are routed to")
 
-    def serve(self, module: PackedModule, device: torch.device) -> None:
+    def serve(self, module: QuantizedModule, device: torch.device) -> None:
         """Has a module fetch its row here for every forward, and compute on this device."""
         module.fetch, module.is_away, module.brought_to = functools.partial(self.fetch, module), True, device
 
-    def prefetch(self, modules: Iterable[PackedModule]) -> None:
+    def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
         """Begins to read the modules that are not there, as many as the budget holds, in the order of their use."""
         left = self.budget
         for module in modules:
@@ -65,7 +65,7 @@ class ExpertCache:
                     ticket = Ticket([functools.partial(self._bring, module)])
                     self._reading[module] = self._pool.submit(ticket)
 
-    def fetch(self, module: PackedModule) -> Row:
+    def fetch(self, module: QuantizedModule) -> Row:
         """A module's tensors on their device."""
         with self._lock:
             ticket = self._reading.pop(module, None)
@@ -87,10 +87,10 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._reading.clear()
 
-    def _bring(self, module: PackedModule) -> None:
+    def _bring(self, module: QuantizedModule) -> None:
         self._keep(module, self._read(module))
 
-    def _keep(self, module: PackedModule, row: Row) -> None:
+    def _keep(self, module: QuantizedModule, row: Row) -> None:
         size = _nbytes(module)
         if size > self.budget:
             return
@@ -104,11 +104,11 @@ class ExpertCache:
                 self.nbytes -= _nbytes(other)
 
 
-def _nbytes(module: PackedModule) -> int:
+def _nbytes(module: QuantizedModule) -> int:
     return sum(info.nbytes for info in module.infos.values())
 
 
-def cache_nbytes(asked: int | None, modules: Sequence[PackedModule]) -> int:
+def cache_nbytes(asked: int | None, modules: Sequence[QuantizedModule]) -> int:
     """The most bytes to keep of these modules: what was asked for, else a tenth of the available memory."""
     if asked is not None or not modules:
         return asked or 0

@@ -42,7 +42,7 @@ def own_outputs(outputs: Any, region: torch.Tensor) -> Any:
 def of_block(error: HfqError, name: str) -> HfqError:
     """The same error, with the name of the block that needed the bytes."""
     fields = {key: getattr(error, key) for key in ("fix", "file", "tensor", "rank", "expected", "found", "problems")}
-    return type(error)(f"{name}: {error.what}", **fields)
+    return type(error)(f"{name}: {error.message}", **fields)
 
 
 def no_copy(found: str) -> SetupError:

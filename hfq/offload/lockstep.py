@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from hfq.offload.offloader import Streamer
+    from hfq.offload.offloader import Offloader
 
 __all__ = ["current_worker", "run_in_lockstep"]
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 _here = threading.local()
 
 
-def current_worker(streamer: Streamer) -> Worker | None:
+def current_worker(offloader: Offloader) -> Worker | None:
     """The job of this streamer that this thread runs, where it runs one; a job may call other models, which share nothing."""
     worker = _any_worker()
-    return worker if worker is not None and worker.streamer is streamer else None
+    return worker if worker is not None and worker.offloader is offloader else None
 
 
 def _any_worker() -> Worker | None:
@@ -52,8 +52,8 @@ class _Cancelled(BaseException):
 class Worker:
     """One job: runs while it has the baton, and hands it back where it needs a block, or when it is done."""
 
-    def __init__(self, streamer: Streamer, job: Callable[[], Any], index: int) -> None:
-        self.streamer = streamer
+    def __init__(self, offloader: Offloader, job: Callable[[], Any], index: int) -> None:
+        self.offloader = offloader
         self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
         self._modes = _Modes()
         self._context = contextvars.copy_context()
@@ -130,7 +130,7 @@ class _Modes:
             yield
 
 
-def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Runs jobs together, each block being read once for all that wait for it.
 
     Args:
@@ -145,43 +145,43 @@ def run_in_lockstep(streamer: Streamer, jobs: Sequence[Callable[[], Any]]) -> li
     """
     if _any_worker() is not None:  # within a job: its blocks are shared already, or its other model would wait for this one
         return [job() for job in jobs]
-    workers = [Worker(streamer, job, index) for index, job in enumerate(jobs)]
-    with streamer.lock:  # other threads' forwards wait for their blocks
-        streamer.source.choose()
+    workers = [Worker(offloader, job, index) for index, job in enumerate(jobs)]
+    with offloader.lock:  # other threads' forwards wait for their blocks
+        offloader.source.choose()
         try:
             for worker in workers:
                 worker.start()
                 _check(worker)
             while any(not worker.is_done for worker in workers):
-                _serve(streamer, workers)
+                _serve(offloader, workers)
         finally:
             for worker in workers:
                 worker.cancel()
     return [worker.result for worker in workers]
 
 
-def _serve(streamer: Streamer, workers: Sequence[Worker]) -> None:
+def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
     """Brings the block that comes first in the order of the model, and lets every job through that waits for it."""
     wanted = {worker.waits_for for worker in workers if worker.waits_for is not None}
-    expected = streamer.schedule.expected(len(streamer.blocks))
-    index = next((block for block in expected if block in wanted), None)
+    expected = offloader.schedule.expected(len(offloader.units))
+    index = next((unit for unit in expected if unit in wanted), None)
     index = min(wanted) if index is None else index
 
     def let_all_through(region: torch.Tensor) -> None:
         for worker in [worker for worker in workers if worker.waits_for == index]:
-            _let_through(streamer, worker, region)
+            _let_through(offloader, worker, region)
 
-    streamer.within(index, let_all_through)
+    offloader.within(index, let_all_through)
 
 
-def _let_through(streamer: Streamer, worker: Worker, region: torch.Tensor) -> None:
+def _let_through(offloader: Offloader, worker: Worker, region: torch.Tensor) -> None:
     """Lets a job through a block, and through the blocks within it while the outer one keeps its region."""
     outside = worker.depth
     try:
         worker.resume(region)
         _check(worker)
         while worker.depth > outside and worker.waits_for is not None:
-            streamer.within(worker.waits_for, functools.partial(_let_through, streamer, worker))
+            offloader.within(worker.waits_for, functools.partial(_let_through, offloader, worker))
     except BaseException:
         worker.cancel()  # an interrupt: it must be out of the block before another is read to its region
         raise

@@ -9,20 +9,20 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from hfq.offload.buffer_allocator import Ring
+from hfq.offload.buffer_allocator import BufferAllocator
 from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.clock import Clock, HostClock
-from hfq.offload.copy_stream import Lane
+from hfq.offload.copy_stream import CopyStream
 from hfq.offload.host_memory import huge_buffer, touches_rings
 from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
-from hfq.offload.unit_layout import PAGE, BlockLayout, Run
-from hfq.placement.budget import ring_nbytes
+from hfq.offload.unit_layout import PAGE, Run, UnitLayout
+from hfq.placement.budget import buffer_nbytes
 
-__all__ = ["AcceleratorRegions", "HostRegions", "Regions"]
+__all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
 
 
-class Regions(ABC):
+class OffloadBuffers(ABC):
     """What both kinds share: a ring, its buffer, and the tickets of the blocks that have a place in it.
 
     Args:
@@ -37,11 +37,11 @@ class Regions(ABC):
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor],
+        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor],
         read_ahead_nbytes: int,
     ) -> None:  # fmt: skip
         self.layouts, self.source, self.pool, self._make = layouts, source, pool, make
-        self.ring = Ring(ring_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
+        self.ring = BufferAllocator(buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
         self.buffer = make(self.ring.nbytes)
         self._tickets: dict[int, Ticket] = {}
         self.recorder: Recorder | None = None
@@ -55,18 +55,18 @@ class Regions(ABC):
         """The bytes of all buffers."""
         return self.buffer.numel()
 
-    def start(self, block: int, kept: Collection[int]) -> bool:
+    def start(self, unit: int, kept: Collection[int]) -> bool:
         """Begins to fill a region for a block, unless it has one; False where there is no room beside `kept`."""
-        if self._is_started(block):
+        if self._is_started(unit):
             return True
-        nbytes = self.layouts[block].nbytes
-        found = self.ring.find(block, nbytes, kept)
+        nbytes = self.layouts[unit].nbytes
+        found = self.ring.find(unit, nbytes, kept)
         if found is None:
             return False
-        for other in {*found[1], block}:  # one step at a time: an interrupt may come at any
+        for other in {*found[1], unit}:  # one step at a time: an interrupt may come at any
             self.drop(other)
-        self.ring.give(block, found[0], nbytes)
-        ticket = self._tickets[block] = self._fill(block, self._region(block))  # known before anybody writes there
+        self.ring.give(unit, found[0], nbytes)
+        ticket = self._tickets[unit] = self._fill(unit, self._region(unit))  # known before anybody writes there
         try:
             self.pool.submit(ticket)
         except BaseException:
@@ -74,29 +74,29 @@ class Regions(ABC):
             raise
         return True
 
-    def start_ahead(self, block: int, kept: Collection[int]) -> bool:
+    def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
         """As `start`, for a block that is not needed yet: False where its reading would take more memory, too."""
-        return self.start(block, kept)
+        return self.start(unit, kept)
 
-    def take(self, block: int) -> torch.Tensor:
+    def take(self, unit: int) -> torch.Tensor:
         """Waits for a block's region, and returns it: uint8 [the layout's nbytes].
 
         Raises:
             CheckpointError: It could not be read.
         """
-        ticket = self._tickets[block]
+        ticket = self._tickets[unit]
         try:
             ticket.wait()
         except BaseException:
             if ticket.is_done():
-                self.drop(block)
+                self.drop(unit)
             raise
-        return self._region(block)
+        return self._region(unit)
 
-    def take_apart(self, block: int) -> torch.Tensor:
+    def take_apart(self, unit: int) -> torch.Tensor:
         """A block in memory of its own, for one that has no room in the ring because another computes around it."""
-        region = self._make(self.layouts[block].nbytes)
-        ticket = self.pool.submit(self._fill(block, region))
+        region = self._make(self.layouts[unit].nbytes)
+        ticket = self.pool.submit(self._fill(unit, region))
         try:
             ticket.wait()
         except BaseException:
@@ -105,16 +105,16 @@ class Regions(ABC):
         return region
 
     @abstractmethod
-    def give_back(self, block: int) -> None:
+    def give_back(self, unit: int) -> None:
         """The block's forward is over; its region may be given to another."""
 
-    def drop(self, block: int) -> None:
+    def drop(self, unit: int) -> None:
         """Forgets what a region holds."""
-        if block in self._tickets:
-            self._tickets[block].cancel()
-            self._lost(block)
-            del self._tickets[block]
-        self.ring.forget(block)
+        if unit in self._tickets:
+            self._tickets[unit].cancel()
+            self._lost(unit)
+            del self._tickets[unit]
+        self.ring.forget(unit)
 
     def record(self) -> None:
         """Takes the checksum of every chunk of every block."""
@@ -122,46 +122,46 @@ class Regions(ABC):
         for layout in self.layouts:
             self.source.record([wanted for run in layout.runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch)
 
-    def ticket_of(self, block: int) -> Ticket | None:
+    def ticket_of(self, unit: int) -> Ticket | None:
         """The ticket of a block that has a region."""
-        return self._tickets.get(block)
+        return self._tickets.get(unit)
 
     def reset(self) -> None:
         """Forgets everything without waiting: in the child of a fork nobody reads any more."""
         self._tickets.clear()
         self.ring.clear()
 
-    def _is_started(self, block: int) -> bool:
-        ticket = self._tickets.get(block)  # what failed ahead of its time is read again
+    def _is_started(self, unit: int) -> bool:
+        ticket = self._tickets.get(unit)  # what failed ahead of its time is read again
         return ticket is not None and not ticket.is_cancelled and ticket.error is None
 
-    def _region(self, block: int) -> torch.Tensor:
-        offset = self.ring.place_of(block) or 0
-        return self.buffer[offset : offset + self.layouts[block].nbytes]
+    def _region(self, unit: int) -> torch.Tensor:
+        offset = self.ring.place_of(unit) or 0
+        return self.buffer[offset : offset + self.layouts[unit].nbytes]
 
     @abstractmethod
-    def _lost(self, block: int) -> None:
+    def _lost(self, unit: int) -> None:
         """The region of a block is about to be given to another; nobody fills it any more."""
 
     @abstractmethod
-    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
+    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
         """The jobs that fill a region."""
 
 
-class HostRegions(Regions):
+class HostBuffers(OffloadBuffers):
     """Blocks compute where they are read."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
+    def __init__(self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
         super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=touches_rings()), read_ahead_nbytes)
 
-    def give_back(self, block: int) -> None:
+    def give_back(self, unit: int) -> None:
         """Nothing follows: who computed here is done with it."""
 
-    def _lost(self, block: int) -> None:
+    def _lost(self, unit: int) -> None:
         """Nothing follows: nobody else has written to it."""
 
-    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
-        layout, memory = self.layouts[block], _memory(region)
+    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
+        layout, memory = self.layouts[unit], _memory(region)
 
         def align() -> None:
             for source, target, nbytes in layout.copies:
@@ -171,7 +171,7 @@ class HostRegions(Regions):
         return Ticket([job for jobs_of_run in jobs for job in jobs_of_run], align)
 
 
-class AcceleratorRegions(Regions):
+class AcceleratorBuffers(OffloadBuffers):
     """Blocks are read to pinned host memory and copied from there to the accelerator, each chunk as soon as it is read.
 
     Blocks that rest in host memory are read once, when the model is loaded, and copied from there for every forward.
@@ -186,13 +186,13 @@ class AcceleratorRegions(Regions):
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], source: Source, pool: Pool, lane: Lane, resident: Collection[int] = (),
+        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, lane: CopyStream, resident: Collection[int] = (),
         read_ahead_nbytes: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(layouts, source, pool, lane.empty, read_ahead_nbytes)
         self._lane = lane
         read = [layout.nbytes for index, layout in enumerate(layouts) if index not in resident]
-        self._host = Ring(ring_nbytes(read, read_ahead_nbytes))
+        self._host = BufferAllocator(buffer_nbytes(read, read_ahead_nbytes))
         self._staging = lane.pin(huge_buffer(self._host.nbytes, is_touched=True))
         self._resident = {index: lane.pin(self._read_once(layouts[index])) for index in resident}
         self._copied: dict[int, object] = {}
@@ -210,78 +210,78 @@ class AcceleratorRegions(Regions):
     def clock(self) -> Clock:
         return self._lane.clock()
 
-    def start_ahead(self, block: int, kept: Collection[int]) -> bool:
-        can_read = self._is_started(block) or block in self._resident or self._find_staging(block) is not None
-        return can_read and self.start(block, kept)
+    def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
+        can_read = self._is_started(unit) or unit in self._resident or self._find_staging(unit) is not None
+        return can_read and self.start(unit, kept)
 
-    def take(self, block: int) -> torch.Tensor:
-        region = super().take(block)
-        self._lane.compute_after(self._copied[block])
+    def take(self, unit: int) -> torch.Tensor:
+        region = super().take(unit)
+        self._lane.compute_after(self._copied[unit])
         return region
 
-    def take_apart(self, block: int) -> torch.Tensor:
-        region = super().take_apart(block)
-        self._lane.compute_after(self._copied[block])
+    def take_apart(self, unit: int) -> torch.Tensor:
+        region = super().take_apart(unit)
+        self._lane.compute_after(self._copied[unit])
         return region
 
-    def give_back(self, block: int) -> None:
-        self._computed[block] = self._lane.mark_compute()
+    def give_back(self, unit: int) -> None:
+        self._computed[unit] = self._lane.mark_compute()
 
     def reset(self) -> None:
         super().reset()
         self._host.clear()
 
-    def _lost(self, block: int) -> None:
-        self._copied[block] = self._lane.mark()  # also after the copies of a ticket that was cancelled half-way
-        if block in self._computed:
-            self._lane.copy_after(self._computed.pop(block))
+    def _lost(self, unit: int) -> None:
+        self._copied[unit] = self._lane.mark()  # also after the copies of a ticket that was cancelled half-way
+        if unit in self._computed:
+            self._lane.copy_after(self._computed.pop(unit))
 
-    def _fill(self, block: int, region: torch.Tensor) -> Ticket:
-        layout, lane = self.layouts[block], self._lane
+    def _fill(self, unit: int, region: torch.Tensor) -> Ticket:
+        layout, lane = self.layouts[unit], self._lane
 
         def finish() -> None:
             for source, target, nbytes in layout.copies:
-                self._copy(block, region[target : target + nbytes], region[source : source + nbytes])
-            self._copied[block] = lane.mark()
+                self._copy(unit, region[target : target + nbytes], region[source : source + nbytes])
+            self._copied[unit] = lane.mark()
 
-        if block in self._resident:
-            return Ticket([lambda: self._copy(block, region, self._resident[block])], finish)
-        staging = self._staging_for(block)
+        if unit in self._resident:
+            return Ticket([lambda: self._copy(unit, region, self._resident[unit])], finish)
+        staging = self._staging_for(unit)
         memory, jobs = _memory(staging), []
         for run in layout.runs:
             for wanted, offset in run.chunks(CHUNK_NBYTES):
-                jobs.append(self._moving(block, wanted, offset, staging, memory, region))
+                jobs.append(self._moving(unit, wanted, offset, staging, memory, region))
         return Ticket(jobs, finish)
 
-    def _moving(self, block: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
+    def _moving(self, unit: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
         def job() -> None:
             self.source.read(wanted, memory[offset:])
-            self._copy(block, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
+            self._copy(unit, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
 
         return job
 
-    def _copy(self, block: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, unit: int, target: torch.Tensor, source: torch.Tensor) -> None:
         recorder = self.recorder
-        with contextlib.nullcontext() if recorder is None else recorder.copying(block, target.numel()):
+        with contextlib.nullcontext() if recorder is None else recorder.copying(unit, target.numel()):
             self._lane.copy(target, source)
 
-    def _staging_for(self, block: int) -> torch.Tensor:
+    def _staging_for(self, unit: int) -> torch.Tensor:
         """Host memory to read to, from which nothing is copied any more."""
-        found, nbytes = self._find_staging(block), self.layouts[block].nbytes
+        found, nbytes = self._find_staging(unit), self.layouts[unit].nbytes
         if found is None:
             return huge_buffer(nbytes)
-        for other in {*found[1], block} & self._copied.keys():
+        for other in {*found[1], unit} & self._copied.keys():
             self._lane.synchronize(self._copied[other])
         for other in found[1]:
             self._host.forget(other)
-        self._host.give(block, found[0], nbytes)
+        self._host.give(unit, found[0], nbytes)
         return self._staging[found[0] : found[0] + nbytes]
 
-    def _find_staging(self, block: int) -> tuple[int, list[int]] | None:
-        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != block]
-        return self._host.find(block, self.layouts[block].nbytes, reading)
+    def _find_staging(self, unit: int) -> tuple[int, list[int]] | None:
+        reading = [other for other, ticket in self._tickets.items() if not ticket.is_done() and other != unit]
+        return self._host.find(unit, self.layouts[unit].nbytes, reading)
 
-    def _read_once(self, layout: BlockLayout) -> torch.Tensor:
+    def _read_once(self, layout: UnitLayout) -> torch.Tensor:
         memory = huge_buffer(layout.nbytes)
         jobs = [_reading(self.source, run, _memory(memory)) for run in layout.runs]
         self.pool.submit(Ticket([job for jobs_of_run in jobs for job in jobs_of_run])).wait()

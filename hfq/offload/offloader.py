@@ -20,30 +20,30 @@ from torch import nn
 
 from hfq.checkpoint import Reader
 from hfq.errors import HfqError
-from hfq.modules.flat_buffer import ArenaRow, read_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.flat_buffer import FlatBuffer, read_tensor
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.byte_source import Source
-from hfq.offload.copy_stream import lane_to
+from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.embedding_rows import RowTable, is_table, read_by_row
 from hfq.offload.expert_cache import ExpertCache, cache_nbytes
 from hfq.offload.guards import no_copy, of_block, own_outputs, refuse_meta
 from hfq.offload.lockstep import current_worker
-from hfq.offload.offload_buffers import AcceleratorRegions, HostRegions, Regions
-from hfq.offload.prefetch_order import Schedule
+from hfq.offload.offload_buffers import AcceleratorBuffers, HostBuffers, OffloadBuffers
+from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
-from hfq.offload.unit import Binding, Block, DenseParameter, is_on_disk, owners_within, rests_on_disk
+from hfq.offload.unit import Binding, DenseParameter, OffloadUnit, is_on_disk, owners_within, rests_on_disk
 from hfq.offload.unit_layout import lay_out
 from hfq.placement.budget import READ_AHEAD_NBYTES
 
-__all__ = ["StreamOptions", "Streamer"]
+__all__ = ["OffloadOptions", "Offloader"]
 
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StreamOptions:
+class OffloadOptions:
     """How a streamer reads.
 
     Attributes:
@@ -61,14 +61,14 @@ class StreamOptions:
     read_ahead_nbytes: int = READ_AHEAD_NBYTES
 
 
-class Streamer:
+class Offloader:
     """Wraps the forward of every block, so that its offloaded parts are on `device` during it and nowhere after it.
 
     The wrapper is put around `module.forward`, as accelerate's hooks are, because torch's own hooks are skipped when a forward
     is interrupted from the keyboard.
 
     Args:
-        blocks: The blocks, none within another.
+        units: The blocks, none within another.
         reader: Reads the checkpoint.
         device: Where the blocks compute.
         on_demand: Packed modules that are fetched when they compute and belong to no block, as routed experts.
@@ -78,39 +78,39 @@ class Streamer:
     Attributes:
         schedule: The order of the blocks, and how often it was wrong.
         lock: Held by the thread that is within a block.
-        waited_seconds: How long forwards waited for their block.
-        apart: How often a block had no room in the ring.
+        stall_seconds: How long forwards waited for their block.
+        buffer_overflows: How often a block had no room in the ring.
         passes: How many forwards of the whole model were completed.
         recorder: Notes what happens and when, while somebody records (`recorder.recording`).
     """
 
     def __init__(
-        self, blocks: Sequence[Block], reader: Reader, device: str, on_demand: Sequence[PackedModule] = (),
-        options: StreamOptions = StreamOptions(), root: nn.Module | None = None,
+        self, units: Sequence[OffloadUnit], reader: Reader, device: str, on_demand: Sequence[QuantizedModule] = (),
+        options: OffloadOptions = OffloadOptions(), root: nn.Module | None = None,
     ) -> None:  # fmt: skip
         self._reader, self.device, self.options = reader, torch.device(device), options
-        self.blocks = tuple(block for block in blocks if not is_table(block))
-        layouts = [lay_out(block.infos(self.device)) for block in self.blocks]
+        self.units = tuple(unit for unit in units if not is_table(unit))
+        layouts = [lay_out(unit.infos(self.device)) for unit in self.units]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
         names = sorted({run.source.file for layout in layouts for run in layout.runs})
         self.source = Source(reader, options.mode, self.pass_nbytes, options.verify, names)
         self.pool = Pool(options.threads)
         self.regions = self._make_regions(layouts)
-        ring, pairs = self.regions.buffer, zip(self.blocks, layouts, strict=True)
-        self._bindings = [Binding(block, layout, self.device, ring) for block, layout in pairs]
-        self.schedule = Schedule(range(len(self.blocks)))
+        ring, pairs = self.regions.buffer, zip(self.units, layouts, strict=True)
+        self._bindings = [Binding(unit, layout, self.device, ring) for unit, layout in pairs]
+        self.schedule = PrefetchOrder(range(len(self.units)))
         self.lock = threading.RLock()
         self._in_use: tuple[int, ...] = ()
-        self.waited_seconds, self.apart, self.passes = 0.0, 0, 0
+        self.stall_seconds, self.buffer_overflows, self.passes = 0.0, 0, 0
         self.recorder: Recorder | None = None
         self.experts = ExpertCache(self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand))
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _streamers.add(self)
         self._record()
-        self._wrap_all(blocks, on_demand, root)
+        self._wrap_all(units, on_demand, root)
 
-    def __deepcopy__(self, memo: dict) -> Streamer:
-        raise no_copy(f"{len(self.blocks)} streamed blocks")
+    def __deepcopy__(self, memo: dict) -> Offloader:
+        raise no_copy(f"{len(self.units)} streamed blocks")
 
     def close(self) -> None:
         """Joins the reader threads and closes their files; a later forward is an error."""
@@ -138,42 +138,42 @@ class Streamer:
             finally:
                 self._in_use = outer
 
-    def _make_regions(self, layouts) -> Regions:
+    def _make_regions(self, layouts) -> OffloadBuffers:
         if self.device.type == "cpu":
-            return HostRegions(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
-        resident = {index for index, block in enumerate(self.blocks) if not rests_on_disk(block)}
-        lane, read_ahead = lane_to(self.device), self.options.read_ahead_nbytes
-        return AcceleratorRegions(layouts, self.source, self.pool, lane, resident, read_ahead)
+            return HostBuffers(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
+        resident = {index for index, unit in enumerate(self.units) if not rests_on_disk(unit)}
+        lane, read_ahead = copy_stream_to(self.device), self.options.read_ahead_nbytes
+        return AcceleratorBuffers(layouts, self.source, self.pool, lane, resident, read_ahead)
 
-    def _wrap_all(self, blocks: Sequence[Block], on_demand: Sequence[PackedModule], root: nn.Module | None) -> None:
-        for index, block in enumerate(self.blocks):
-            self._wrap(index, block)
-            for owner, slots in owners_within(block).items():
+    def _wrap_all(self, units: Sequence[OffloadUnit], on_demand: Sequence[QuantizedModule], root: nn.Module | None) -> None:
+        for index, unit in enumerate(self.units):
+            self._wrap(index, unit)
+            for owner, slots in owners_within(unit).items():
                 self._wrap_owner(owner, slots)
-            for module in block.packed:
+            for module in unit.packed:
                 module.fetch = lambda module=module: self._read(module)
-        for block in blocks:
-            block.bring_to(self.device)
-            if is_table(block):
-                self._read_rows(block)
+        for unit in units:
+            unit.bring_to(self.device)
+            if is_table(unit):
+                self._read_rows(unit)
         for module in on_demand:
             self.experts.serve(module, self.device)
-        if root is not None and self.blocks and root is not self.blocks[0].module:
+        if root is not None and self.units and root is not self.units[0].module:
             self._wrap_root(root)
 
-    def _wrap(self, index: int, block: Block) -> None:
-        forward, binding = block.module.forward, self._bindings[index]
+    def _wrap(self, index: int, unit: OffloadUnit) -> None:
+        forward, binding = unit.module.forward, self._bindings[index]
 
         @functools.wraps(forward)
         def streamed(*args, **kwargs):
-            refuse_meta(block.name, args)
+            refuse_meta(unit.name, args)
 
             def compute(region: torch.Tensor):
                 return binding.during(region, lambda: own_outputs(forward(*args, **kwargs), region))
 
             return (current_worker(self) or self).within(index, compute)
 
-        block.module.forward = streamed
+        unit.module.forward = streamed
 
     def _wrap_owner(self, owner: nn.Module, slots: Sequence[DenseParameter]) -> None:
         forward = owner.forward
@@ -213,17 +213,17 @@ class Streamer:
 
         root.forward = one_pass
 
-    def _read_rows(self, block: Block) -> None:
-        slot = block.dense[0]
-        read_by_row(slot, RowTable(block.name, slot, self.device, self.source.files, self.pool))
+    def _read_rows(self, unit: OffloadUnit) -> None:
+        slot = unit.dense[0]
+        read_by_row(slot, RowTable(unit.name, slot, self.device, self.source.files, self.pool))
         forward = slot.module.forward
 
         @functools.wraps(forward)
         def looked_up(*args, **kwargs):
-            refuse_meta(block.name, args)
+            refuse_meta(unit.name, args)
             return forward(*args, **kwargs)
 
-        looked_up.streamer = self  # type: ignore[attr-defined]  # its reader threads end with it, and the table needs them
+        looked_up.offloader = self  # type: ignore[attr-defined]  # its reader threads end with it, and the table needs them
         slot.module.forward = looked_up
 
     def _acquire(self, index: int) -> torch.Tensor:
@@ -233,20 +233,20 @@ class Streamer:
             self._bindings[index].recover()
         try:
             if index in self._in_use or not self.regions.start(index, self._in_use):
-                self.apart += 1
+                self.buffer_overflows += 1
                 region = self.regions.take_apart(index)
             else:
                 self._prefetch([*self._in_use, index])
                 region = self.regions.take(index)
         except HfqError as error:
-            raise of_block(error, self.blocks[index].name) from error
+            raise of_block(error, self.units[index].name) from error
         self._count_wait(index, started)
         self._in_use = (*self._in_use, index)
         return region
 
     def _count_wait(self, index: int, started: float) -> None:
         ended, recorder = time.perf_counter(), self.recorder
-        self.waited_seconds += ended - started
+        self.stall_seconds += ended - started
         if recorder is not None:
             recorder.note("wait", index, started, ended)
 
@@ -259,20 +259,20 @@ class Streamer:
         """Begins to read what comes next, as far as there is room beside what is in use and what comes sooner."""
         kept = list(kept)
         if self._finalizer.alive:
-            for index in self.schedule.expected(len(self.blocks)):
+            for index in self.schedule.expected(len(self.units)):
                 if not self.regions.start_ahead(index, kept):
                     return
                 kept.append(index)
 
-    def _read(self, module: PackedModule) -> Mapping[str, torch.Tensor]:
+    def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
         """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it rests in memory."""
         if not is_on_disk(module):
             return {local: tensor.to(self.device) for local, tensor in module.resting_tensors().items()}
         started, recorder = time.perf_counter(), self.recorder
-        row = ArenaRow.read(self._reader, module.infos)
+        row = FlatBuffer.read(self._reader, module.infos)
         if recorder is not None:
             recorder.note("read", module.name, started, time.perf_counter(), sum(i.nbytes for i in module.infos.values()))
-        return row.tensors() if self.device.type == "cpu" else ArenaRow(row.buffer.to(self.device), row.segments).tensors()
+        return row.tensors() if self.device.type == "cpu" else FlatBuffer(row.buffer.to(self.device), row.segments).tensors()
 
     def _record(self) -> None:
         """Takes the checksums of everything that is streamed, where reads are verified."""
@@ -288,12 +288,12 @@ class Streamer:
         self.experts.reset()
 
 
-_streamers: weakref.WeakSet[Streamer] = weakref.WeakSet()
+_streamers: weakref.WeakSet[Offloader] = weakref.WeakSet()
 
 
 def _reset_all() -> None:
-    for streamer in list(_streamers):
-        streamer.reset_after_fork()
+    for offloader in list(_streamers):
+        offloader.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-__all__ = ["Schedule"]
+__all__ = ["PrefetchOrder"]
 
 
-class Schedule:
+class PrefetchOrder:
     """The order of the last complete pass; before the first one, the order of the model's modules.
 
     A pass is one forward of the whole model, and the next pass is expected to follow at once, so that what comes after the last
@@ -18,15 +18,15 @@ class Schedule:
         order: The blocks in the order of the modules.
 
     Attributes:
-        mispredicts: How often another block came than was expected.
-        visits: How often a block came.
+        prefetch_misses: How often another block came than was expected.
+        unit_forwards: How often a block came.
     """
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
         self._next = 0
         self._recorded: dict[int, list[int]] = {}
-        self.mispredicts = self.visits = 0
+        self.prefetch_misses = self.unit_forwards = 0
 
     def begin(self) -> None:
         """A forward of the whole model begins, in this thread."""
@@ -40,17 +40,17 @@ class Schedule:
             self._order = recorded
             self._next = 0
 
-    def visit(self, block: int) -> bool:
+    def visit(self, unit: int) -> bool:
         """A block begins; returns whether it was the expected one."""
-        self.visits += 1
+        self.unit_forwards += 1
         recorded = self._recorded.get(threading.get_ident())
         if recorded is not None:
-            recorded.append(block)
+            recorded.append(unit)
         order, position = self._order, self._next  # the end of a pass in another thread may change both
-        steps = (step for step in range(len(order)) if order[(position + step) % len(order)] == block)
+        steps = (step for step in range(len(order)) if order[(position + step) % len(order)] == unit)
         step = next(steps, None)
         if step != 0:
-            self.mispredicts += 1
+            self.prefetch_misses += 1
         if step is not None:
             self._next = (position + step + 1) % len(order)
         return step == 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hfq.offload.byte_source import CHUNK_NBYTES, Source
 from hfq.offload.host_memory import huge_buffer
 from hfq.offload.reader_threads import Pool, Ticket
-from hfq.offload.unit_layout import BlockLayout
+from hfq.offload.unit_layout import UnitLayout
 
 __all__ = ["measure_limit"]
 
@@ -17,7 +17,7 @@ _THREADS = 8
 _MOST_NBYTES = 1 << 30
 
 
-def measure_limit(source: Source, layouts: Sequence[BlockLayout]) -> float | None:
+def measure_limit(source: Source, layouts: Sequence[UnitLayout]) -> float | None:
     """Reads what is streamed (at most 1 GiB of it) past the page cache with eight threads, and computes nothing.
 
     Returns:

@@ -17,7 +17,7 @@ from hfq.offload.spans import Span
 from hfq.tensor_spec import ByteRange
 
 if TYPE_CHECKING:
-    from hfq.offload.offloader import Streamer
+    from hfq.offload.offloader import Offloader
 
 __all__ = ["Recorder", "recording"]
 
@@ -29,19 +29,19 @@ class Recorder:
 
     Args:
         clock: Stamps what an accelerator does later than it was asked to.
-        blocks: The names of the blocks, by their numbers.
+        units: The names of the blocks, by their numbers.
         chunks: Which block each chunk of a file is read for.
     """
 
-    def __init__(self, clock: Clock, blocks: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None) -> None:
-        self._clock, self._blocks, self._chunks = clock, blocks, chunks or {}
+    def __init__(self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None) -> None:
+        self._clock, self._blocks, self._chunks = clock, units, chunks or {}
         self._began = time.perf_counter()
         self._notes: list[tuple[str, str, Any, Any, int]] = []
         self._copying = threading.Lock()
 
-    def note(self, lane: str, block: int | str, start: float, end: float, nbytes: int = 0) -> None:
+    def note(self, lane: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
         """Notes what took from one time of `time.perf_counter` to another; a block may be given by its number."""
-        self._notes.append((lane, block if isinstance(block, str) else self._blocks[block], start, end, nbytes))
+        self._notes.append((lane, unit if isinstance(unit, str) else self._blocks[unit], start, end, nbytes))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
         """Notes that a chunk was read."""
@@ -49,18 +49,18 @@ class Recorder:
             self.note("read", self._chunks[chunk], start, end, chunk.nbytes)
 
     @contextlib.contextmanager
-    def copying(self, block: int, nbytes: int) -> Iterator[None]:
+    def copying(self, unit: int, nbytes: int) -> Iterator[None]:
         """Notes the copies that are begun within this; other threads' copies wait, so as not to be counted along."""
         with self._copying:
             start = self._clock.stamp_copies()
             yield
-            self._notes.append(("copy", self._blocks[block], start, self._clock.stamp_copies(), nbytes))
+            self._notes.append(("copy", self._blocks[unit], start, self._clock.stamp_copies(), nbytes))
 
     def computing(
-        self, block: int | str, use: Callable[[torch.Tensor], T], lane: str = "compute"
+        self, unit: int | str, use: Callable[[torch.Tensor], T], lane: str = "compute"
     ) -> Callable[[torch.Tensor], T]:
         """`use`, noted as what a block computes."""
-        name = block if isinstance(block, str) else self._blocks[block]
+        name = unit if isinstance(unit, str) else self._blocks[unit]
 
         def noted(region: torch.Tensor) -> T:
             start = self.stamp()
@@ -90,27 +90,27 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(streamer: Streamer) -> Iterator[Recorder]:
+def recording(offloader: Offloader) -> Iterator[Recorder]:
     """Records what a streamer does meanwhile.
 
     Raises:
         SetupError: It is being recorded already.
     """
-    if streamer.recorder is not None:
+    if offloader.recorder is not None:
         raise SetupError(
             "This model's streaming is being recorded already.", expected="one recording at a time", found="a second one",
             fix="end the first one, or record all of it as one",
         )  # fmt: skip
     chunks = {
         wanted: index
-        for index, layout in enumerate(streamer.regions.layouts)
+        for index, layout in enumerate(offloader.regions.layouts)
         for run in layout.runs
         for wanted, _ in run.chunks(CHUNK_NBYTES)
     }
-    recorder = Recorder(streamer.regions.clock(), [block.name for block in streamer.blocks], chunks)
-    streamer.recorder = streamer.regions.recorder = recorder
-    streamer.source.on_read = recorder.note_read
+    recorder = Recorder(offloader.regions.clock(), [unit.name for unit in offloader.units], chunks)
+    offloader.recorder = offloader.regions.recorder = recorder
+    offloader.source.on_read = recorder.note_read
     try:
         yield recorder
     finally:
-        streamer.recorder = streamer.regions.recorder = streamer.source.on_read = None
+        offloader.recorder = offloader.regions.recorder = offloader.source.on_read = None

@@ -9,20 +9,20 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from hfq.modules.flat_buffer import ArenaRow
-from hfq.modules.offloaded_parameter import AwayParameter
-from hfq.modules.quantized_module import PackedModule
-from hfq.offload.unit_layout import BlockLayout
+from hfq.modules.flat_buffer import FlatBuffer
+from hfq.modules.offloaded_parameter import OffloadedParameter
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.unit_layout import UnitLayout
 from hfq.tensor_spec import Segment, TensorInfo
 
-__all__ = ["Binding", "Block", "DenseParameter", "Resting", "is_on_disk", "owners_within", "rests_on_disk"]
+__all__ = ["Binding", "OffloadUnit", "DenseParameter", "OffloadedWeights", "is_on_disk", "owners_within", "rests_on_disk"]
 
 T = TypeVar("T")
 
 _VIEWS = 16
 """For how many places of a block its views are kept."""
 
-Resting = tuple["DenseParameter", nn.Parameter]
+OffloadedWeights = tuple["DenseParameter", nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DenseParameter:
     def bring_to(self, name: str, device: torch.device) -> None:
         """Tells the parameter where it will be brought."""
         parameter = self.module._parameters[self.local]
-        if isinstance(parameter, AwayParameter):
+        if isinstance(parameter, OffloadedParameter):
             parameter.name, parameter.brought_to = name, device
 
     @property
@@ -61,15 +61,15 @@ class DenseParameter:
 
 
 @dataclass(frozen=True)
-class Block:
+class OffloadUnit:
     """A module whose forward needs these offloaded parts, and no other module's forward in between."""
 
     name: str
     module: nn.Module
-    packed: tuple[PackedModule, ...]
+    packed: tuple[QuantizedModule, ...]
     dense: tuple[DenseParameter, ...]
 
-    def moved(self, device: torch.device) -> tuple[PackedModule, ...]:
+    def moved(self, device: torch.device) -> tuple[QuantizedModule, ...]:
         """The packed modules that must be brought to a device; the others rest in memory it computes with."""
         return tuple(module for module in self.packed if device.type != "cpu" or is_on_disk(module))
 
@@ -86,14 +86,14 @@ class Block:
         return [*packed, *(slot.info for slot in self.dense)]
 
 
-def is_on_disk(module: PackedModule) -> bool:
+def is_on_disk(module: QuantizedModule) -> bool:
     """Whether a packed module rests on disk."""
     return any(tensor.is_meta for tensor in module.resting_tensors().values())
 
 
-def rests_on_disk(block: Block) -> bool:
+def rests_on_disk(unit: OffloadUnit) -> bool:
     """Whether any part of a block rests on disk."""
-    return any(is_on_disk(module) for module in block.packed) or any(slot.home == "disk" for slot in block.dense)
+    return any(is_on_disk(module) for module in unit.packed) or any(slot.home == "disk" for slot in unit.dense)
 
 
 class Binding:
@@ -103,18 +103,18 @@ class Binding:
     the backward, when the region holds another block. A packed layer keeps its module instead, and reads its row again.
 
     Args:
-        block: The block.
+        unit: The block.
         layout: Where its tensors lie in a region.
         device: Where it computes.
         ring: The memory that regions lie in; views of a region apart from it would keep that in memory, and are not kept.
     """
 
-    def __init__(self, block: Block, layout: BlockLayout, device: torch.device, ring: torch.Tensor) -> None:
-        self.block, self._layout, self._ring = block, layout, ring.untyped_storage().data_ptr()
-        self._moved = block.moved(device)
-        self._staying = tuple(module for module in block.packed if module not in self._moved)
+    def __init__(self, unit: OffloadUnit, layout: UnitLayout, device: torch.device, ring: torch.Tensor) -> None:
+        self.unit, self._layout, self._ring = unit, layout, ring.untyped_storage().data_ptr()
+        self._moved = unit.moved(device)
+        self._staying = tuple(module for module in unit.packed if module not in self._moved)
         self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}
-        self._resting: list[Resting] = []
+        self._resting: list[OffloadedWeights] = []
         self._is_lent = False
 
     def during(self, region: torch.Tensor, forward: Callable[[], T]) -> T:
@@ -138,7 +138,7 @@ class Binding:
             module.onload(tensors)
         for module in self._staying:
             module.onload(module.resting_tensors())
-        for slot, view in zip(self.block.dense, dense, strict=True):
+        for slot, view in zip(self.unit.dense, dense, strict=True):
             if slot.is_away():
                 dtype = slot.dtype
                 is_kept = torch.is_grad_enabled()
@@ -152,7 +152,7 @@ class Binding:
             slot, parameter = self._resting[-1]
             slot.module._parameters[slot.local] = parameter
             self._resting.pop()
-        for module in self.block.packed:
+        for module in self.unit.packed:
             module.offload()
         self._is_lent = False
 
@@ -163,7 +163,7 @@ class Binding:
                 self._views.clear()
             with torch.inference_mode(False):
                 packed: list[Mapping[str, torch.Tensor]] = [self._tensors(region, module.infos) for module in self._moved]
-                dense = [_frozen(self._tensors(region, {"it": slot.info})["it"]) for slot in self.block.dense]
+                dense = [_frozen(self._tensors(region, {"it": slot.info})["it"]) for slot in self.unit.dense]
             if region.untyped_storage().data_ptr() != self._ring:
                 return packed, dense
             self._views[place] = packed, dense
@@ -173,18 +173,18 @@ class Binding:
         segments = {
             local: Segment(self._layout.places[info], info.nbytes, info.dtype, info.shape) for local, info in infos.items()
         }
-        return ArenaRow(region, segments).tensors()
+        return FlatBuffer(region, segments).tensors()
 
 
-def owners_within(block: Block) -> dict[nn.Module, list[DenseParameter]]:
+def owners_within(unit: OffloadUnit) -> dict[nn.Module, list[DenseParameter]]:
     """The modules within a block that own its dense parameters.
 
     They matter where a block's forward runs without its wrapper, as when transformers recomputes it for gradient checkpointing
     (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
     """
     owners: dict[nn.Module, list[DenseParameter]] = {}
-    for slot in block.dense:
-        if slot.module is not block.module:
+    for slot in unit.dense:
+        if slot.module is not unit.module:
             owners.setdefault(slot.module, []).append(slot)
     return owners
 

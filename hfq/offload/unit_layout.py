@@ -9,7 +9,7 @@ from hfq.checkpoint.direct_io import DIRECT_ALIGNMENT
 from hfq.checkpoint.read_plan import coalesce
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
-__all__ = ["GAP_NBYTES", "PAGE", "BlockLayout", "Run", "lay_out"]
+__all__ = ["GAP_NBYTES", "PAGE", "UnitLayout", "Run", "lay_out"]
 
 PAGE = DIRECT_ALIGNMENT
 GAP_NBYTES = 64 << 10
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class BlockLayout:
+class UnitLayout:
     """A region that holds the tensors of a block, laid out as they lie on file.
 
     Attributes:
@@ -69,7 +69,7 @@ class BlockLayout:
         return sum(run.source.nbytes for run in self.runs)
 
 
-def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> BlockLayout:
+def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLayout:
     """Lays the tensors of a block out.
 
     Args:
@@ -91,7 +91,7 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> BlockL
             copies.append((place, end, info.nbytes))
             place, end = end, -(-(end + info.nbytes) // _COPY_ALIGNMENT) * _COPY_ALIGNMENT
         places[info] = place
-    return BlockLayout(tuple(runs), places, tuple(copies), -(-end // PAGE) * PAGE)
+    return UnitLayout(tuple(runs), places, tuple(copies), -(-end // PAGE) * PAGE)
 
 
 def _holds(run: ByteRange, part: ByteRange) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hfq.errors import PlacementError
 
-__all__ = ["READ_AHEAD_NBYTES", "Budget", "Unit", "plan_homes", "ring_nbytes"]
+__all__ = ["READ_AHEAD_NBYTES", "Budget", "Unit", "plan_devices", "buffer_nbytes"]
 
 READ_AHEAD_NBYTES = 192 << 20
 """What streaming reads ahead beyond the next block, where there is room for it."""
@@ -43,7 +43,7 @@ class Unit:
         return self.nbytes if self.region_nbytes is None else self.region_nbytes
 
     @property
-    def is_streamed(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether it is brought whole to its device for each forward, when it rests elsewhere."""
         return self.kind in ("block", "other")
 
@@ -53,23 +53,23 @@ class Budget:
     """A home for every unit, and what that takes.
 
     Attributes:
-        homes: The home of each unit.
+        devices: The home of each unit.
         main: The device that computes.
         capacities: The bytes that each home may hold; a home that is not there has no limit.
         resting: The bytes that rest in each home.
         rings: The bytes of the ring on each device that has one.
         expert_cache_nbytes: The bytes kept free on the main device for routed experts.
-        moved_nbytes: The bytes that one forward streams to the main device.
+        onloaded_nbytes: The bytes that one forward streams to the main device.
         on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of them.
     """
 
-    homes: Mapping[str, str]
+    devices: Mapping[str, str]
     main: str
     capacities: Mapping[str, int]
     resting: Mapping[str, int]
     rings: Mapping[str, int]
     expert_cache_nbytes: int
-    moved_nbytes: int
+    onloaded_nbytes: int
     on_demand_nbytes: int
 
     def taken(self, home: str) -> int:
@@ -93,14 +93,14 @@ class Budget:
             ring = f" and a ring of {self.rings[home]:,} B" if home in self.rings else ""
             room = f", {left[home]:,} B left" if home in left else ""
             parts.append(f"{home}: {self.resting.get(home, 0):,} B resting{ring}{room}")
-        parts.append(f"{self.moved_nbytes:,} B streamed a forward" if self.moved_nbytes else "nothing is streamed")
+        parts.append(f"{self.onloaded_nbytes:,} B streamed a forward" if self.onloaded_nbytes else "nothing is streamed")
         if self.on_demand_nbytes:
             cache = f", cache of {self.expert_cache_nbytes:,} B" if self.expert_cache_nbytes else ""
             parts.append(f"up to {self.on_demand_nbytes:,} B of experts when they are routed to{cache}")
         return "; ".join(parts)
 
 
-def plan_homes(units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0) -> Budget:
+def plan_devices(units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0) -> Budget:
     """Gives every unit a home, so that no home holds more than it may and one forward streams as little as possible.
 
     What fits on the main device stays there: leaves outside of blocks, smallest first, then blocks in the order of the model,
@@ -162,7 +162,7 @@ def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache
         rest_on_host = {"cpu": sum(unit.nbytes for unit in away)} if main != "cpu" else {main: total}
         return _Shortage("disk", on_disk, "what fits nowhere else", rest_on_host)
     rings = {main: ring} if ring else {}
-    if main != "cpu" and any(unit.is_streamed for unit in stored):
+    if main != "cpu" and any(unit.is_offloaded for unit in stored):
         rings["cpu"] = ring
     return _account(units, capacities, main, away, stored, rings, cache)
 
@@ -209,7 +209,7 @@ def _start_of_idle(units: Sequence[Unit]) -> int:
     return start
 
 
-def ring_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
+def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
     """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two neighbours, and read-ahead.
 
     Between two blocks there is nothing to read; where blocks are small, that time counts, and reading more than one of them
@@ -227,7 +227,7 @@ def ring_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
 
 def _ring(units: Sequence[Unit]) -> int:
     """The ring of these units, over the end of a forward into the next one."""
-    return ring_nbytes([unit.streamed_nbytes for unit in units if unit.is_streamed])
+    return buffer_nbytes([unit.streamed_nbytes for unit in units if unit.is_offloaded])
 
 
 def _account(
@@ -239,15 +239,15 @@ def _account(
     rings: Mapping[str, int],
     cache: int,
 ) -> Budget:
-    homes = {unit.name: main for unit in units}
-    homes |= {unit.name: "cpu" for unit in away}
-    homes |= {unit.name: "disk" for unit in stored}
+    devices = {unit.name: main for unit in units}
+    devices |= {unit.name: "cpu" for unit in away}
+    devices |= {unit.name: "disk" for unit in stored}
     resting: Counter[str] = Counter()
     for unit in units:
-        resting[homes[unit.name]] += unit.nbytes
+        resting[devices[unit.name]] += unit.nbytes
     experts = sum(unit.nbytes for unit in away if unit.kind == "experts")
-    moved = sum(unit.streamed_nbytes for unit in away if unit.is_streamed)
-    return Budget(homes, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts)
+    moved = sum(unit.streamed_nbytes for unit in away if unit.is_offloaded)
+    return Budget(devices, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts)
 
 
 def _as_max_memory(capacities: Mapping[str, int]) -> str:

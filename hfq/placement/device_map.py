@@ -10,13 +10,13 @@ import torch
 
 from hfq.errors import PlacementError, nearest
 
-__all__ = ["AUTOMATIC", "check_device", "check_present", "execution_device", "execution_map", "resolve_homes"]
+__all__ = ["AUTOMATIC", "check_device", "check_present", "execution_device", "execution_map", "resolve_devices"]
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 """The device maps that transformers infers."""
 
 
-def resolve_homes(
+def resolve_devices(
     device_map: Mapping[str, Any] | None,
     names: Iterable[str],
     modules: Iterable[str],
@@ -40,14 +40,14 @@ def resolve_homes(
         return dict.fromkeys(names, "cpu")
     names, known = list(names), {"", *modules}
     known.update(names)
-    homes = {key: (check or check_device)(value, key) for key, value in device_map.items()}
-    unknown = [str(key) for key in homes if key not in known]
+    devices = {key: (check or check_device)(value, key) for key, value in device_map.items()}
+    unknown = [str(key) for key in devices if key not in known]
     if unknown:
         raise PlacementError(
             "device_map has a key that matches nothing in the model; nothing was loaded.", expected="names of modules",
             problems=[f"{key!r}{nearest(key, known)}" for key in unknown], fix="correct these keys",
         )  # fmt: skip
-    resolved = {name: _home(name, homes) for name in names}
+    resolved = {name: _home(name, devices) for name in names}
     uncovered = [name for name, home in resolved.items() if home is None]
     if uncovered:
         raise PlacementError(
@@ -90,14 +90,14 @@ def check_device(value: Any, key: str = "") -> str:
     return str(device)
 
 
-def check_present(homes: Iterable[str]) -> None:
+def check_present(devices: Iterable[str]) -> None:
     """Refuses homes on an accelerator that torch does not find.
 
     Raises:
         PlacementError: Names the first such home.
     """
     found = torch.accelerator.current_accelerator()
-    for home in homes:
+    for home in devices:
         kind = home.partition(":")[0]
         if kind not in ("cpu", "disk") and (found is None or found.type != kind):
             raise PlacementError(
@@ -112,18 +112,18 @@ def _accelerator() -> str:
     return found.type if found is not None else "cuda"
 
 
-def execution_device(homes: Iterable[str]) -> str:
+def execution_device(devices: Iterable[str]) -> str:
     """Where offloaded modules compute: the first accelerator that is someone's home, else the CPU."""
-    return next((home for home in homes if home not in ("cpu", "disk")), "cpu")
+    return next((home for home in devices if home not in ("cpu", "disk")), "cpu")
 
 
-def execution_map(device_map: Mapping[str, Any], homes: Mapping[str, str], main: str) -> dict[str, str]:
+def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], main: str) -> dict[str, str]:
     """The device each part computes on, such that transformers' own matching reads it as hfq does.
 
     transformers matches the keys of a device map as unescaped regular expressions against the front of a name
     (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is added.
     """
-    executes = {name: main if home in ("cpu", "disk") else home for name, home in homes.items()}
+    executes = {name: main if home in ("cpu", "disk") else home for name, home in devices.items()}
     result = {key: main if str(value) in ("cpu", "disk") else check_device(value) for key, value in device_map.items()}
     for name, device in executes.items():
         module = name.rpartition(".")[0]
@@ -134,11 +134,11 @@ def execution_map(device_map: Mapping[str, Any], homes: Mapping[str, str], main:
     return result
 
 
-def _home(name: str, homes: Mapping[str, str]) -> str | None:
+def _home(name: str, devices: Mapping[str, str]) -> str | None:
     key = name
     while True:
-        if key in homes:
-            return homes[key]
+        if key in devices:
+            return devices[key]
         if not key:
             return None
         key = key.rpartition(".")[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hfq.errors import PlacementError
 from hfq.placement.budget import Unit
 
-__all__ = ["Spread", "spread_units"]
+__all__ = ["Spread", "assign_units"]
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,17 @@ class Spread:
     """A device for every unit, and what that takes.
 
     Attributes:
-        homes: The device of each unit.
+        devices: The device of each unit.
         resting: The bytes of weights on each device.
         kv: The bytes of the KV cache on each device.
     """
 
-    homes: Mapping[str, str]
+    devices: Mapping[str, str]
     resting: Mapping[str, int]
     kv: Mapping[str, int]
 
 
-def spread_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, activations: int) -> Spread:
+def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, activations: int) -> Spread:
     """Deals the units out in their order; the KV cache goes where its layers are, activations are everywhere.
 
     Args:
@@ -45,8 +45,8 @@ def spread_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
     rooms = {device: capacity - activations for device, capacity in capacities.items()}
     even = sum(sizes) / max(len(rooms), 1)
     for target in (even, even * 1.1, even * 1.25, even * 1.5, float("inf")):
-        homes = _deal(units, sizes, {device: min(room, target) for device, room in rooms.items()})
-        if homes is not None:
+        devices = _deal(units, sizes, {device: min(room, target) for device, room in rooms.items()})
+        if devices is not None:
             break
     else:
         raise PlacementError(
@@ -57,21 +57,21 @@ def spread_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
     resting: Counter[str] = Counter()
     cached: Counter[str] = Counter()
     for unit in units:
-        resting[homes[unit.name]] += unit.nbytes
-        cached[homes[unit.name]] += share * (unit.kind == "block")
-    return Spread(homes, dict(resting), dict(cached))
+        resting[devices[unit.name]] += unit.nbytes
+        cached[devices[unit.name]] += share * (unit.kind == "block")
+    return Spread(devices, dict(resting), dict(cached))
 
 
 def _deal(units: Sequence[Unit], sizes: Sequence[int], rooms: Mapping[str, float]) -> dict[str, str] | None:
-    devices = iter(rooms.items())
-    device, room = next(devices)
-    homes: dict[str, str] = {}
+    remaining = iter(rooms.items())
+    device, room = next(remaining)
+    devices: dict[str, str] = {}
     for unit, nbytes in zip(units, sizes, strict=True):
         while nbytes > room:
-            following = next(devices, None)
+            following = next(remaining, None)
             if following is None:
                 return None
             device, room = following
         room -= nbytes
-        homes[unit.name] = device
-    return homes
+        devices[unit.name] = device
+    return devices

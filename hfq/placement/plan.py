@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["ModuleHome", "Plan", "PlanEntry"]
+__all__ = ["ModuleDevice", "Plan", "PlanEntry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,39 +15,39 @@ class PlanEntry:
 
     Attributes:
         name: Its name in the model.
-        home: Where it rests: `cpu`, `disk`, `cuda:0`, ….
-        device: Where it computes.
-        nbytes: Its bytes at home (a dense tensor that rests in memory: after the cast to the model's dtype).
+        device: The device that it is stored on: `cpu`, `disk`, `cuda:0`, ….
+        execution_device: The device that computes with it.
+        nbytes: Its bytes there (a dense tensor that rests in memory: after the cast to the model's dtype).
         packed: Whether it belongs to a packed row.
     """
 
     name: str
-    home: str
     device: str
+    execution_device: str
     nbytes: int
     packed: bool
 
     @property
     def is_moved(self) -> bool:
         """Whether it is brought to its device for every forward."""
-        return self.home == "disk" or self.home != self.device
+        return self.device == "disk" or self.device != self.execution_device
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleHome:
+class ModuleDevice:
     """What one module has in one home.
 
     Attributes:
         module: Its name in the model; empty for the model itself.
-        home: Where its tensors rest.
-        device: Where they compute.
-        nbytes: Their bytes at home.
+        device: The device that its tensors are stored on.
+        execution_device: The device that computes with them.
+        nbytes: Their bytes there.
         packed_nbytes: Of these, the bytes of packed rows.
     """
 
     module: str
-    home: str
     device: str
+    execution_device: str
     nbytes: int
     packed_nbytes: int
 
@@ -58,41 +58,41 @@ class Plan:
 
     entries: tuple[PlanEntry, ...]
 
-    def nbytes_by_home(self) -> dict[str, int]:
+    def nbytes_by_device(self) -> dict[str, int]:
         """The bytes that rest in each home."""
         total: Counter[str] = Counter()
         for entry in self.entries:
-            total[entry.home] += entry.nbytes
+            total[entry.device] += entry.nbytes
         return dict(total)
 
-    def modules(self, order: Iterable[str] = ()) -> list[ModuleHome]:
+    def modules(self, order: Iterable[str] = ()) -> list[ModuleDevice]:
         """What each module has in each home: in the order of these names, the others behind them in the order of the plan."""
         total: dict[tuple[str, str, str], list[int]] = {}
         for entry in self.entries:
-            held = total.setdefault((entry.name.rpartition(".")[0], entry.home, entry.device), [0, 0])
+            held = total.setdefault((entry.name.rpartition(".")[0], entry.device, entry.execution_device), [0, 0])
             held[0] += entry.nbytes
             held[1] += entry.nbytes * entry.packed
         places = {name: place for place, name in enumerate(order)}
         keys = sorted(total, key=lambda key: places.get(key[0], len(places)))
-        return [ModuleHome(*key, *total[key]) for key in keys]
+        return [ModuleDevice(*key, *total[key]) for key in keys]
 
-    def moved_nbytes(self) -> int:
+    def onloaded_nbytes(self) -> int:
         """The bytes that one forward of every module moves to its device."""
         return sum(entry.nbytes for entry in self.entries if entry.is_moved)
 
     def resident_nbytes(self) -> int:
         """The bytes that rest in memory of any device."""
-        return sum(entry.nbytes for entry in self.entries if entry.home != "disk")
+        return sum(entry.nbytes for entry in self.entries if entry.device != "disk")
 
     def to_dict(self) -> dict:
         """The plan as JSON-ready data."""
         return {
-            "homes": self.nbytes_by_home(),
-            "moved_nbytes": self.moved_nbytes(),
+            "devices": self.nbytes_by_device(),
+            "onloaded_nbytes": self.onloaded_nbytes(),
             "tensors": [asdict(entry) for entry in self.entries],
         }
 
     def __str__(self) -> str:
-        homes = ", ".join(f"{home} {nbytes:,} B" for home, nbytes in self.nbytes_by_home().items())
-        moved = self.moved_nbytes()
-        return f"{homes}; {f'{moved:,} B moved a forward' if moved else 'nothing moves'}"
+        devices = ", ".join(f"{home} {nbytes:,} B" for home, nbytes in self.nbytes_by_device().items())
+        moved = self.onloaded_nbytes()
+        return f"{devices}; {f'{moved:,} B moved a forward' if moved else 'nothing moves'}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfq.benchmarks.report import Table
-from hfq.placement.plan import ModuleHome
+from hfq.placement.plan import ModuleDevice
 from hfq.plots.drawing import COLOURS
 from hfq.plots.section import Picture, as_size
 
@@ -45,7 +45,7 @@ class Unit:
         return ".".join(self.name.split(".")[-2:] if self.name[-1:].isdigit() else self.name.split(".")[-1:]) or "the model"
 
 
-def gather_units(modules: Iterable[ModuleHome]) -> list[Unit]:
+def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
     """The modules of each layer as one, in their order."""
     held: dict[str, dict[str, list[int]]] = {}
     devices: dict[str, dict[str, None]] = {}
@@ -53,14 +53,14 @@ def gather_units(modules: Iterable[ModuleHome]) -> list[Unit]:
     for module in modules:
         found = _LAYER.match(module.module)
         name = found[1] if found else module.module
-        parts = held.setdefault(name, {}).setdefault(module.home, [0, 0])
+        parts = held.setdefault(name, {}).setdefault(module.device, [0, 0])
         parts[0] += module.packed_nbytes
         parts[1] += module.nbytes - module.packed_nbytes
-        devices.setdefault(name, {})[module.device] = None
+        devices.setdefault(name, {})[module.execution_device] = None
         names.setdefault(name, set()).add(module.module)
     return [
-        Unit(name, {home: (parts[0], parts[1]) for home, parts in homes.items()}, tuple(devices[name]), len(names[name]))
-        for name, homes in held.items()
+        Unit(name, {device: (parts[0], parts[1]) for device, parts in sizes.items()}, tuple(devices[name]), len(names[name]))
+        for name, sizes in held.items()
     ]
 
 
@@ -86,10 +86,10 @@ class PlacementMap:
         count = len(self.units)
         figure.set_size_inches(min(max(6.5, 2 + 0.3 * count), 13), 4.2)
         axes = figure.subplots()
-        homes = list(dict.fromkeys(home for unit in self.units for home in unit.held))
+        devices = list(dict.fromkeys(home for unit in self.units for home in unit.held))
         bottom = [0.0] * count
         handles = []
-        for home in homes:
+        for home in devices:
             for kind, alpha in ((0, 1.0), (1, 0.45)):
                 heights = [unit.held.get(home, (0, 0))[kind] for unit in self.units]
                 if any(heights):
@@ -109,7 +109,7 @@ class PlacementMap:
         figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9)
 
 
-def placement_picture(modules: Sequence[ModuleHome]) -> Picture:
+def placement_picture(modules: Sequence[ModuleDevice]) -> Picture:
     """The map of a model's modules, with its table."""
     units = gather_units(modules)
     totals: dict[str, int] = {}

@@ -35,15 +35,15 @@ def plan_section(fields: Fields) -> Section:
     model, work = fields.object("model"), fields.object("workload")
     name = Path(model.text("path")).name or model.text("path")
     facts = {
-        "model": f"{model.text('class')} of {model.count('layers')} layers, {model.text('dialects') or 'not packed'}",
+        "model": f"{model.text('class')} of {model.count('layers')} layers, {model.text('formats') or 'not packed'}",
         "files": f"{model.count('file_nbytes'):,} B",
         "workload": f"batch {work.count('batch')}, context {work.count('context')}, KV cache {work.text('kv_dtype')}",
         "machine": _machine(fields.object("machine")),
     }
     pictures: list[Picture] = []
     tables: list[Table] = []
-    if fields.has("homes"):
-        pictures += [_homes(fields.object("homes")), placement_picture(read_modules(fields))]
+    if fields.has("devices"):
+        pictures += [_homes(fields.object("devices")), placement_picture(read_modules(fields))]
     if fields.has("prediction"):
         tables.append(_prediction(fields.object("prediction")))
     if fields.has("zero3"):
@@ -62,13 +62,13 @@ def _machine(machine: Fields) -> str:
     return f"{gpus}, {as_size(machine.count('cpu'))} of CPU memory"
 
 
-def _homes(homes: Fields) -> Picture:
-    names = homes.names()
-    found = [homes.object(name) for name in names]
+def _homes(devices: Fields) -> Picture:
+    names = devices.names()
+    found = [devices.object(name) for name in names]
     parts = {title: [home.count(part) for home in found] for part, title in PARTS.items()}
     limits = [float(home.count("capacity")) if home.has("capacity") else None for home in found]
     note = "Bytes in each home: weights at home, and what running takes beside them."
-    return bars_picture("homes", "What each home holds", Bars(names, parts, limits), note, "home")
+    return bars_picture("devices", "What each home holds", Bars(names, parts, limits), note, "home")
 
 
 def _prediction(prediction: Fields) -> Table:
@@ -89,12 +89,12 @@ def _prediction(prediction: Fields) -> Table:
 def _zero3(zero3: Fields) -> Picture:
     found = zero3.object("parts_per_rank")
     held = {part: found.object(part) for part in found.names()}
-    homes = [home for home in _HOMES if any(sizes.has(home) for sizes in held.values())]
+    devices = [home for home in _HOMES if any(sizes.has(home) for sizes in held.values())]
     parts: Mapping[str, Sequence[float]] = {
-        part: [float(sizes.count(home)) if sizes.has(home) else 0.0 for home in homes] for part, sizes in held.items()
+        part: [float(sizes.count(home)) if sizes.has(home) else 0.0 for home in devices] for part, sizes in held.items()
     }
     title = f"ZeRO-3: what each of {zero3.count('ranks')} ranks holds"
-    return bars_picture("zero3", title, Bars(homes, parts, [None] * len(homes)), "Bytes of one rank.", "home")
+    return bars_picture("zero3", title, Bars(devices, parts, [None] * len(devices)), "Bytes of one rank.", "home")
 
 
 def _catalog(entries: Sequence[Fields], fields: Fields) -> Picture:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfq.benchmarks.report import Table, as_rate
+from hfq.offload.chrome_trace import chrome_trace
 from hfq.offload.spans import LANES, Span
-from hfq.placement.plan import ModuleHome
+from hfq.placement.plan import ModuleDevice
 from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
 from hfq.plots.section import Section, as_size
 from hfq.plots.timeline_plot import timeline_picture
-from hfq.offload.chrome_trace import chrome_trace
 
 __all__ = ["read_modules", "run_section"]
 
@@ -26,26 +26,26 @@ def run_section(fields: Fields) -> Section:
     model = fields.object("model")
     name = Path(model.text("path")).name or model.text("path")
     facts = {
-        "model": f"{model.text('class')}, {model.text('dialects') or 'not packed'}",
+        "model": f"{model.text('class')}, {model.text('formats') or 'not packed'}",
         "dtype of activations": model.text("dtype"),
     }
     facts |= {"computes on": model.text("device"), "hfq": model.text("hfq")}
     pictures = [placement_picture(read_modules(fields))]
-    spans, blocks = _timeline(fields)
-    timeline = timeline_picture(spans, blocks)
+    spans, units = _timeline(fields)
+    timeline = timeline_picture(spans, units)
     if timeline is None:
         facts["timeline"] = "not recorded; hfq.report(model, measure=True) records one token"
     else:
         pictures.append(timeline)
     tables = [_homes(fields)]
-    if fields.has("stream"):
-        tables.append(_stream(fields.object("stream")))
+    if fields.has("offload"):
+        tables.append(_stream(fields.object("offload")))
     if fields.has("speed"):
         tables.append(_speed(fields.object("speed")))
     return Section(f"{name}: a loaded model", facts, pictures, tables, chrome_trace(spans) if spans else None)
 
 
-def read_modules(fields: Fields) -> list[ModuleHome]:
+def read_modules(fields: Fields) -> list[ModuleDevice]:
     """The modules of a report or a plan, one or more.
 
     Raises:
@@ -56,7 +56,7 @@ def read_modules(fields: Fields) -> list[ModuleHome]:
         nbytes, packed = module.count("nbytes"), module.count("packed_nbytes")
         if packed > nbytes:
             raise module.wrong(f"at most the module's {nbytes:,} bytes", packed, "packed_nbytes")
-        found.append(ModuleHome(module.text("module"), module.text("home"), module.text("device"), nbytes, packed))
+        found.append(ModuleDevice(module.text("module"), module.text("device"), module.text("execution_device"), nbytes, packed))
     if not found:
         raise fields.wrong("one module or more", [], "modules")
     return found
@@ -67,7 +67,7 @@ def _timeline(fields: Fields) -> tuple[list[Span], list[str]]:
     if not fields.has("timeline"):
         return [], []
     recorded = fields.object("timeline")
-    return [_span(span) for span in recorded.objects("spans")], recorded.texts("blocks")
+    return [_span(span) for span in recorded.objects("spans")], recorded.texts("units")
 
 
 def _span(fields: Fields) -> Span:
@@ -81,24 +81,24 @@ def _span(fields: Fields) -> Span:
 
 def _homes(fields: Fields) -> Table:
     rows = [
-        (home.text("home"), f"{home.count('nbytes'):,}", f"{home.count('moved_nbytes'):,}") for home in fields.objects("homes")
+        (home.text("device"), f"{home.count('nbytes'):,}", f"{home.count('onloaded_nbytes'):,}") for home in fields.objects("devices")
     ]
     note = "Bytes that rest there, and those of them that a forward of all modules moves."
     return Table("Homes", note, ("home", "bytes", "moved a forward"), rows)
 
 
-def _stream(stream: Fields) -> Table:
+def _stream(offload: Fields) -> Table:
     rows = [
-        ("reads", stream.text("mode")),
-        ("streamed blocks", f"{stream.count('blocks'):,}"),
-        ("bytes a pass", f"{stream.count('pass_nbytes'):,}"),
-        ("bytes of the ring", f"{stream.count('ring_nbytes'):,}"),
-        ("passes", f"{stream.count('passes'):,}"),
-        ("blocks that were not the expected one", f"{stream.count('mispredicts'):,}"),
-        ("read so far", as_size(stream.count("nbytes_read"))),
-        ("rate while reading", as_rate(stream.number("rate") if stream.has("rate") else None)),
-        ("the disk's limit", as_rate(stream.number("limit") if stream.has("limit") else None)),
-        ("waited for blocks", f"{stream.number('waited_seconds'):.3f} s"),
+        ("reads", offload.text("mode")),
+        ("streamed blocks", f"{offload.count('blocks'):,}"),
+        ("bytes a pass", f"{offload.count('pass_nbytes'):,}"),
+        ("bytes of the ring", f"{offload.count('ring_nbytes'):,}"),
+        ("passes", f"{offload.count('passes'):,}"),
+        ("blocks that were not the expected one", f"{offload.count('mispredicts'):,}"),
+        ("read so far", as_size(offload.count("nbytes_read"))),
+        ("rate while reading", as_rate(offload.number("read_bandwidth") if offload.has("read_bandwidth") else None)),
+        ("the disk's limit", as_rate(offload.number("disk_bandwidth") if offload.has("disk_bandwidth") else None)),
+        ("waited for blocks", f"{offload.number('waited_seconds'):.3f} s"),
     ]
     return _pairs("Streaming so far", "Counted since the model was loaded, until the report was asked for.", rows)
 

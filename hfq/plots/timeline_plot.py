@@ -51,12 +51,12 @@ class TimelinePlot:
     Attributes:
         spans: The spans of one pass, which starts at second 0, in the order of their starts.
         seconds: The duration of the pass.
-        blocks: The streamed blocks, in the order of the model.
+        units: The streamed blocks, in the order of the model.
     """
 
     spans: Sequence[Span]
     seconds: float
-    blocks: Sequence[str]
+    units: Sequence[str]
 
     @functools.cached_property
     def others(self) -> list[str]:
@@ -103,7 +103,7 @@ class TimelinePlot:
     def _style(self, span: Span) -> tuple[str, str | None]:
         if span.lane == "wait":
             return COLOURS[1], "////"
-        names = self.others if span.lane == "other" else self.blocks
+        names = self.others if span.lane == "other" else self.units
         return _SHADES[span.lane][names.index(span.name) % 2 if span.name in names else 0], None
 
     def _handles(self) -> list[Any]:
@@ -150,7 +150,7 @@ def busy_seconds(spans: Iterable[Span]) -> float:
     return total
 
 
-def timeline_picture(spans: Sequence[Span], blocks: Sequence[str]) -> Picture | None:
+def timeline_picture(spans: Sequence[Span], units: Sequence[str]) -> Picture | None:
     """Returns the last pass with its table, or None if nothing was recorded."""
     shown, seconds = last_pass(spans)
     if not shown or seconds <= 0:
@@ -158,7 +158,7 @@ def timeline_picture(spans: Sequence[Span], blocks: Sequence[str]) -> Picture | 
     busy = {kind: busy_seconds(span for span in shown if span.lane == kind) for kind in _WORDS}
     words = ", ".join(f"{_WORDS[kind]} {taken * 1e3:.3g} ms" for kind, taken in busy.items() if taken)
     alt = f"Tracks over the {seconds * 1e3:.3g} ms of one pass, a bar for each block on each track: {words}."
-    plot, table = TimelinePlot(shown, seconds, blocks), _table(shown, blocks, seconds)
+    plot, table = TimelinePlot(shown, seconds, units), _table(shown, units, seconds)
     return Picture("timeline", "Timeline of one pass", alt, plot, table)
 
 
@@ -168,8 +168,8 @@ def _layer_number(name: str) -> str:
     return found[1] if found else ""
 
 
-def _table(spans: Sequence[Span], blocks: Sequence[str], seconds: float) -> Table:
-    order = {name: place for place, name in enumerate(blocks)}
+def _table(spans: Sequence[Span], units: Sequence[str], seconds: float) -> Table:
+    order = {name: place for place, name in enumerate(units)}
     by_name: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: order.get(span.name, len(order))):
         by_name.setdefault(span.name, []).append(span)

@@ -17,7 +17,7 @@ import torch
 from hfq.formats.awq import Awq
 from hfq.formats.layouts.rounding import check_finite_weight
 from hfq.loading.matching.quantizable_layers import is_expert
-from hfq.quantization.decoder_layer import BlockQuantizer
+from hfq.quantization.decoder_layer import DecoderLayerQuantizer
 from hfq.quantization.folding import Fold, Trace, find_fold, trace
 from hfq.quantization.gptq import check_moments
 from hfq.quantization.layer_inputs import Call, Moments, Stage, measure
@@ -43,13 +43,13 @@ class InputMoments(Moments):
         self.magnitudes = self.magnitudes + inputs.abs().flatten(0, -2).sum(0, dtype=torch.float64)
 
 
-class AwqQuantizer(BlockQuantizer):
+class AwqQuantizer(DecoderLayerQuantizer):
     """Quantizes the layers of one block by AWQ."""
 
     def run(
         self, batches: Sequence[torch.Tensor], calls: Sequence[Call]
     ) -> tuple[dict[str, dict[str, torch.Tensor]], list[LayerReport]]:
-        """As `BlockQuantizer.run`; the norms and biases that took a scale are in `changed`."""
+        """As `DecoderLayerQuantizer.run`; the norms and biases that took a scale are in `changed`."""
         seen, known = trace(self.block, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {

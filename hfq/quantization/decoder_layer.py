@@ -20,10 +20,10 @@ from hfq.quantization.layer_inputs import Call, Moments, Stage, find_stages, mea
 from hfq.quantization.malloc_trim import trim_heap
 from hfq.quantization.progress import LayerReport
 from hfq.quantization.temporary_forward import hold, tensors_of
-from hfq.quantization.triangular_matrix import Triangle
+from hfq.quantization.triangular_matrix import TriangularMatrix
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["BlockQuantizer", "as_weight", "put_packed", "put_weight"]
+__all__ = ["DecoderLayerQuantizer", "as_weight", "put_packed", "put_weight"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _ROWS_MULTIPLE = 128
 """Rows of a weight that no format packs apart: those of a block of FP8."""
 
 
-class BlockQuantizer:
+class DecoderLayerQuantizer:
     """Quantizes the layers of one block that is in memory; afterwards each holds its quantized weight.
 
     Args:
@@ -111,7 +111,7 @@ class BlockQuantizer:
         part: Stage = []
         nbytes = 0
         for group in groups:
-            size = Triangle.nbytes_of(size_of(self.linears[group[0]])[1])
+            size = TriangularMatrix.nbytes_of(size_of(self.linears[group[0]])[1])
             if part and nbytes + size > _MOMENTS_NBYTES:
                 yield part
                 part, nbytes = [], 0
@@ -169,7 +169,7 @@ class BlockQuantizer:
         """The packed tensors of a weight [out, in], made by parts of its rows, and the mean squared error."""
         check_finite_weight(name, weight)
         out_features, in_features = weight.shape
-        reader = reader_format(self.format, dataclasses.replace(self.recipe, act_order=False, static_groups=False))
+        reader = reader_format(self.format)
         rows = max(_ROUNDED_NBYTES // (4 * in_features) // _ROWS_MULTIPLE, 1) * _ROWS_MULTIPLE
         parts, error = [], 0.0
         for part in weight.split(rows):
@@ -208,16 +208,16 @@ class BlockQuantizer:
             )  # fmt: skip
 
 
-def reader_format(weight_format: Format, recipe: Recipe) -> Format:
+def reader_format(weight_format: Format, is_scattered: bool = False) -> Format:
     """The format as a reader of the checkpoint has it, who has seen whether groups are scattered."""
     if isinstance(weight_format, Gptq):
-        return dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)
+        return dataclasses.replace(weight_format, act_order=is_scattered)
     return weight_format
 
 
 def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes with."""
-    return reader_format(weight_format, recipe).dequantize(packed)
+    return reader_format(weight_format, recipe.scatters_groups).dequantize(packed)
 
 
 def put_packed(layer: nn.Module, weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> None:
@@ -225,7 +225,7 @@ def put_packed(layer: nn.Module, weight_format: Format, recipe: Recipe, packed: 
     if tensors_of(layer) is None:
         put_weight(layer, as_weight(weight_format, recipe, packed))
     else:
-        hold(layer, packed, reader_format(weight_format, recipe))
+        hold(layer, packed, reader_format(weight_format, recipe.scatters_groups))
 
 
 def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from hfq.quantization.folding import put
 from hfq.quantization.layer_inputs import Call, forward_block, run_block
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["Recovery", "Teacher"]
+__all__ = ["Distillation", "Teacher"]
 
 _RATE = 5e-3
 """Adam's first step, as a share of each value."""
@@ -46,7 +46,7 @@ class Teacher:
         return self.hidden
 
 
-class Recovery:
+class Distillation:
     """Trains what may move in one quantized block.
 
     Args:
@@ -90,8 +90,8 @@ class Recovery:
             return before, before
         values = [*(layer.ratio for layer in self.layers), *(dense.shift for dense in self.dense.values())]
         optimizer = torch.optim.Adam(values, lr=_RATE, eps=1e-12)
-        for step in range(self.recipe.recovery):
-            optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / self.recipe.recovery)) / 2
+        for step in range(self.recipe.distill_steps):
+            optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / self.recipe.distill_steps)) / 2
             index = step % len(batches)
             self._put(rounded=False)
             loss = _squared(forward_block(self.block, batches[index], calls[index]), targets[index]) / before

@@ -19,7 +19,6 @@ from hfq.errors import CheckpointError, FormatError, SetupError
 from hfq.formats import Format
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.layouts.rounding import rounded_tensors
-from hfq.loading.config import HfqConfig
 from hfq.loading.matching.quantizable_layers import check_unfused, find_linears, find_skipped, size_of
 from hfq.quantization.calibration_data import Calibration, Text, calibrate
 from hfq.quantization.distillation import Teacher
@@ -40,38 +39,46 @@ SAMPLES, SEQUENCE_LENGTH = 128, 2048
 
 
 def quantize(
-    model_or_path: str | os.PathLike | nn.Module, config: HfqConfig, *, output: str | os.PathLike,
-    calibration: Text | None = None, samples: int = SAMPLES, sequence_length: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> QuantizeReport:  # fmt: skip
-    """Writes a quantized copy of a float checkpoint, block by block.
+    model: str | os.PathLike | nn.Module,
+    recipe: Recipe | str,
+    output_dir: str | os.PathLike,
+    dataset: Text | None = None,
+    num_calibration_samples: int = SAMPLES,
+    max_seq_length: int | None = None,
+    modules_to_not_convert: list[str] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> QuantizeReport:
+    """Writes a quantized copy of a float checkpoint, one decoder layer at a time.
 
-    Peak memory is at most one block in float32, the hidden states of the calibration set, and 400 MiB with all imports; AWQ and
-    recovery take more (docs/quantize.md). A run that was killed goes on where it stopped when it is started again, and gives the
-    same bytes.
+    Peak memory is at most one decoder layer in float32, the hidden states of the calibration data, and 400 MiB with
+    all imports; AWQ and distillation take more (docs/quantize.md). A run that was killed goes on where it stopped
+    when it is started again, and gives the same bytes.
 
     Args:
-        model_or_path: The checkpoint's folder, or a model that hfq loaded from it.
-        config: Names the method and its options: `HfqConfig(method="gptq", num_bits=4, group_size=128)`; its
-            `modules_to_not_convert` stay floats.
-        output: The folder to make; absent or empty.
-        calibration: Text for methods that look at activations: see `hfq.quantization.calibration_data.Text`.
-        samples: Sequences of the calibration set.
-        sequence_length: Tokens of each; by default 2048, or what the model has positions for.
-        progress: Called after each block.
+        model: The folder of the checkpoint, or a model that hfq loaded from it.
+        recipe: The method and its options, `Recipe("gptq", bits=4, group_size=128)`, or the name of a method.
+        output_dir: The folder to make; absent or empty.
+        dataset: Calibration data for methods that run the model: see `hfq.quantization.calibration_data.Text`.
+        num_calibration_samples: Sequences of the calibration data.
+        max_seq_length: Tokens of each; None for 2048, or the positions that the model has if they are fewer.
+        modules_to_not_convert: Modules that stay floats.
+        on_progress: Called after each decoder layer.
+
+    Returns:
+        The errors of each layer, and sizes and times of the run.
 
     Raises:
-        SetupError: The recipe or the calibration set is unusable, or another job was begun for this folder.
-        FormatError: The source is quantized already, or the dialect cannot hold a layer; nothing was written.
-        CheckpointError: The source is damaged, or the output cannot be written.
+        SetupError: The recipe or the calibration data is unusable, or another job was begun for this folder.
+        FormatError: The model is quantized already, or the format cannot hold a layer; nothing was written.
+        CheckpointError: The checkpoint is damaged, or the output cannot be written.
     """
-    recipe = _recipe(config)
-    source = Source(model_or_path)
-    target = check_target(source.checkpoint, output)
-    text = _calibration(source, recipe, calibration, samples, sequence_length)
-    job = _Job(source, recipe, config, target, text)
+    recipe = _as_recipe(recipe)
+    source = Source(model)
+    target = check_target(source.checkpoint, output_dir)
+    text = _calibration(source, recipe, dataset, num_calibration_samples, max_seq_length)
+    job = _Job(source, recipe, modules_to_not_convert, target, text)
     try:
-        return job.run(progress)
+        return job.run(on_progress)
     finally:
         job.journal.close()
 
@@ -80,10 +87,15 @@ class _Job:
     """One quantization."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, config: HfqConfig, target: Path, calibration: Calibration | None
+        self,
+        source: Source,
+        recipe: Recipe,
+        modules_to_not_convert: list[str] | None,
+        target: Path,
+        calibration: Calibration | None,
     ) -> None:
         self.source, self.recipe, self.calibration = source, recipe, calibration
-        skipped = find_skipped(source.model, config.modules_to_not_convert)
+        skipped = find_skipped(source.model, modules_to_not_convert)
         for name in source.blocks:
             with source.on_meta(name) as block:
                 check_unfused(block, name, skipped)
@@ -112,7 +124,7 @@ class _Job:
         done_before = sum(shard in self.journal for shard in self._shards().values())
         self._write_rest()
         hidden, calls = self._captured()
-        self.teacher = Teacher(hidden) if self.recipe.recovery else None
+        self.teacher = Teacher(hidden) if self.recipe.distill_steps else None
         made = 0
         for number, (name, shard) in enumerate(self._shards().items(), 1):
             is_made = shard not in self.journal
@@ -156,7 +168,7 @@ class _Job:
         """What reaches the blocks, where the method looks at activations."""
         if self.calibration is None:
             return [], {}
-        width = 1 if self.recipe.recovery else max(size for sizes in self.sizes.values() for size in sizes)
+        width = 1 if self.recipe.distill_steps else max(size for sizes in self.sizes.values() for size in sizes)
         captured = capture(self.source.model, self.source.blocks, self.calibration.batches(width))
         trim_heap()
         return captured
@@ -218,24 +230,30 @@ class _Job:
         return nbytes + sum(info.nbytes for info in self.source.checkpoint.tensors.values() if info.name not in replaced)
 
 
-def _recipe(config: HfqConfig) -> Recipe:
-    if not isinstance(config, HfqConfig) or config.method is None:
+def _as_recipe(given: Recipe | str) -> Recipe:
+    if isinstance(given, str):
+        return Recipe(given)
+    if not isinstance(given, Recipe):
         raise SetupError(
-            "quantize was not told a method.", expected="HfqConfig(method=…), as " + " or ".join(METHODS), found=repr(config)[:80],
-            fix='pass HfqConfig(method="gptq", num_bits=4, group_size=128)',
-        )  # fmt: skip
-    return Recipe.of(config.options())
+            "quantize() requires a recipe.",
+            expected="Recipe(method), with method " + " or ".join(METHODS),
+            found=repr(given)[:80],
+            fix='pass Recipe("gptq", bits=4)',
+        )
+    return given
 
 
 def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int, length: int | None) -> Calibration | None:
     if not recipe.needs_calibration:
         return None
     if text is None:
-        what = f"method={recipe.method!r}" if recipe.measures else "recovery"
+        what = f"method={recipe.method!r}" if recipe.measures else "distill_steps"
         raise SetupError(
-            f"{what} needs a calibration set.", expected="calibration=: a text file, texts, or token ids",
-            found="None", fix="pass text like that which the model will read, or use method='rtn' without recovery",
-        )  # fmt: skip
+            f"{what} requires calibration data.",
+            expected="dataset=: a text file, texts, or token ids",
+            found="None",
+            fix="pass text like that which the model will read, or use method='rtn' without distill_steps",
+        )
     from transformers import AutoTokenizer
 
     config = source.model.config

@@ -15,18 +15,18 @@ from hfq.checkpoint import Checkpoint, Reader
 from hfq.formats import Format
 from hfq.modules.flat_buffer import read_tensor
 from hfq.quantization.awq_scales import AwqQuantizer
-from hfq.quantization.decoder_layer import BlockQuantizer, put_packed
-from hfq.quantization.distillation import Recovery
+from hfq.quantization.decoder_layer import DecoderLayerQuantizer, put_packed
+from hfq.quantization.distillation import Distillation
 from hfq.quantization.float_checkpoint import Source
 from hfq.quantization.folding import put
 from hfq.quantization.layer_inputs import Call
 from hfq.recipes.recipe import Recipe
 
-__all__ = ["QuantizedBlock", "put_finished", "quantize_block"]
+__all__ = ["FinishedLayer", "put_finished", "quantize_block"]
 
 
 @dataclass(frozen=True)
-class QuantizedBlock:
+class FinishedLayer:
     """What is stored of a block in place of its floats.
 
     Attributes:
@@ -43,7 +43,7 @@ class QuantizedBlock:
 def quantize_block(
     source: Source, name: str, linears: Mapping[str, nn.Module], weight_format: Format, recipe: Recipe,
     hidden: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor] | None,
-) -> QuantizedBlock:  # fmt: skip
+) -> FinishedLayer:  # fmt: skip
     """Quantizes a block that is in memory where the method needs that; its layers then hold their quantized weights.
 
     Args:
@@ -57,15 +57,15 @@ def quantize_block(
         targets: What the float model has behind the block, for recovery.
     """
     block, dtype_of = source.blocks[name], functools.partial(source.dtype_of, name)
-    kind = AwqQuantizer if recipe.method == "awq" else BlockQuantizer
+    kind = AwqQuantizer if recipe.method == "awq" else DecoderLayerQuantizer
     quantizer = kind(block, linears, weight_format, recipe, source.weight, dtype_of)
     packed, reports = quantizer.run(hidden, calls)
     recovered = None
     if targets is not None:
-        recovery = Recovery(block, linears, packed, quantizer.changed, weight_format, recipe, dtype_of)
+        recovery = Distillation(block, linears, packed, quantizer.changed, weight_format, recipe, dtype_of)
         recovered = recovery.run(hidden, calls, targets)
     notes = {"layers": [asdict(report) for report in reports], "changed": sorted(quantizer.changed), "recovered": recovered}
-    return QuantizedBlock(packed, quantizer.changed, notes)
+    return FinishedLayer(packed, quantizer.changed, notes)
 
 
 def put_finished(

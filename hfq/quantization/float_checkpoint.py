@@ -17,11 +17,11 @@ from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.formats.configs.source_config import check_floats
 from hfq.formats.unquantized import Dense
 from hfq.loading.config import HfqConfig
-from hfq.loading.loaded_model import loading_of
+from hfq.loading.loaded_model import loader_of
 from hfq.loading.matching.quantizable_layers import find_blocks
-from hfq.modules.experts import PackedExperts
+from hfq.modules.experts import QuantizedExperts
 from hfq.modules.flat_buffer import read_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.host_memory import untouched_rings
 from hfq.offload.unit import DenseParameter
 from hfq.quantization.temporary_forward import hold, let_go
@@ -43,7 +43,7 @@ class Source:
     """
 
     def __init__(self, path: Any) -> None:
-        root = loading_of(path).checkpoint.root if isinstance(path, nn.Module) else path
+        root = loader_of(path).checkpoint.root if isinstance(path, nn.Module) else path
         self.checkpoint = Checkpoint.open(Path(root))
         check_floats(self.checkpoint, "nothing was written")
         with untouched_rings():
@@ -54,10 +54,10 @@ class Source:
         self.reader = Reader(self.checkpoint)
         self.blocks = find_blocks(self.model)
         for module in self.model.modules():
-            if isinstance(module, PackedExperts):
+            if isinstance(module, QuantizedExperts):
                 module.prefetch = None  # its layers are brought into memory with their block
-        self._match = loading_of(self.model).match
-        self._packed = loading_of(self.model).packed
+        self._match = loader_of(self.model).match
+        self._packed = loader_of(self.model).packed
 
     def digest(self) -> str:
         """Of the config and of every file's identity: changes where the checkpoint does."""
@@ -101,7 +101,7 @@ class Source:
     def on_meta(self, name: str) -> Iterator[nn.Module]:
         """The block without weights as long as the context lasts, with experts as linear layers."""
         block = self.blocks[name]
-        experts = {local: module for local, module in block.named_modules() if isinstance(module, PackedModule)}
+        experts = {local: module for local, module in block.named_modules() if isinstance(module, QuantizedModule)}
         try:
             for local, module in experts.items():
                 _replace(

@@ -17,7 +17,7 @@ import torch
 from hfq.errors import FormatError, SetupError
 from hfq.formats.gptq import Gptq
 from hfq.quantization.malloc_trim import trim_heap
-from hfq.quantization.triangular_matrix import Triangle
+from hfq.quantization.triangular_matrix import TriangularMatrix
 from hfq.recipes.recipe import Recipe
 
 __all__ = ["Factor", "Solved", "check_moments", "factorize", "solve"]
@@ -44,7 +44,7 @@ class Factor:
         damping: The share of the mean diagonal that was added to it.
     """
 
-    feedback: Triangle | torch.Tensor
+    feedback: TriangularMatrix | torch.Tensor
     variances: torch.Tensor
     order: torch.Tensor
     damping: float
@@ -92,7 +92,7 @@ def check_moments(name: str, mean: float, is_finite: bool) -> None:
         )  # fmt: skip
 
 
-def factorize(hessian: Triangle | torch.Tensor, recipe: Recipe, name: str) -> Factor:
+def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: str) -> Factor:
     """Orders the channels and factors their damped Hessian; where that fails the damping grows.
 
     Args:
@@ -103,12 +103,12 @@ def factorize(hessian: Triangle | torch.Tensor, recipe: Recipe, name: str) -> Fa
     Raises:
         SetupError: No token reached the layer, a value is not finite, or no damping up to the diagonal's mean itself helps.
     """
-    matrix = Triangle.of(hessian)
+    matrix = TriangularMatrix.of(hessian)
     diagonal = matrix.diagonal()
     mean = float(diagonal.mean())
     check_moments(name, mean, bool(torch.isfinite(diagonal).all()) and matrix.is_finite())
     order = _order(diagonal, recipe).flip(0)
-    damping, added = recipe.damping, 0.0
+    damping, added = recipe.damp_percent, 0.0
     matrix = matrix.permute(order)
     while damping <= _MOST_DAMPING:
         matrix.add_to_diagonal(damping * mean - added)
@@ -161,7 +161,7 @@ class _Solver:
         self, weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe, codes: torch.Tensor, scales: torch.Tensor,
         zeros: torch.Tensor,
     ) -> None:  # fmt: skip
-        self.format, self.recipe, self.factor, self.feedback = weight_format, recipe, factor, Triangle.of(factor.feedback)
+        self.format, self.recipe, self.factor, self.feedback = weight_format, recipe, factor, TriangularMatrix.of(factor.feedback)
         out_features, self.size = weight.shape
         self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
         self.top = (1 << weight_format.num_bits) - 1
@@ -200,7 +200,7 @@ class _Solver:
     def _group(self, start: int, stop: int) -> None:
         """Fits the scales of one group to what its weights would be if they stayed floats, and quantizes it."""
         original = self.weight[start:stop].float()
-        group = (self.size - stop) // self.span if self.recipe.act_order else int(self.factor.order[start]) // self.span
+        group = (self.size - stop) // self.span if self.recipe.desc_act else int(self.factor.order[start]) // self.span
         if stop < self.size:
             upper = self.feedback.corner(start, stop).t()
             shift = torch.linalg.solve_triangular(upper, self.rows[start:stop] - original, upper=True, unitriangular=True)
@@ -241,7 +241,7 @@ class _Solver:
 
     def _groups(self, start: int, stop: int) -> torch.Tensor:
         """int64, the groups of channels."""
-        if self.recipe.act_order and not self.recipe.static_groups:
+        if self.recipe.desc_act and not self.recipe.static_groups:
             return (self.size - 1 - torch.arange(start, stop)) // self.span
         return self.factor.order[start:stop] // self.span
 
@@ -272,10 +272,10 @@ class _Solver:
 
 def _order(diagonal: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """The channels in the order in which they are quantized."""
-    if recipe.act_order:
+    if recipe.desc_act:
         return diagonal.argsort(descending=True, stable=True)
     span = recipe.group_size if recipe.group_size != -1 else len(diagonal)
-    if not recipe.group_order or len(diagonal) % span:
+    if not recipe.act_group_aware or len(diagonal) % span:
         return torch.arange(len(diagonal))
     groups = diagonal.view(-1, span)
     within = groups.argsort(dim=1, descending=True, stable=True) + torch.arange(len(groups))[:, None] * span

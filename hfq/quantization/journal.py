@@ -73,7 +73,7 @@ class Journal:
             raise CheckpointError(
                 "A shard could not be written; nothing stands under the final name, and the blocks that are finished are kept.",
                 file=self.folder / shard, expected=error.expected, found=error.found,
-                fix="free space, and run it again to go on", problems=(error.what,),
+                fix="free space, and run it again to go on", problems=(error.message,),
             ) from error  # fmt: skip
         self.shards[shard] = {"sha256": _digest(self.folder / shard), "tensors": sorted(tensors), "notes": dict(notes)}
         self._save()

@@ -13,7 +13,7 @@ from torch import nn
 from hfq.errors import SetupError
 from hfq.loading.matching.quantizable_layers import size_of
 from hfq.quantization.malloc_trim import trim_heap
-from hfq.quantization.triangular_matrix import Triangle
+from hfq.quantization.triangular_matrix import TriangularMatrix
 
 __all__ = ["Call", "Moments", "Stage", "capture", "find_stages", "forward_block", "measure", "run_block"]
 
@@ -162,7 +162,7 @@ class Moments:
         tokens: How many there were.
     """
 
-    hessian: Triangle
+    hessian: TriangularMatrix
     tokens: int = 0
 
     def add(self, inputs: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ class Moments:
         self.hessian.add_products(rows)
         self.tokens += len(rows)
 
-    def mean(self) -> Triangle:
+    def mean(self) -> TriangularMatrix:
         """The mean over tokens, in place."""
         return self.hessian.divide(max(self.tokens, 1))
 
@@ -199,7 +199,7 @@ def measure(
     """
     moments: dict[str, AnyMoments] = {}
     for name, layer in layers.items():
-        moments[name] = kind(Triangle.zeros(size_of(layer)[1]))
+        moments[name] = kind(TriangularMatrix.zeros(size_of(layer)[1]))
     for hidden, call in zip(batches, calls, strict=True):
         missing = set(layers)
 

@@ -11,14 +11,14 @@ import torch
 
 from hfq.quantization.malloc_trim import trim_heap
 
-__all__ = ["Triangle"]
+__all__ = ["TriangularMatrix"]
 
 _ROWS = 256
 _TAKEN_ROWS = 64
 """Rows that are gathered at once: whole ones lie beside the matrix."""
 
 
-class Triangle:
+class TriangularMatrix:
     """A float32 matrix [size, size] of which panels of rows hold what lies on and below the diagonal.
 
     Args:
@@ -30,14 +30,14 @@ class Triangle:
         self._panels = panels
 
     @classmethod
-    def zeros(cls, size: int) -> Triangle:
+    def zeros(cls, size: int) -> TriangularMatrix:
         """The matrix [size, size] of zeros."""
         return cls([torch.zeros(min(_ROWS, size - start), min(start + _ROWS, size)) for start in range(0, size, _ROWS)])
 
     @classmethod
-    def of(cls, matrix: Triangle | torch.Tensor) -> Triangle:
+    def of(cls, matrix: TriangularMatrix | torch.Tensor) -> TriangularMatrix:
         """Views of a matrix [size, size]; a triangle as it is."""
-        if isinstance(matrix, Triangle):
+        if isinstance(matrix, TriangularMatrix):
             return matrix
         return cls([matrix[start : start + _ROWS, : start + _ROWS] for start in range(0, len(matrix), _ROWS)])
 
@@ -55,7 +55,7 @@ class Triangle:
         for start, stop, panel in self._spans():
             panel.addmm_(rows[:, start:stop].t(), rows[:, :stop])
 
-    def divide(self, by: float | torch.Tensor) -> Triangle:
+    def divide(self, by: float | torch.Tensor) -> TriangularMatrix:
         """Divides, in place, all by a number or each column by its own [size]."""
         for _, stop, panel in self._spans():
             panel.div_(by[:stop] if isinstance(by, torch.Tensor) else by)
@@ -97,7 +97,7 @@ class Triangle:
         matrix, self._panels = self._whole_rows(torch.arange(self.size)), []
         return matrix
 
-    def permute(self, order: torch.Tensor) -> Triangle:
+    def permute(self, order: torch.Tensor) -> TriangularMatrix:
         """The symmetric matrix of elements [order[i], order[j]]; this one is used up, panel by panel.
 
         The last rows of the new matrix are taken first, and leave the old one a smaller matrix of the rest.
@@ -115,7 +115,7 @@ class Triangle:
             self._keep(is_left.nonzero().flatten())
             left = left[is_left]
             trim_heap()
-        return Triangle(done[::-1])
+        return TriangularMatrix(done[::-1])
 
     def factor(self) -> bool:
         """Turns a symmetric matrix A into L, lower triangular with A = L L^T, in place.

@@ -13,7 +13,7 @@ import torch
 
 from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import IntQuantized
-from hfq.recipes.scheme import Output, absmax_codes
+from hfq.recipes.scheme import Scheme, absmax_codes
 from hfq.recipes.w4a16 import PackedRows, packed_group
 
 __all__ = ["W8A8", "W8A16"]
@@ -36,11 +36,11 @@ def _group(num_bits: int) -> dict[str, Any]:
     return {"weights": weights, "input_activations": activations, "format": "int-quantized"}
 
 
-W8A8 = Output(
+W8A8 = Scheme(
     "INT8 weights by channel, and activations by token where the reader rounds them, written as compressed-tensors (int-quantized)",
     (8,), False, (1, 1), lambda _: Int8Rows(scheme=ActivationScheme("token", dtype="int8")), _group,
 )  # fmt: skip
-W8A16 = Output(
+W8A16 = Scheme(
     "INT8 weights by channel, activations as they are, written as compressed-tensors (pack-quantized)",
     (8,), False, (1, 4), lambda _: PackedRows(num_bits=8), packed_group,
 )  # fmt: skip

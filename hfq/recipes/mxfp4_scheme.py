@@ -6,7 +6,7 @@ Format: OCP Microscaling Formats 1.0, section 6.3. Written as compressed-tensors
 from __future__ import annotations
 
 from hfq.formats.mxfp4 import Mxfp4
-from hfq.recipes.scheme import Output
+from hfq.recipes.scheme import Scheme
 
 __all__ = ["MXFP4"]
 
@@ -15,7 +15,7 @@ _WEIGHTS = {
     "scale_dtype": "torch.uint8",
 }  # fmt: skip
 
-MXFP4 = Output(
+MXFP4 = Scheme(
     "MXFP4 (OCP): E2M1 codes under a power of two for each 32 channels, written as compressed-tensors", (4,), False, (1, 32),
     lambda _: Mxfp4(), lambda _: {"weights": _WEIGHTS, "format": "mxfp4-pack-quantized"},
 )  # fmt: skip

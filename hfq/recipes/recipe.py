@@ -14,7 +14,7 @@ from hfq.formats.configs.gptq_config import BITS
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.recipes.scheme import group_config
-from hfq.recipes.schemes import OUTPUTS, Output
+from hfq.recipes.schemes import SCHEMES, Scheme
 
 __all__ = ["METHODS", "RECIPE_OPTIONS", "Recipe"]
 
@@ -23,97 +23,129 @@ METHODS = {
     "awq": "AWQ: input channels scaled by the activations' magnitudes before rounding, written as AWQ gemm",
     "rtn": "round to nearest, written as GPTQ",
     "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel (compressed-tensors)",
-    **{name: output.description for name, output in OUTPUTS.items()},
+    **{name: scheme.description for name, scheme in SCHEMES.items()},
 }
 """What `Recipe.method` may be."""
 
 _BLOCK = 128
 _OPTIONS = {
-    "awq": ("num_bits", "group_size", "symmetric", "clip_search", "recovery"),
-    "rtn": ("num_bits", "group_size", "symmetric", "recovery"),
+    "awq": ("bits", "group_size", "sym", "clip_search", "distill_steps"),
+    "rtn": ("bits", "group_size", "sym", "distill_steps"),
     "fp8": (),
-    **{name: output.options for name, output in OUTPUTS.items()},
+    **{name: scheme.options for name, scheme in SCHEMES.items()},
 }
 """The options that methods other than GPTQ take."""
 
-_RECOVERABLE = ("gptq", "awq", "rtn")
+_UNSET: Any = None
+"""The default of an option whose value depends on the method."""
+
+_DEFAULTS = {
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "static_groups": False,
+    "act_group_aware": True,
+    "damp_percent": 0.05,
+    "distill_steps": 0,
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How the linear layers of a float model are quantized.
 
-    Attributes:
+    Args:
         method: One of `METHODS`.
-        num_bits: 2, 3, 4 or 8; of integer codes.
-        group_size: Input channels that share a scale; -1 for all.
-        symmetric: Whether the zero point is the middle of the codes; written as GPTQ v1, else as v2. None for yes, but for AWQ, which
-            stores zero points.
-        act_order: GPTQ quantizes channels by decreasing activation, and groups follow that order (`desc_act`).
-        static_groups: With `act_order`: groups stay those of neighbouring channels, with scales from the float weight.
-        group_order: Without `act_order`: groups are quantized by decreasing activation, and so are the channels of each; the file
-            is as without. gptqmodel's `act_group_aware`.
-        damping: What is added to the Hessian's diagonal, as a share of its mean; grows where a factorization fails.
-        clip_search: Whether GPTQ and AWQ narrow each range where that lowers the weighted squared error; None for AWQ, and for 2 and
-            3 bits of GPTQ alone, where it helps most.
-        recovery: Steps of block-wise distillation against the float model after each block of integer codes; 0 for none.
+        bits: 2, 3, 4 or 8 bits per code; 4 by default.
+        group_size: Input channels that share a scale; 128 by default, -1 for all.
+        sym: True if the zero point is the middle of the codes; the checkpoint is then GPTQ v1, else v2. AWQ stores zero
+            points, and other methods are symmetric by default.
+        desc_act: True if GPTQ quantizes channels by decreasing activation, and groups follow that order.
+        static_groups: With `desc_act`: groups stay those of neighboring channels, with scales from the float weight.
+        act_group_aware: Without `desc_act`: groups, and the channels within each, are quantized by decreasing
+            activation; the file is the same as without. True by default.
+        damp_percent: The share of the mean of the Hessian's diagonal that is added to the diagonal, 0.05 by default;
+            it grows where a factorization fails.
+        clip_search: True if GPTQ and AWQ narrow each range where that lowers the weighted squared error. The default
+            is True for AWQ and for 2 and 3 bits of GPTQ.
+        distill_steps: Steps of distillation against the float model after each decoder layer; 0 by default.
 
     Raises:
-        SetupError: A value is unusable, or values contradict each other.
+        SetupError: A value is unusable, an option means nothing to the method, or options contradict each other.
     """
 
     method: str = "gptq"
-    num_bits: int = 4
-    group_size: int = 128
-    symmetric: bool | None = None
-    act_order: bool = False
-    static_groups: bool = False
-    group_order: bool = True
-    damping: float = 0.05
+    bits: int = _UNSET
+    group_size: int = _UNSET
+    sym: bool = _UNSET
+    desc_act: bool = _UNSET
+    static_groups: bool = _UNSET
+    act_group_aware: bool = _UNSET
+    damp_percent: float = _UNSET
     clip_search: bool | None = None
-    recovery: int = 0
+    distill_steps: int = _UNSET
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise _unusable("method", self.method, " or ".join(METHODS), nearest(str(self.method), METHODS))
-        bits = self.output.bits if self.output is not None and self.output.has_bits else BITS
-        if type(self.num_bits) is not int or self.num_bits not in bits:
-            raise _unusable("num_bits", self.num_bits, " or ".join(map(str, bits)))
+        taken = _OPTIONS.get(self.method, RECIPE_OPTIONS)
+        for name in self._given():
+            if name not in taken:
+                raise SetupError(
+                    f"method={self.method!r} has no {name}; nothing was done.",
+                    expected=", ".join(taken) or "no further options",
+                    found=f"{name}={getattr(self, name)!r}",
+                    fix=f"leave {name} out, or choose another method",
+                )
+        for name, default in {**_DEFAULTS, "sym": self.method != "awq"}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        self._check_values()
+
+    def _given(self) -> list[str]:
+        """The names of the options that are not left to their defaults."""
+        return [option.name for option in fields(self)[1:] if getattr(self, option.name) is not None]
+
+    def _check_values(self) -> None:
+        bits = self.scheme.bits if self.scheme is not None and self.scheme.has_bits else BITS
+        if type(self.bits) is not int or self.bits not in bits:
+            raise _unusable("bits", self.bits, " or ".join(map(str, bits)))
         if type(self.group_size) is not int or not (self.group_size == -1 or 8 <= self.group_size < 1 << 24):
             raise _unusable("group_size", self.group_size, "-1, or at least 8 channels")
-        if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not 0 < self.damping < 1:
-            raise _unusable("damping", self.damping, "a number between 0 and 1")
-        if type(self.recovery) is not int or self.recovery < 0:
-            raise _unusable("recovery", self.recovery, "a number of steps, 0 or more")
-        if self.recovery and self.method not in _RECOVERABLE:
-            raise _unusable("recovery", self.recovery, f"0 with method={self.method!r}: it trains the scales of integer codes")
-        if self.symmetric is None:
-            object.__setattr__(self, "symmetric", self.method != "awq")
-        for option in fields(self):
-            is_given = option.name == "symmetric" or (option.name == "clip_search" and self.clip_search is not None)
-            is_choice = is_given or isinstance(option.default, bool)
-            if is_choice and not isinstance(getattr(self, option.name), bool):
-                raise _unusable(option.name, getattr(self, option.name), "True or False")
-        if self.static_groups and not self.act_order:
-            raise _unusable("static_groups", True, "act_order=True beside it: groups are static without act_order")
-        if self.method == "awq" and (self.symmetric or self.act_order):
-            wrong = "symmetric" if self.symmetric else "act_order"
-            raise _unusable(wrong, True, "False with method='awq': its files store zero points, and groups of neighbours")
+        is_number = isinstance(self.damp_percent, (int, float)) and not isinstance(self.damp_percent, bool)
+        if not is_number or not 0 < self.damp_percent < 1:
+            raise _unusable("damp_percent", self.damp_percent, "a number between 0 and 1")
+        if type(self.distill_steps) is not int or self.distill_steps < 0:
+            raise _unusable("distill_steps", self.distill_steps, "a number of steps, 0 or more")
+        for name in ("sym", "desc_act", "static_groups", "act_group_aware"):
+            if not isinstance(getattr(self, name), bool):
+                raise _unusable(name, getattr(self, name), "True or False")
+        if self.clip_search is not None and not isinstance(self.clip_search, bool):
+            raise _unusable("clip_search", self.clip_search, "True or False")
+        if self.static_groups and not self.desc_act:
+            raise _unusable("static_groups", True, "desc_act=True as well: groups are static without desc_act")
+        if self.method == "awq" and self.sym:
+            raise _unusable("sym", True, "False with method='awq': its files store zero points")
 
     @property
-    def output(self) -> Output | None:
+    def scheme(self) -> Scheme | None:
         """What the method writes, for those that have a file in `hfq.recipes.schemes`."""
-        return OUTPUTS.get(self.method)
+        return SCHEMES.get(self.method)
 
     @property
     def width(self) -> int:
         """The bits of a code where `output` says them."""
-        return self.num_bits if self.output is None or self.output.has_bits else self.output.bits[0]
+        return self.bits if self.scheme is None or self.scheme.has_bits else self.scheme.bits[0]
 
     @property
     def narrows(self) -> bool:
         """Whether ranges are narrowed."""
-        return (self.method == "awq" or self.num_bits < 4) if self.clip_search is None else self.clip_search
+        return (self.method == "awq" or self.bits < 4) if self.clip_search is None else self.clip_search
+
+    @property
+    def scatters_groups(self) -> bool:
+        """True if the channels of a group are not neighbors in the file."""
+        return self.desc_act and not self.static_groups
 
     @property
     def measures(self) -> bool:
@@ -122,23 +154,23 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method, or recovery, looks at activations."""
-        return self.measures or self.recovery > 0
+        """True if the method or the distillation requires calibration data."""
+        return self.measures or self.distill_steps > 0
 
     @property
     def moves_floats(self) -> bool:
         """Whether a block's float weights change before they are rounded, or with what is trained, and lie in float32 for that."""
-        return self.method == "awq" or self.recovery > 0
+        return self.method == "awq" or self.distill_steps > 0
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
         """The dialect that layers of these sizes (out, in) are written in: one for all of them."""
-        if self.output is not None:
-            return self.output.make(self.width)
+        if self.scheme is not None:
+            return self.scheme.make(self.width)
         if self.method == "awq":
-            return Awq(group_size=self.group_size, num_bits=self.num_bits)
+            return Awq(group_size=self.group_size, num_bits=self.bits)
         if self.method != "fp8":
-            reading = "field_plus_one" if self.symmetric else "stored"
-            return Gptq(self.num_bits, self.group_size, self.symmetric, reading, g_idx_length=2)  # type: ignore[arg-type]
+            reading = "field_plus_one" if self.sym else "stored"
+            return Gptq(self.bits, self.group_size, self.sym, reading, g_idx_length=2)  # type: ignore[arg-type]
         if all(size % _BLOCK == 0 for pair in sizes for size in pair):
             return Fp8(strategy="block", block_structure=(_BLOCK, _BLOCK), scale_name="weight_scale_inv")
         return Fp8(strategy="channel", scale_dtype="BF16", scheme=ActivationScheme("token"))
@@ -152,13 +184,13 @@ class Recipe:
             version: hfq's version, which a GPTQ config names as its writer.
         """
         dense = sorted(dense)
-        if self.output is not None:
-            return self.output.quantization_config(self.width, dense)
+        if self.scheme is not None:
+            return self.scheme.quantization_config(self.width, dense)
         if isinstance(weight_format, Gptq):
             return self._gptq_config(dense, version)
         if isinstance(weight_format, Awq):
             config = {
-                "quant_method": "awq", "bits": self.num_bits, "group_size": self.group_size, "zero_point": True, "version": "gemm",
+                "quant_method": "awq", "bits": self.bits, "group_size": self.group_size, "zero_point": True, "version": "gemm",
                 "modules_to_not_convert": dense or None, "meta": {"quantizer": [f"hfq:{version}"]},
             }  # fmt: skip
             return config | _dynamic(dense)
@@ -178,8 +210,8 @@ class Recipe:
             FormatError: Names the layer and what must divide it.
         """
         span = 1
-        if self.output is not None:
-            multiple = self.output.multiple
+        if self.scheme is not None:
+            multiple = self.scheme.multiple
         elif self.method == "fp8":
             multiple = (1, 1)
         else:
@@ -198,20 +230,20 @@ class Recipe:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """The recipe of the options that are given, that is, not None.
+        """Returns the recipe of a dict of options; None means that an option is not given.
 
         Raises:
-            SetupError: An option means nothing to the method, or as of the class.
+            SetupError: An option is unknown, or as of the class.
         """
-        given = {name: options[name] for name in RECIPE_OPTIONS if options.get(name) is not None}
-        recipe = cls(**given)
-        taken = _OPTIONS.get(recipe.method, RECIPE_OPTIONS)
-        for name in given.keys() - {"method", *taken}:
-            raise SetupError(
-                f"method={recipe.method!r} has no {name}; nothing was done.", expected=", ".join(taken) or "no further options",
-                found=f"{name}={given[name]!r}", fix=f"leave {name} out, or choose another method",
-            )  # fmt: skip
-        return recipe
+        for name in options:
+            if name not in RECIPE_OPTIONS:
+                raise SetupError(
+                    f"A recipe has no option {name!r}{nearest(name, RECIPE_OPTIONS)}.",
+                    expected=", ".join(RECIPE_OPTIONS),
+                    found=name,
+                    fix="remove or correct the option",
+                )
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
     def chosen(self) -> dict[str, Any]:
         """The method, and those of its options that mean something to it."""
@@ -219,18 +251,18 @@ class Recipe:
         return {name: value for name, value in self.to_dict().items() if name == "method" or name in taken}
 
     def _gptq_config(self, dense: list[str], version: str) -> dict[str, Any]:
-        label = "gptq" if self.symmetric else "gptq_v2"
+        label = "gptq" if self.sym else "gptq_v2"
         config = {
-            "quant_method": "gptq", "bits": self.num_bits, "group_size": self.group_size, "sym": self.symmetric,
-            "desc_act": self.act_order and not self.static_groups, "checkpoint_format": label, "format": label,
+            "quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "sym": self.sym,
+            "desc_act": self.scatters_groups, "checkpoint_format": label, "format": label,
             "lm_head": False, "pack_dtype": "int32",
-            "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damping, "static_groups": self.static_groups},
+            "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damp_percent, "static_groups": self.static_groups},
         }  # fmt: skip
         return config | _dynamic(dense)
 
 
 RECIPE_OPTIONS = tuple(option.name for option in fields(Recipe))
-"""The names of a recipe's options, which are options of `HfqConfig` too."""
+"""The names of the options of a recipe, `method` first."""
 
 
 def _dynamic(dense: list[str]) -> dict[str, Any]:

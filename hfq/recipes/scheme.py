@@ -10,17 +10,17 @@ import torch
 
 from hfq.formats.base import Format
 
-__all__ = ["Output", "absmax_codes", "group_config"]
+__all__ = ["Scheme", "absmax_codes", "group_config"]
 
 
 @dataclass(frozen=True)
-class Output:
+class Scheme:
     """One method.
 
     Attributes:
         description: What it does, in a few words.
         bits: The bits that it takes; the first where none are asked for.
-        has_bits: Whether `num_bits` may be chosen.
+        has_bits: Whether `bits` may be chosen.
         multiple: What must divide the (output, input) size of a layer.
         make: The format of so many bits.
         group: The config group of so many bits, without its targets.
@@ -36,7 +36,7 @@ class Output:
     @property
     def options(self) -> tuple[str, ...]:
         """The options of a recipe that mean something here."""
-        return ("num_bits",) if self.has_bits else ()
+        return ("bits",) if self.has_bits else ()
 
     def quantization_config(self, num_bits: int, dense: Iterable[str]) -> dict[str, Any]:
         """What config.json says of a model whose linear layers are packed, but for those in `dense`."""

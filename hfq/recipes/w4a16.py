@@ -15,9 +15,9 @@ import torch
 
 from hfq.formats.codecs.bit_packing import pack_stream
 from hfq.formats.compressed_tensors import PackQuantized
-from hfq.recipes.scheme import Output, absmax_codes
+from hfq.recipes.scheme import Scheme, absmax_codes
 
-__all__ = ["GLM", "PackedRows", "packed_group"]
+__all__ = ["W4A16", "PackedRows", "packed_group"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def packed_group(num_bits: int) -> dict[str, Any]:
     return {"weights": weights, "format": "pack-quantized"}
 
 
-GLM = Output(
+W4A16 = Scheme(
     "GLM-130B's recipe: 4 or 8 bits, absmax by row, activations as they are, written as compressed-tensors (pack-quantized)",
     (4, 8), True, (32, 32), lambda bits: PackedRows(num_bits=bits), packed_group,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfq.loading.dry_run import count_calls, count_products, routed_share
-from hfq.loading.model_loader import Loading
+from hfq.loading.model_loader import ModelLoader
 from hfq.placement.estimate.estimate import list_stages
 from hfq.placement.estimate.profile import Profile, read_profile
 from hfq.placement.estimate.roofline import TERMS, Work, predict
@@ -50,7 +50,7 @@ class SpeedReport:
         )
 
 
-def report_speed(loading: Loading, measure: bool = False, profile: Profile | None = None) -> SpeedReport | None:
+def report_speed(loading: ModelLoader, measure: bool = False, profile: Profile | None = None) -> SpeedReport | None:
     """What was predicted, and what was achieved; None for a model whose ranks hold parts of it.
 
     Args:
@@ -61,7 +61,7 @@ def report_speed(loading: Loading, measure: bool = False, profile: Profile | Non
     Raises:
         SetupError: The profile cannot be read.
     """
-    if type(loading) is not Loading or loading.load_seconds is None:
+    if type(loading) is not ModelLoader or loading.load_seconds is None:
         return None
     rates = read_profile() if profile is None else profile
     prediction = predict(_work(loading), rates)
@@ -72,34 +72,34 @@ def report_speed(loading: Loading, measure: bool = False, profile: Profile | Non
     )  # fmt: skip
 
 
-def _work(loading: Loading) -> Work:
+def _work(loading: ModelLoader) -> Work:
     """The work of one token of a loaded model, and of its load."""
-    model, streamer, read = loading.model, loading.streamer, loading.read_report
+    model, offloader, read = loading.model, loading.offloader, loading.read_report
     config = model.config.get_text_config(decoder=True)
     dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
-    moved = 0 if streamer is None else streamer.pass_nbytes
-    on_disk = min(moved, loading.plan.nbytes_by_home().get("disk", 0))
-    is_on_cpu, is_cached = loading.main == "cpu", streamer is not None and streamer.source.mode == "buffered"
+    moved = 0 if offloader is None else offloader.pass_nbytes
+    on_disk = min(moved, loading.plan.nbytes_by_device().get("disk", 0))
+    is_on_cpu, is_cached = loading.main == "cpu", offloader is not None and offloader.source.mode == "buffered"
     return Work(
         count_products(model, dtype, routed), on_disk, 0 if is_on_cpu else moved, 0, 1,
         int(getattr(config, "num_hidden_layers", 0)), read.populated + read.read, is_cached, is_on_cpu,
         calls=count_calls(model, dtype, routed), stages=_stages(loading, routed),
-        ring=0 if streamer is None else streamer.regions.nbytes,
+        ring=0 if offloader is None else offloader.regions.nbytes,
     )  # fmt: skip
 
 
-def _stages(loading: Loading, routed: float) -> tuple[tuple[int, int], ...]:
+def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:
     """The parts of a loaded model; none where nothing of it is streamed."""
-    if loading.streamer is None:
+    if loading.offloader is None:
         return ()
     units = loading.gather_units()
-    homes = {unit.name: _home_of(unit.name, loading.homes) or loading.main for unit in units}
-    return list_stages(units, homes, loading.main, routed)
+    devices = {unit.name: _home_of(unit.name, loading.devices) or loading.main for unit in units}
+    return list_stages(units, devices, loading.main, routed)
 
 
-def _home_of(unit: str, homes: Mapping[str, str]) -> str | None:
+def _home_of(unit: str, devices: Mapping[str, str]) -> str | None:
     """The home of the tensors of a unit, which have one in common."""
-    return next((home for name, home in homes.items() if name == unit or name.startswith(f"{unit}.")), None)
+    return next((home for name, home in devices.items() if name == unit or name.startswith(f"{unit}.")), None)
 
 
 def takes_tokens(model: PreTrainedModel) -> bool:
@@ -107,7 +107,7 @@ def takes_tokens(model: PreTrainedModel) -> bool:
     return not model.config.is_encoder_decoder and getattr(model, "main_input_name", "") == "input_ids"
 
 
-def _time_step(loading: Loading) -> float | None:
+def _time_step(loading: ModelLoader) -> float | None:
     """Seconds of a forward of one token; None for a model that takes more than tokens."""
     model = loading.model
     if not takes_tokens(model):

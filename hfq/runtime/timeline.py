@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfq.loading.loaded_model import loading_of
-from hfq.loading.model_loader import Loading
+from hfq.loading.loaded_model import loader_of
+from hfq.loading.model_loader import ModelLoader
+from hfq.offload.chrome_trace import chrome_trace
 from hfq.offload.clock import HostClock
-from hfq.offload.copy_stream import lane_to
+from hfq.offload.copy_stream import copy_stream_to
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.spans import Span
 from hfq.runtime.predicted_speed import takes_tokens
-from hfq.offload.chrome_trace import chrome_trace
 
 __all__ = ["Timeline", "measure_timeline", "timeline"]
 
@@ -33,15 +33,15 @@ class Timeline:
 
     Attributes:
         spans: What took how long, by its start; times in seconds since the recording began.
-        blocks: The names of the streamed blocks, in the order of the model.
+        units: The names of the streamed blocks, in the order of the model.
     """
 
     spans: list[Span] = field(default_factory=list)
-    blocks: list[str] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The timeline as JSON-ready data."""
-        return {"blocks": list(self.blocks), "spans": [asdict(span) for span in self.spans]}
+        return {"units": list(self.units), "spans": [asdict(span) for span in self.spans]}
 
     def save_trace(self, path: str | os.PathLike) -> None:
         """Writes all spans as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens."""
@@ -61,17 +61,17 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Raises:
         SetupError: hfq did not load the model, or it is being recorded already.
     """
-    loading, found = loading_of(model), Timeline()
+    loading, found = loader_of(model), Timeline()
     with _recorder(loading) as recorder, _hooked(loading, recorder):
         yield found
     found.spans = recorder.spans()
-    found.blocks = [] if loading.streamer is None else [block.name for block in loading.streamer.blocks]
+    found.units = [] if loading.offloader is None else [unit.name for unit in loading.offloader.units]
 
 
-def measure_timeline(loading: Loading) -> Timeline | None:
+def measure_timeline(loading: ModelLoader) -> Timeline | None:
     """One forward of one token, the model having run before; None for a model that takes more, or whose ranks hold parts of it."""
     model = loading.model
-    if type(loading) is not Loading or not takes_tokens(model):
+    if type(loading) is not ModelLoader or not takes_tokens(model):
         return None
     tokens = torch.zeros(1, 1, dtype=torch.long, device=loading.main)
     with torch.inference_mode():
@@ -82,20 +82,20 @@ def measure_timeline(loading: Loading) -> Timeline | None:
 
 
 @contextlib.contextmanager
-def _recorder(loading: Loading) -> Iterator[Recorder]:
-    if loading.streamer is not None:
-        with recording(loading.streamer) as recorder:
+def _recorder(loading: ModelLoader) -> Iterator[Recorder]:
+    if loading.offloader is not None:
+        with recording(loading.offloader) as recorder:
             yield recorder
         return
     device = torch.device(loading.main)
-    yield Recorder(HostClock() if device.type == "cpu" else lane_to(device).clock())
+    yield Recorder(HostClock() if device.type == "cpu" else copy_stream_to(device).clock())
 
 
 @contextlib.contextmanager
-def _hooked(loading: Loading, recorder: Recorder) -> Iterator[None]:
+def _hooked(loading: ModelLoader, recorder: Recorder) -> Iterator[None]:
     """Notes forwards of the whole model, and of the parts of it that are not streamed."""
     handles = [*_noted(loading.model, functools.partial(recorder.note_computed, "pass", ""), recorder)]
-    streamed = set() if loading.streamer is None else {block.module for block in loading.streamer.blocks}
+    streamed = set() if loading.offloader is None else {unit.module for unit in loading.offloader.units}
     try:
         for name, module in _units("", loading.model, set(loading.model._no_split_modules or ())):
             if module not in streamed:
@@ -120,7 +120,7 @@ def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -
 
 
 def _units(name: str, module: nn.Module, whole: set[str]) -> Iterable[tuple[str, nn.Module]]:
-    """The parts of a model that `blocks.find_blocks` would make blocks of, were they offloaded: decoder layers and leaves."""
+    """The parts of a model that `units.find_offload_units` would make blocks of, were they offloaded: decoder layers and leaves."""
     children = list(module.named_children())
     if type(module).__name__ in whole or not children:
         if next(module.parameters(), None) is not None:

@@ -10,8 +10,7 @@ import torch
 from attacks.builders import copy_model, edit_config, load, opened_files
 from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 
-from hfq import Checkpoint
-from hfq.checkpoint import read_header
+from hfq.checkpoint import Checkpoint, read_header
 
 SIZES = {"a": 24, "b": 1, "c": 40}
 BIG = 4 << 20

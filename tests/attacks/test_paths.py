@@ -7,8 +7,7 @@ import pytest
 from attacks.builders import opened_files
 from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 
-from hfq import Checkpoint
-from hfq.checkpoint import Reader
+from hfq.checkpoint import Checkpoint, Reader
 
 INDEX = "model.safetensors.index.json"
 
@@ -159,10 +158,11 @@ def test_the_hub_cache_opens_no_door_but_its_own_blobs(tmp_path, outside, target
 
 OPEN_WITHIN_LIMITS = """
 import resource, signal, sys, hfq
+from hfq.checkpoint import Checkpoint
 resource.setrlimit(resource.RLIMIT_AS, (256 << 20, 256 << 20))
 signal.alarm(3)
 try:
-    print("opened", hfq.Checkpoint.open(sys.argv[1]))
+    print("opened", Checkpoint.open(sys.argv[1]))
 except hfq.CheckpointError as error:
     print("refused", error)
 """

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfq import Checkpoint, SetupError
+from hfq import SetupError
 from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
-from hfq.checkpoint import Reader
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config
@@ -27,9 +27,9 @@ def test_every_linear_layer_is_packed_in_one_dialect(tmp_path, weights, dialect)
     assert {name: (i.dtype, i.shape, i.nbytes) for name, i in checkpoint.tensors.items()} == {
         name: (t.dtype, t.shape, t.nbytes) for name, t in SMALL.tensors(weights).items()
     }
-    dialects = inspect_checkpoint(checkpoint)["dialects"]
-    assert sum(dialects.values()) == (0 if dialect is None else 14)
-    assert all("block" in name if weights == "fp8" else name == dialect for name in dialects)
+    variants = inspect_checkpoint(checkpoint)["formats"]
+    assert sum(variants.values()) == (0 if dialect is None else 14)
+    assert all("block" in name if weights == "fp8" else name == dialect for name in variants)
 
 
 @pytest.mark.parametrize("weights", FORMATS)

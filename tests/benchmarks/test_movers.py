@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from hfq.benchmarks import movers
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.stream_worker import StreamWorker
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 SMALL = Architecture(128, 2)
 TOKENS = torch.ones(1, 4, dtype=torch.long)
@@ -75,7 +75,7 @@ def test_a_layer_sleeps_while_it_stands_in(paths, monkeypatch):
 
 
 def test_classes_get_their_own_forwards_back():
-    classes = (LlamaDecoderLayer, torch.nn.Linear, PackedLinear)
+    classes = (LlamaDecoderLayer, torch.nn.Linear, QuantizedLinear)
     own = [cls.forward for cls in classes]
     with pytest.raises(KeyError), movers.standing_in():
         assert [cls.forward for cls in classes] != own

@@ -56,8 +56,8 @@ def test_a_report_tells_what_is_apart(tmp_path):
     label = {"checkpoint": "a", "placement": "cpu", "planned": {"cpu": 100}}
     rounds = [{"predicted": 1.0, "achieved": seconds} for seconds in (9.0, 1.2, 1.0)]
     near = label | {"measured": {"cpu": 99}, "rounds": rounds}
-    homes = {"planned": {"cpu": 100, "disk": 0}, "measured": {"cpu": 100, "disk": 4}}
-    far = label | homes | {"placement": "half disk", "rounds": [{"predicted": 1.0, "achieved": 2.0}]}
+    devices = {"planned": {"cpu": 100, "disk": 0}, "measured": {"cpu": 100, "disk": 4}}
+    far = label | devices | {"placement": "half disk", "rounds": [{"predicted": 1.0, "achieved": 2.0}]}
     report = plan_report(tmp_path, {}, [near, far])
     largest, share = report.targets
     assert (largest.value, largest.verdict) == (1.0, "not met")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hfq import Checkpoint
+from hfq.checkpoint import Checkpoint
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hfq.checkpoint import Checkpoint, Reader, read_plan
 from hfq.checkpoint import execute_reads as execute
 from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
 from hfq.checkpoint.filesystem import resident_fraction
-from hfq.checkpoint.read_plan import Arena, RowRead, plan_reads
+from hfq.checkpoint.read_plan import Arena, ModuleRead, plan_reads
 from hfq.tensor_spec import ByteRange
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.float32]
@@ -40,7 +40,7 @@ def planned(checkpoint, names=None, kind="private"):
     """A plan that reads these tensors, two to a row."""
     names = sorted(names or checkpoint.tensors)
     rows = [
-        RowRead(name, "cpu", "read", "for a test", {local: checkpoint.tensors[local] for local in names[i : i + 2]}, "arena")
+        ModuleRead(name, "cpu", "read", "for a test", {local: checkpoint.tensors[local] for local in names[i : i + 2]}, "arena")
         for i, name in enumerate(names)
         if i % 2 == 0
     ]

@@ -8,8 +8,7 @@ import torch
 from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 from safetensors.torch import save_file
 
-from hfq import Checkpoint
-from hfq.checkpoint import HeaderLimits
+from hfq.checkpoint import Checkpoint, HeaderLimits
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -218,7 +217,7 @@ def test_the_links_of_the_hub_cache_are_followed(tmp_path):
 def test_the_links_of_the_hub_cache_are_followed_from_within(tmp_path, cwd, root):
     snapshot, _ = hub_cache(tmp_path)
     os.symlink("../../blobs/f00", snapshot / "model.safetensors")
-    code = "import os, sys, hfq; os.chdir(sys.argv[1]); print(list(hfq.Checkpoint.open(sys.argv[2]).tensors))"
+    code = "import os, sys, hfq; os.chdir(sys.argv[1]); print(list(Checkpoint.open(sys.argv[2]).tensors))"
     result = run_python(code, snapshot / cwd, root)
     assert result.stdout == "['a']\n", result.stderr
 

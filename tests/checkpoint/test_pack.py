@@ -1,4 +1,4 @@
-"""`pack_checkpoint`: the same tensors with one aligned range per block, whole or not at all."""
+"""`reshard_checkpoint`: the same tensors with one aligned range per block, whole or not at all."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hfq
 from hfq.checkpoint import Checkpoint, read_header
 from hfq.checkpoint import write_checkpoint as writing
-from hfq.checkpoint.reshard import pack_checkpoint
+from hfq.checkpoint.reshard import reshard_checkpoint
 
 SIZES = {"U8": 1, "F32": 4, "I64": 8, "BF16": 2}
 EXPERT = [("up.weight", "U8", (4, 8)), ("up.scale", "BF16", (3,)), ("down.weight", "U8", (5, 8)), ("down.scale", "F32", ())]
@@ -37,7 +37,7 @@ def shards_of(folder):
 @pytest.mark.parametrize("name", ["tiny-llama-gptq", "tiny-llama-fp8"])
 def test_a_packed_model_is_the_same_for_every_reader(tmp_path, name):
     source, target = tiny_models.DATA / name, tmp_path / "packed"
-    report = pack_checkpoint(Checkpoint.open(source), target)
+    report = reshard_checkpoint(Checkpoint.open(source), target)
     assert_packed(source, target)
     shards = shards_of(target)
     for layer in range(4):
@@ -65,7 +65,7 @@ def test_a_packed_model_is_the_same_for_every_reader(tmp_path, name):
 def test_from_pretrained_gives_the_same_logits(tmp_path, name, home):
     """With hfq, and without it for the checkpoint that is not quantized."""
     source, target = tiny_models.DATA / name, tmp_path / "packed"
-    pack_checkpoint(Checkpoint.open(source), target)
+    reshard_checkpoint(Checkpoint.open(source), target)
     tokens, found = torch.tensor([[1, 5, 9, 30]]), []
     options = {"quantization_config": hfq.HfqConfig(), "device_map": {"": home}} if home else {}
     for path in (source, target):
@@ -76,7 +76,7 @@ def test_from_pretrained_gives_the_same_logits(tmp_path, name, home):
 
 
 def test_odd_sizes_are_aligned_and_identical(tmp_path, odd):
-    report = pack_checkpoint(odd, tmp_path / "packed")
+    report = reshard_checkpoint(odd, tmp_path / "packed")
     assert_packed(odd.root, tmp_path / "packed")
     shards = shards_of(tmp_path / "packed")
     assert list(shards) == [f"model-{n:05d}-of-00005.safetensors" for n in range(1, 6)]
@@ -96,7 +96,7 @@ def test_a_modules_tensors_lie_together_in_the_order_of_the_source(tmp_path):
     tensors = [(f"h.0.{module}.{local}", *spec) for local, *spec in EXPERT[:2] for module in ("c", "a", "b")]
     tensors += [("h.0.norm.weight", "F32", (8,))]
     source = made_up(tmp_path / "source", tensors)
-    pack_checkpoint(source, tmp_path / "packed")
+    reshard_checkpoint(source, tmp_path / "packed")
     ((_, names),) = shards_of(tmp_path / "packed").items()
     expected = ["h.0.norm.weight", *(f"h.0.{m}.{local}" for m in "cab" for local in ("up.weight", "up.scale"))]
     assert names == expected
@@ -108,7 +108,7 @@ def test_each_routed_expert_is_one_range(tmp_path):
     tensors = [(f"model.layers.0.mlp.experts.{n}.{local}", *spec) for local, *spec in EXPERT for n in range(12)]
     tensors += [("model.layers.0.mlp.gate.weight", "F32", (12,)), ("model.layers.0.mlp.shared.bias", "U8", (3,))]
     source = made_up(tmp_path / "source", sorted(tensors, key=lambda tensor: -SIZES[tensor[1]]))
-    pack_checkpoint(source, tmp_path / "packed")
+    reshard_checkpoint(source, tmp_path / "packed")
     assert_packed(source.root, tmp_path / "packed")
     infos = Checkpoint.open(tmp_path / "packed").tensors
     for expert in range(12):
@@ -123,7 +123,7 @@ def test_shards_of_the_source_are_joined_by_block(tmp_path):
         tmp_path / "source",
         {"a.safetensors": {"h.0.b": [1.0, 2.0], "h.1.a": [3.0]}, "b.safetensors": {"h.0.a": [4], "x": [5]}},
     )
-    pack_checkpoint(Checkpoint.open(tmp_path / "source"), tmp_path / "packed")
+    reshard_checkpoint(Checkpoint.open(tmp_path / "source"), tmp_path / "packed")
     assert_packed(tmp_path / "source", tmp_path / "packed")
     assert [sorted(names) for names in shards_of(tmp_path / "packed").values()] == [["x"], ["h.0.a", "h.0.b"], ["h.1.a"]]
     index = json.loads((tmp_path / "packed" / "model.safetensors.index.json").read_text())
@@ -133,7 +133,7 @@ def test_shards_of_the_source_are_joined_by_block(tmp_path):
 
 def test_packing_twice_gives_the_same_bytes(tmp_path, odd):
     for name in ("one", "two"):
-        pack_checkpoint(odd, tmp_path / name)
+        reshard_checkpoint(odd, tmp_path / name)
     one, two = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two
 
@@ -141,7 +141,7 @@ def test_packing_twice_gives_the_same_bytes(tmp_path, odd):
 def test_large_tensors_are_copied_in_chunks_and_told_of(tmp_path, odd, monkeypatch):
     monkeypatch.setattr(writing, "_CHUNK_NBYTES", 100_000)
     told = []
-    pack_checkpoint(odd, tmp_path / "packed", told.append)
+    reshard_checkpoint(odd, tmp_path / "packed", told.append)
     assert_packed(odd.root, tmp_path / "packed")
     assert max(told) == 100_000
     assert sum(told) == sum(info.nbytes for info in odd.tensors.values())
@@ -156,7 +156,7 @@ def test_other_files_are_copied_but_for_pickles_indices_and_folders(tmp_path, od
     for name in (*left, "pytorch_model.bin.index.json", "model.safetensors.index.fp16.json"):
         (source / name).write_bytes(b"x")
     (source / "folder").mkdir()
-    report = pack_checkpoint(odd, tmp_path / "packed")
+    report = reshard_checkpoint(odd, tmp_path / "packed")
     found = {f.name: f.read_bytes() for f in (tmp_path / "packed").iterdir()}
     assert {name: data for name, data in found.items() if not name.startswith("model")} == copied
     assert list(report.left_out) == sorted([*left, "folder"])
@@ -170,18 +170,18 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
     (blobs / "c").write_text("{}")
     (snapshot / "model.safetensors").symlink_to("../../blobs/model.safetensors")
     (snapshot / "config.json").symlink_to("../../blobs/c")
-    pack_checkpoint(Checkpoint.open(snapshot), tmp_path / "packed")
+    reshard_checkpoint(Checkpoint.open(snapshot), tmp_path / "packed")
     assert_packed(snapshot, tmp_path / "packed")
     assert not any(file.is_symlink() for file in (tmp_path / "packed").iterdir())
 
 
 def test_an_empty_folder_is_taken(tmp_path, odd):
     (tmp_path / "packed").mkdir()
-    pack_checkpoint(odd, tmp_path / "packed")
+    reshard_checkpoint(odd, tmp_path / "packed")
     assert_packed(odd.root, tmp_path / "packed")
     assert_nothing_left(tmp_path, "packed")
 
 
 def test_a_checkpoint_without_metadata_gets_none(tmp_path):
-    pack_checkpoint(made_up(tmp_path / "source", [("a.0.b", "U8", (2,))]), tmp_path / "packed")
+    reshard_checkpoint(made_up(tmp_path / "source", [("a.0.b", "U8", (2,))]), tmp_path / "packed")
     assert read_header(tmp_path / "packed" / "model-00001-of-00001.safetensors").metadata == {}

@@ -1,4 +1,4 @@
-"""`pack_checkpoint` when something is in the way: a named error, and nothing left behind."""
+"""`reshard_checkpoint` when something is in the way: a named error, and nothing left behind."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from checkpoint.pack_builders import ODD, assert_nothing_left, assert_packed, ma
 
 import hfq
 from hfq.checkpoint import write_checkpoint as folder
-from hfq.checkpoint.reshard import pack_checkpoint
+from hfq.checkpoint.reshard import reshard_checkpoint
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path, odd):
     (tmp_path / "secret").write_text("x")
     (Path(odd.root) / "notes.txt").symlink_to(tmp_path / "secret")
     with refused("lies outside its folder"):
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
     assert_nothing_left(tmp_path, "secret")
 
 
 def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path, odd):
     os.mkfifo(Path(odd.root) / "pipe")
     with refused("cannot be copied", "not a regular file", file=Path(odd.root) / "pipe"):
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
     assert_nothing_left(tmp_path)
 
 
@@ -40,7 +40,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, odd):
     (tmp_path / "file").write_text("x")
     for name, found in (("full", "a folder with content"), ("file", "a file")):
         with refused("is taken", f"found: {found}", file=tmp_path / name):
-            pack_checkpoint(odd, tmp_path / name)
+            reshard_checkpoint(odd, tmp_path / name)
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "x"
     assert_nothing_left(tmp_path, "full", "file")
 
@@ -49,7 +49,7 @@ def test_a_mount_point_is_refused_before_the_wrong_disk_is_filled(tmp_path, odd,
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
     with refused("is taken", "found: a mount point", str(tmp_path / "disk" / "packed")):
-        pack_checkpoint(odd, tmp_path / "disk")
+        reshard_checkpoint(odd, tmp_path / "disk")
 
 
 @pytest.mark.parametrize("inside", ["source", "source/packed", "link/packed"])
@@ -57,13 +57,13 @@ def test_a_target_within_the_source_is_refused(tmp_path, odd, inside):
     (tmp_path / "link").symlink_to("source")
     before = sorted(os.listdir(odd.root))
     with refused("cannot be written into its source"):
-        pack_checkpoint(odd, tmp_path / inside)
+        reshard_checkpoint(odd, tmp_path / inside)
     assert sorted(os.listdir(odd.root)) == before
 
 
 def test_a_target_without_a_parent_is_refused(tmp_path, odd):
     with refused("no folder to be in", file=tmp_path / "none" / "packed"):
-        pack_checkpoint(odd, tmp_path / "none" / "packed")
+        reshard_checkpoint(odd, tmp_path / "none" / "packed")
     assert_nothing_left(tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_a_short_disk_is_found_before_anything_is_copied(tmp_path, odd, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     monkeypatch.setattr(folder.Reader, "read_into", lambda *_: pytest.fail("something was copied"))
     with refused("nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free") as caught:
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
     assert int(caught.value.expected.split()[0]) > odd.nbytes
     assert_nothing_left(tmp_path)
 
@@ -95,20 +95,21 @@ def test_the_free_space_decides_on_a_system_that_cannot_reserve(tmp_path, odd, m
     if "full" in system:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
         with refused("nothing was left behind", "5 bytes were free"):
-            pack_checkpoint(odd, tmp_path / "packed")
+            reshard_checkpoint(odd, tmp_path / "packed")
         assert_nothing_left(tmp_path)
     else:
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
         assert_packed(odd.root, tmp_path / "packed")
 
 
 FULL_DISK = """
 import resource, sys, hfq
-from hfq.checkpoint.reshard import pack_checkpoint
-source = hfq.Checkpoint.open(sys.argv[1])
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.reshard import reshard_checkpoint
+source = Checkpoint.open(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    pack_checkpoint(source, sys.argv[2])
+    reshard_checkpoint(source, sys.argv[2])
 except hfq.CheckpointError as error:
     print(error)
 """
@@ -129,7 +130,7 @@ def test_whatever_interrupts_leaves_nothing_behind(tmp_path, odd, monkeypatch, c
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(hfq.CheckpointError if isinstance(fault, OSError) else type(fault)):
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
     assert_nothing_left(tmp_path)
 
 
@@ -138,7 +139,7 @@ def test_a_progress_that_raises_leaves_nothing_behind(tmp_path, odd):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack_checkpoint(odd, tmp_path / "packed", interrupt)
+        reshard_checkpoint(odd, tmp_path / "packed", interrupt)
     assert_nothing_left(tmp_path)
 
 
@@ -168,7 +169,7 @@ def test_a_source_that_changes_is_refused(tmp_path, odd, change, file, moment, m
     else:
         pack_it = [lambda nbytes: changes and changes.pop()()]
     with refused(kind=hfq.CheckpointError, file=path):
-        pack_checkpoint(odd, tmp_path / "packed", *pack_it)
+        reshard_checkpoint(odd, tmp_path / "packed", *pack_it)
     assert not changes
     assert_nothing_left(tmp_path)
 
@@ -185,19 +186,20 @@ def test_a_copy_that_does_not_read_back_is_refused(tmp_path, odd, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", spoil)
     with refused("does not read back", "expected: F32", "found: I32", tensor="lm_head.bias"):
-        pack_checkpoint(odd, tmp_path / "packed")
+        reshard_checkpoint(odd, tmp_path / "packed")
     assert_nothing_left(tmp_path)
 
 
 KILLED = """
 import os, sys, hfq
-from hfq.checkpoint.reshard import pack_checkpoint
-pack_checkpoint(hfq.Checkpoint.open(sys.argv[1]), sys.argv[2], lambda nbytes: os.kill(os.getpid(), 9))
+from hfq.checkpoint import Checkpoint
+from hfq.checkpoint.reshard import reshard_checkpoint
+reshard_checkpoint(Checkpoint.open(sys.argv[1]), sys.argv[2], lambda nbytes: os.kill(os.getpid(), 9))
 """
 
 
 def test_a_killed_pack_never_leaves_a_part_under_the_name(tmp_path, odd):
     assert run_python(KILLED, odd.root, tmp_path / "packed").returncode == -9
     assert not (tmp_path / "packed").exists()
-    pack_checkpoint(odd, tmp_path / "packed")
+    reshard_checkpoint(odd, tmp_path / "packed")
     assert_packed(odd.root, tmp_path / "packed")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.checkpoint.temporary_file import PrivateFile
+from hfq.checkpoint.temporary_file import TemporaryFile
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import ByteRange
 
@@ -20,7 +20,7 @@ def reader():
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_what_was_written_is_read_and_mapped(reader, tmp_path, is_on_disk):
-    file = PrivateFile(reader, LABEL, len(DATA), tmp_path if is_on_disk else None)
+    file = TemporaryFile(reader, LABEL, len(DATA), tmp_path if is_on_disk else None)
     file.write(4096, memoryview(DATA)[4096:])
     file.write(0, memoryview(DATA)[:4096])
     file.finish()
@@ -32,7 +32,7 @@ def test_what_was_written_is_read_and_mapped(reader, tmp_path, is_on_disk):
 
 
 def test_what_was_given_back_is_an_error_and_no_zeros(reader):
-    file = PrivateFile(reader, LABEL, len(DATA))
+    file = TemporaryFile(reader, LABEL, len(DATA))
     file.finish()
     file.empty()
     with pytest.raises(CheckpointError, match="changed after it was validated"):
@@ -40,7 +40,7 @@ def test_what_was_given_back_is_an_error_and_no_zeros(reader):
 
 
 def test_it_ends_with_its_reader(reader, tmp_path):
-    PrivateFile(reader, LABEL, len(DATA), tmp_path)
+    TemporaryFile(reader, LABEL, len(DATA), tmp_path)
     descriptor = reader.descriptor(LABEL)
     assert os.fstat(descriptor).st_nlink == 0
     reader.__del__()
@@ -50,8 +50,8 @@ def test_it_ends_with_its_reader(reader, tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_made_and_one_that_cannot_be_is_named(reader, tmp_path):
-    PrivateFile(reader, LABEL, len(DATA), tmp_path / "new" / "folder")
+    TemporaryFile(reader, LABEL, len(DATA), tmp_path / "new" / "folder")
     assert not list((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"(?s)could not be written.*(File exists|Not a directory).*offload_folder"):
-        PrivateFile(reader, str(tmp_path / "file" / LABEL), 10, tmp_path / "file")
+        TemporaryFile(reader, str(tmp_path / "file" / LABEL), 10, tmp_path / "file")

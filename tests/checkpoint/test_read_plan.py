@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, Arena, RowRead, coalesce, plan_reads
+from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, Arena, ModuleRead, coalesce, plan_reads
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 MIB = 1 << 20
@@ -15,7 +15,7 @@ def info(name, offset, nbytes, file="a"):
 
 
 def row(name, *infos, how="read", arena="cpu", home="cpu"):
-    return RowRead(name, home, how, "for a test", {tensor.name: tensor for tensor in infos}, arena)
+    return ModuleRead(name, home, how, "for a test", {tensor.name: tensor for tensor in infos}, arena)
 
 
 def private(name="cpu", **options):

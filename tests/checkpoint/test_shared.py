@@ -14,13 +14,13 @@ import pytest
 from checkpoint.builders import ROOT, refused
 
 from hfq import CheckpointError, PlacementError
-from hfq.checkpoint.shared_memory import SharedArena
+from hfq.checkpoint.shared_memory import SharedMemory
 
 NBYTES = 1 << 20
 
 SCRIPT = """
 import sys
-from hfq.checkpoint.shared_memory import SharedArena
+from hfq.checkpoint.shared_memory import SharedMemory
 folder, role, nbytes, key = sys.argv[1:]
 def fill(memory):
     if role == "filler":  # stops in the middle, until it is killed
@@ -28,7 +28,7 @@ def fill(memory):
         print("ready", flush=True)
         sys.stdin.read()
     memory[:] = b"\\x05" * len(memory)
-arena = SharedArena.open(key, int(nbytes), fill, folder)
+arena = SharedMemory.open(key, int(nbytes), fill, folder)
 assert set(arena.memory[:]) == {5}
 print("ready", arena.was_filled, flush=True)
 sys.stdin.readline()
@@ -72,8 +72,8 @@ NAME = f"hfq-{os.getuid()}-key"
 
 
 def test_the_second_user_gets_what_the_first_has_filled(tmp_path):
-    first = SharedArena.open("key", NBYTES, fives, tmp_path)
-    second = SharedArena.open("key", NBYTES, never, tmp_path)
+    first = SharedMemory.open("key", NBYTES, fives, tmp_path)
+    second = SharedMemory.open("key", NBYTES, never, tmp_path)
     assert (first.was_filled, second.was_filled) == (True, False)
     assert first.memory[:] == second.memory[:] == b"\x05" * NBYTES
     assert files(tmp_path) == [NAME]
@@ -81,21 +81,21 @@ def test_the_second_user_gets_what_the_first_has_filled(tmp_path):
 
 
 def test_what_is_written_stays_private(tmp_path):
-    first = SharedArena.open("key", NBYTES, fives, tmp_path)
-    second = SharedArena.open("key", NBYTES, never, tmp_path)
+    first = SharedMemory.open("key", NBYTES, fives, tmp_path)
+    second = SharedMemory.open("key", NBYTES, never, tmp_path)
     first.memory[0] = 9
     assert (first.memory[0], second.memory[0], (tmp_path / NAME).read_bytes()[0]) == (9, 5, 5)
 
 
 def test_another_key_is_another_arena(tmp_path):
-    first = SharedArena.open("key", NBYTES, fives, tmp_path)
-    other = SharedArena.open("other", NBYTES, lambda memory: None, tmp_path)
+    first = SharedMemory.open("key", NBYTES, fives, tmp_path)
+    other = SharedMemory.open("other", NBYTES, lambda memory: None, tmp_path)
     assert (first.memory[0], other.memory[0]) == (5, 0)
     assert len(files(tmp_path)) == 2
 
 
 def test_the_last_one_out_removes_the_file_and_its_map_stays_valid(tmp_path):
-    first, second = (SharedArena.open("key", NBYTES, fives, tmp_path) for _ in range(2))
+    first, second = (SharedMemory.open("key", NBYTES, fives, tmp_path) for _ in range(2))
     first.close()
     first.close()
     assert files(tmp_path) == [NAME]
@@ -105,7 +105,7 @@ def test_the_last_one_out_removes_the_file_and_its_map_stays_valid(tmp_path):
 
 
 def test_it_is_left_when_its_memory_is_not_used_any_more(tmp_path):
-    memory = memoryview(SharedArena.open("key", NBYTES, fives, tmp_path).memory)
+    memory = memoryview(SharedMemory.open("key", NBYTES, fives, tmp_path).memory)
     gc.collect()
     assert (files(tmp_path), memory[3]) == ([NAME], 5)
     del memory
@@ -114,7 +114,7 @@ def test_it_is_left_when_its_memory_is_not_used_any_more(tmp_path):
 
 
 def test_a_child_of_a_fork_leaves_nothing_in_its_parents_place(tmp_path):
-    arena = SharedArena.open("key", NBYTES, fives, tmp_path)
+    arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
     child = os.fork()
     if not child:
         try:
@@ -142,7 +142,7 @@ def test_a_killed_filler_leaves_what_the_next_one_replaces(tmp_path):
         filler.kill()
         filler.wait()
     assert files(tmp_path) == [f"{NAME}.part"]
-    arena = SharedArena.open("key", NBYTES, fives, tmp_path)
+    arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
     assert (arena.was_filled, arena.memory[:]) == (True, b"\x05" * NBYTES)
     assert files(tmp_path) == [NAME]
 
@@ -151,7 +151,7 @@ def test_who_waits_for_a_filler_that_is_killed_fills_himself(tmp_path):
     found = []
     with process(tmp_path, "filler") as filler:
         assert filler.stdout.readline() == "ready\n"
-        waiter = threading.Thread(target=lambda: found.append(SharedArena.open("key", NBYTES, fives, tmp_path)))
+        waiter = threading.Thread(target=lambda: found.append(SharedMemory.open("key", NBYTES, fives, tmp_path)))
         waiter.start()
         waiter.join(0.05)
         assert waiter.is_alive()
@@ -170,7 +170,7 @@ def test_who_waits_for_a_filler_gets_what_it_filled(tmp_path):
         fives(memory)
 
     def open_as(name, fill):
-        found[name] = SharedArena.open("key", NBYTES, fill, tmp_path)
+        found[name] = SharedMemory.open("key", NBYTES, fill, tmp_path)
 
     threads = [threading.Thread(target=open_as, args=("filler", slow))]
     threads[0].start()
@@ -192,17 +192,17 @@ def test_a_killed_user_leaves_what_the_next_one_uses_and_another_removes(tmp_pat
         user.send_signal(signal.SIGKILL)
         user.wait()
     assert files(tmp_path) == [NAME]
-    again = SharedArena.open("key", NBYTES, never, tmp_path)
+    again = SharedMemory.open("key", NBYTES, never, tmp_path)
     assert (again.was_filled, again.memory[:]) == (False, b"\x05" * NBYTES)
     again.close()
     assert files(tmp_path) == []
 
 
 def test_files_without_a_user_are_removed_and_no_others(tmp_path):
-    used = SharedArena.open("used", NBYTES, fives, tmp_path)
+    used = SharedMemory.open("used", NBYTES, fives, tmp_path)
     for name in (f"hfq-{os.getuid()}-old", f"hfq-{os.getuid()}-old.part", f"hfq-{os.getuid() + 1}-other", "hfq-notes"):
         os.close(os.open(tmp_path / name, os.O_CREAT | os.O_RDWR, 0o600))
-    arena = SharedArena.open("key", NBYTES, fives, tmp_path)
+    arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
     assert files(tmp_path) == sorted([NAME, f"hfq-{os.getuid()}-used", f"hfq-{os.getuid() + 1}-other", "hfq-notes"])
     assert (used.memory[0], arena.memory[0]) == (5, 5)
 
@@ -215,9 +215,9 @@ def test_a_fill_that_fails_leaves_nothing_and_the_next_one_fills(tmp_path):
         raise CheckpointError("The disk is on fire.", fix="wait")
 
     with refused("on fire"):
-        SharedArena.open("key", NBYTES, fail, tmp_path)
+        SharedMemory.open("key", NBYTES, fail, tmp_path)
     assert files(tmp_path) == []
-    assert SharedArena.open("key", NBYTES, fives, tmp_path).was_filled
+    assert SharedMemory.open("key", NBYTES, fives, tmp_path).was_filled
 
 
 @pytest.fixture
@@ -232,14 +232,14 @@ def test_without_room_there_is_a_warning_and_no_arena(tmp_path, monkeypatch, war
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert SharedArena.open("key", NBYTES, never, tmp_path) is None
+    assert SharedMemory.open("key", NBYTES, never, tmp_path) is None
     assert files(tmp_path) == []
     assert f"{NBYTES} bytes needed" in warnings.text
     assert "No space left on device" in warnings.text
 
 
 def test_without_shared_memory_there_is_a_warning_and_no_arena(tmp_path, warnings):
-    assert SharedArena.open("key", NBYTES, never, tmp_path / "none") is None
+    assert SharedMemory.open("key", NBYTES, never, tmp_path / "none") is None
     assert "no shared memory" in warnings.text
 
 
@@ -260,14 +260,14 @@ def test_what_is_not_ours_alone_is_refused(tmp_path, monkeypatch, name, obstacle
             pytest.skip("needs root")
         os.chown(path, 1, 1)
     with refused("cannot be used; nothing was loaded", kind=PlacementError, file=path):
-        SharedArena.open("key", NBYTES, never, tmp_path)
+        SharedMemory.open("key", NBYTES, never, tmp_path)
     assert path.is_symlink() or path.exists()
 
 
 def test_a_file_of_another_size_is_refused(tmp_path):
-    arena = SharedArena.open("key", NBYTES, fives, tmp_path)
+    arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
     with refused(f"{NBYTES + 1} bytes", kind=PlacementError, file=tmp_path / NAME):
-        SharedArena.open("key", NBYTES + 1, never, tmp_path)
+        SharedMemory.open("key", NBYTES + 1, never, tmp_path)
     assert arena.memory[0] == 5
 
 

@@ -130,6 +130,7 @@ def test_the_file_is_synced_before_it_takes_the_name(path, monkeypatch):
 
 FULL_DISK = """
 import resource, sys, hfq
+from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import write_safetensors
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

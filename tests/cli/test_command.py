@@ -64,7 +64,7 @@ def test_help_answers_at_once(verb):
 
 def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
     report = json.loads(run("inspect", GPTQ, "--json").stdout)
-    assert report["dialects"] == {"gptq v1 int4 g128 sym": 28}
+    assert report["formats"] == {"gptq v1 int4 g128 sym": 28}
     assert report["packed_nbytes"] + report["dense_nbytes"] + 8 < report["nbytes"]
     assert 4 < report["bits_per_packed_weight"] < 4.5
     assert sum(report["nbytes_by_layer"].values()) == report["packed_nbytes"] + report["dense_nbytes"]
@@ -77,16 +77,16 @@ def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
 
 def test_inspect_tells_which_kernel_multiplies_and_why_no_other(printed):
     report = json.loads(printed("inspect", GPTQ, "--kernels", "--json"))
-    reasons = {"native": "HFQ_NATIVE=0", "panels": None, "reference": "panels comes first"}
+    reasons = {"cpp": "HFQ_DISABLE_CPP=1", "torch": None, "reference": "torch comes first"}
     assert all(module["kernels"] == reasons for module in report["modules"])
-    assert f"{len(report['modules'])} by panels (native: HFQ_NATIVE=0; reference: panels comes first)" in " ".join(
+    assert f"{len(report['modules'])} by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)" in " ".join(
         printed("inspect", GPTQ, "--kernels").split()
     )
 
 
 def test_inspect_of_an_unquantized_checkpoint_says_so(printed):
     report = json.loads(printed("inspect", str(tiny_models.DATA / "tiny-llama"), "--json"))
-    assert report["dialects"] == {}
+    assert report["formats"] == {}
     assert any("not quantized" in note for note in report["odd"])
 
 

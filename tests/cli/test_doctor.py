@@ -53,11 +53,11 @@ def test_it_tells_what_is_here_and_names_nobody(tmp_path):
     assert {"environment", "versions", "devices", "kernels", "DeepSpeed operators", "disk", "checkpoint", "leftovers"} == {
         finding["section"] for finding in found
     }
-    assert "28 × gptq v1 int4 g128 sym by panels (native: HFQ_NATIVE=0; reference: panels comes first)" in texts(
+    assert "28 × gptq v1 int4 g128 sym by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)" in texts(
         found, "checkpoint"
     )
-    assert "native does not run: HFQ_NATIVE=0" in texts(found, "kernels")
-    assert "HFQ_NATIVE=0" in texts(found, "environment")
+    assert "cpp does not run: HFQ_DISABLE_CPP=1" in texts(found, "kernels")
+    assert "HFQ_DISABLE_CPP=1" in texts(found, "environment")
     assert "page cache" in texts(found, "disk")
     block = run(GPTQ).stdout
     assert block.startswith("```\n")
@@ -67,12 +67,12 @@ def test_it_tells_what_is_here_and_names_nobody(tmp_path):
 
 def test_what_is_missing_for_a_kernel_is_told_of_that_kernel(monkeypatch, tmp_path):
     """A compiler that is not there stops nothing but the kernel that it would compile."""
-    monkeypatch.setenv("HFQ_NATIVE", "1")
+    monkeypatch.setenv("HFQ_DISABLE_CPP", "0")
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_once", library._Once())
     found = texts(findings(), "kernels")
-    assert "native does not run: CXX='no-such-compiler' names a compiler that is not there" in found
+    assert "cpp does not run: CXX='no-such-compiler' names a compiler that is not there" in found
     assert found.count("no-such-compiler") == 1
 
 

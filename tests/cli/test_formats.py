@@ -11,7 +11,7 @@ from hfq.formats import FORMATS
 from hfq.formats.detection.unsupported import REFUSED
 
 DOCS = Path(__file__).parents[2] / "docs"
-DIALECTS = [dialect for cls in FORMATS.values() for dialect in cls.dialects]
+DIALECTS = [dialect for cls in FORMATS.values() for dialect in cls.variants]
 
 
 def test_the_page_is_what_the_registry_says():
@@ -27,7 +27,7 @@ def test_every_contract_row_belongs_to_a_dialect_and_every_dialect_has_one():
 def test_the_rows_of_a_dialect_are_of_its_own_format():
     formats = {case.id: type(case.format) for case in CASES}
     for cls in FORMATS.values():
-        assert {formats[case] for dialect in cls.dialects for case in dialect.cases} <= {cls}
+        assert {formats[case] for dialect in cls.variants for case in dialect.cases} <= {cls}
 
 
 def test_the_command_lists_every_dialect_and_what_is_refused():

@@ -45,10 +45,10 @@ def test_a_table_names_homes_moves_and_what_decides():
 
 def test_one_accelerator_takes_blocks_from_the_host():
     planned = report("--gpu", "700kB", "--cpu", "10MB", "--context", "16")
-    homes = planned["homes"]
-    assert set(homes) == {"cuda:0", "cpu"}
-    assert homes["cuda:0"]["total"] <= 700_000
-    assert homes["cuda:0"]["ring"] > 0
+    devices = planned["devices"]
+    assert set(devices) == {"cuda:0", "cpu"}
+    assert devices["cuda:0"]["total"] <= 700_000
+    assert devices["cuda:0"]["ring"] > 0
     assert planned["device_map"][""] == 0
     assert {0, "cpu"} == set(planned["device_map"].values())
     assert planned["moved"]["copied_nbytes_a_step"] > 0
@@ -60,7 +60,7 @@ def test_several_accelerators_hold_the_model_alone():
     planned = report("--gpu", "RTX-4090×2")
     assert planned["machine"]["gpus"] == [24 * 10**9] * 2
     assert set(planned["device_map"].values()) == {0, 1}
-    assert sum(home["weights"] for home in planned["homes"].values()) == report("--cpu", "1GB")["homes"]["cpu"]["weights"]
+    assert sum(home["weights"] for home in planned["devices"].values()) == report("--cpu", "1GB")["devices"]["cpu"]["weights"]
 
 
 def test_a_named_profile_predicts(tmp_path):

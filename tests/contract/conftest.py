@@ -65,7 +65,7 @@ def detected(case, checkpoint):
 @pytest.fixture(scope="session")
 def load():
     def load(path, device_map=None, **options):
-        config = HfqConfig(activations="none", **options)
+        config = HfqConfig(quantize_activations=False, **options)
         return AutoModelForCausalLM.from_pretrained(
             path, quantization_config=config, dtype=torch.float32, device_map=device_map
         )

@@ -16,7 +16,7 @@ PLACEMENTS = {
     "disk": {"": "disk"},
     "auto": "auto",
 }
-ONCE = pytest.mark.once_each_format  # a device map or a backing is read above the formats
+ONCE = pytest.mark.once_each_format  # a device map or a cpu_memory is read above the formats
 HALF_AND_ONCE = ["half", *(pytest.param(placement, marks=ONCE) for placement in ("cpu", "disk"))]
 
 
@@ -38,9 +38,9 @@ def test_every_placement_gives_the_same_logits(load, checkpoint, resident, place
 
 
 @ONCE
-@pytest.mark.parametrize("backing", ["mapped", "arena"])
-def test_both_backings_give_the_same_logits(load, checkpoint, resident, backing):
-    assert torch.equal(logits(load(checkpoint, backing=backing)), resident)
+@pytest.mark.parametrize("cpu_memory", ["mmap", "private"])
+def test_both_backings_give_the_same_logits(load, checkpoint, resident, cpu_memory):
+    assert torch.equal(logits(load(checkpoint, cpu_memory=cpu_memory)), resident)
 
 
 def test_the_logits_are_those_of_the_dequantized_weights(detected, load, resident, tensors, tmp_path):
@@ -54,7 +54,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
 
 def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
     report = inspect_checkpoint(Checkpoint.open(checkpoint))
-    assert sum(report["dialects"].values()) == len(detected) == 14
+    assert sum(report["formats"].values()) == len(detected) == 14
     if report["bits_per_packed_weight"] is not None:
         assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
 

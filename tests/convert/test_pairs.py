@@ -8,7 +8,8 @@ import torch
 from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
-from hfq import Checkpoint, HfqConfig
+from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
@@ -67,7 +68,7 @@ def sources(tmp_path_factory):
 
 
 def logits(path, device_map=None):
-    config = HfqConfig(kernel="reference", activations="none")
+    config = HfqConfig(kernel="reference", quantize_activations=False)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map)
     with torch.no_grad():
         return model(TOKENS).logits

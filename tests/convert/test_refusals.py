@@ -14,8 +14,8 @@ from checkpoint.builders import refused
 from checkpoint.pack_builders import assert_nothing_left
 from contract.cases import CASES
 
-from hfq import Checkpoint, CheckpointError, FormatError, SetupError
-from hfq.checkpoint import write_safetensors
+from hfq import CheckpointError, FormatError, SetupError
+from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.convert import convert_checkpoint, layer_plan
 from hfq.convert.integer_codes import plan_gptq
 from hfq.convert.layer_plan import NewTensor
@@ -228,11 +228,11 @@ def test_a_layer_split_over_files_is_written_into_one(tmp_path):
     assert tiny_models.digests(tmp_path / "to") == tiny_models.digests(tmp_path / "one")
     written = Checkpoint.open(tmp_path / "to")
     assert len(written.headers) == 3
-    homes = {}
+    devices = {}
     for name, info in written.tensors.items():
-        homes.setdefault(name.rpartition(".")[0], set()).add(info.range.file)
+        devices.setdefault(name.rpartition(".")[0], set()).add(info.range.file)
         assert info.range.offset % torch.empty(0, dtype=tiny_models.torch_dtype(info.dtype)).element_size() == 0
-    assert all(len(files) == 1 for files in homes.values())
+    assert all(len(files) == 1 for files in devices.values())
 
 
 def test_other_files_are_copied_and_the_old_quantizations_are_not(tmp_path):

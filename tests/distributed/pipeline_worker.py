@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_pipeline.py"
 MICRO_BATCHES = 4
@@ -23,10 +23,10 @@ MICRO_BATCHES = 4
 
 def run(case: dict, example, rank: int, world: int) -> dict:
     module = example.Stage(case["checkpoint"], rank, world)
-    resting = {name: m.resting_tensors() for name, m in module.whole.named_modules() if isinstance(m, PackedModule)}
+    resting = {name: m.resting_tensors() for name, m in module.whole.named_modules() if isinstance(m, QuantizedModule)}
     held = sum(tensor.nbytes for tensors in resting.values() for tensor in tensors.values() if not tensor.is_meta)
     loading = module.whole.hf_quantizer.loading
-    own = [name for name in loading.packed if loading.homes[f"{name}.{next(iter(loading.packed[name].infos))}"] == "cpu"]
+    own = [name for name in loading.packed if loading.devices[f"{name}.{next(iter(loading.packed[name].infos))}"] == "cpu"]
     codes = {name: m.infos[m.weight_format.codes_name].nbytes for name, m in loading.packed.items()}
     stored = {name: sum(info.nbytes for info in m.infos.values()) for name, m in loading.packed.items()}
     tokens = torch.randint(3, 90, (8, 6), generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def run(case: dict, example, rank: int, world: int) -> dict:
         "small": sum(stored[name] - codes[name] for name in stored if name not in own), "stage": [name.split(".")[2] for name in own],
     }  # fmt: skip
     if module.is_last:
-        model = AutoModelForCausalLM.from_pretrained(case["checkpoint"], quantization_config=HfqConfig(backing="arena")).eval()
+        model = AutoModelForCausalLM.from_pretrained(case["checkpoint"], quantization_config=HfqConfig(cpu_memory="private")).eval()
         with torch.no_grad():
             expected = torch.cat([model(part, use_cache=False).logits for part in tokens.chunk(MICRO_BATCHES)])
         found["equal"] = torch.equal(logits, expected)

@@ -49,7 +49,7 @@ def test_each_rank_reads_and_holds_its_stage_alone(case, results):
 
 
 def test_the_example_prints_the_tokens_of_the_whole_model(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(backing="arena"))
+    model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(cpu_memory="private"))
     tokens = torch.randint(3, 90, (4, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = [model(row, use_cache=False).logits[0, -1].argmax().item() for row in tokens.chunk(4)]

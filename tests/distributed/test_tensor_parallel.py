@@ -187,7 +187,7 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
         ("rule for a weight", "model.layers.0.mlp.up_proj; expected: a rule for the layer; found: a rule for its weight"),
         ("one head", "tensor: model.layers.0.self_attn.k_proj; found: 1 heads; expected: a multiple of 2 ranks"),
         ("two readings", "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': 'stored'}"),
-        ("fused rule", "found: tp_plan's 'packed_colwise' for a packed PackedLinear"),
+        ("fused rule", "found: tp_plan's 'packed_colwise' for a packed QuantizedLinear"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(case, error, results):
@@ -225,7 +225,7 @@ def test_a_shared_model_is_not_copied(results):
 def test_the_plan_of_a_loaded_model_is_its_own(results):
     rules = results[0]["mixtral"]["rules"]
     assert rules["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
-    assert not [name for name in rules if name.endswith("packed_row")]
+    assert not [name for name in rules if name.endswith("flat_buffer")]
 
 
 def test_the_example_generates_on_two_ranks(results, folder):

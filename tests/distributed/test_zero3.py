@@ -38,14 +38,14 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "none", "checkpoint": sources["gptq4"], "home": "none", "saves": True, "early": True},
         {"id": "in place", "checkpoint": sources["gptq4"], "home": "nvme", "saves": True},
         {"id": "cpu", "checkpoint": sources["fp8-block"], "home": "cpu"},
-        {"id": "0-dim in place, direct", "checkpoint": sources["fp8-tensor-0-dim"], "home": "nvme", "options": {"stream": "direct"}},
+        {"id": "0-dim in place, direct", "checkpoint": sources["fp8-tensor-0-dim"], "home": "nvme", "options": {"disk_io": "direct"}},
         {"id": "int8 on cpu", "checkpoint": sources["int8"], "home": "cpu"},
         {"id": "tied", "checkpoint": sources["tied"], "home": "none", "saves": True},
         {"id": "mixtral", "checkpoint": sources["mixtral"], "home": "nvme", "differs": True, "saves": True},
-        {"id": "reads weights", "checkpoint": mamba, "home": "none", **details, "options": {"activations": "none"}},
+        {"id": "reads weights", "checkpoint": mamba, "home": "none", **details, "options": {"quantize_activations": False}},
         {"id": "lacks internals", "checkpoint": sources["gptq4"], "home": "none", "lacks": True},
         {"id": "broadcast", "checkpoint": sources["own code"], "elsewhere": str(folder / "nowhere" / "own-code"), "home": "cpu",
-         "options": {"load": "broadcast"}, "arguments": {"trust_remote_code": True}},
+         "options": {"reader_ranks": "rank0"}, "arguments": {"trust_remote_code": True}},
         {"id": "whole", "checkpoint": sources["fp8-block"], "whole": True},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
         {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
@@ -115,7 +115,7 @@ def test_an_engine_that_would_cast_packed_tensors_is_refused_by_name(results):
     for found in results:
         stage_2, stage_3 = found["whole"]["plain"]
         assert stage_2.startswith("SetupError: DeepSpeed would cast packed tensors that lie one by one; no engine was made.")
-        assert 'Fix: load the model with HfqConfig(backing="arena")' in stage_2
+        assert 'Fix: load the model with HfqConfig(cpu_memory="private")' in stage_2
         assert stage_3.startswith("SetupError: ZeRO-3 was given a model that every rank has loaded whole")
         assert "zero3_init_flag: true" in stage_3
 

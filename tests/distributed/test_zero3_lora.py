@@ -60,7 +60,7 @@ def results(tmp_path_factory):
         {"id": "experts", "checkpoint": mixtral, "home": "none"},
     ]  # fmt: skip
     if compiled_io.is_built():
-        swap = {"home": "nvme", "options": {"nvme": "swap"}, "steps": 3}
+        swap = {"home": "nvme", "options": {"nvme_source": "swap_files"}, "steps": 3}
         cases += [
             {"id": "states on nvme", "checkpoint": gptq, "home": "nvme", "states": str(states), "steps": 3},
             {"id": "swap", "checkpoint": gptq, **swap}, {"id": "fp8 swap", "checkpoint": fp8, **swap},

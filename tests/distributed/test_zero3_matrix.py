@@ -10,7 +10,7 @@ from zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
 
-HOMES = {"none": ("none", {}), "cpu": ("cpu", {}), "in place": ("nvme", {}), "swap": ("nvme", {"nvme": "swap"})}
+HOMES = {"none": ("none", {}), "cpu": ("cpu", {}), "in place": ("nvme", {}), "swap": ("nvme", {"nvme_source": "swap_files"})}
 FAST = {("gptq4", "none"), ("gptq4", "in place"), ("fp8-block", "cpu"), ("fp8-tensor-0-dim", "in place"), ("int8", "cpu")}
 """What test_zero3.py has run."""
 
@@ -47,7 +47,7 @@ def run(tmp_path_factory, sources):
                 if home != "swap" or compiled_io.is_built()
             ]
             if ranks == 2:
-                folder = tmp_path_factory.mktemp("dialects")
+                folder = tmp_path_factory.mktemp("formats")
                 paths = {case.id: write_dialect(folder / case.id, case) for case in DIALECTS}
                 cases += [{"id": name, "checkpoint": path, "home": "cpu", "generates": False} for name, path in paths.items()]
             if ranks == 2 and compiled_io.is_built():

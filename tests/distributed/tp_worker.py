@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from hfq import HfqConfig
 from hfq.errors import HfqError
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "06_tensor_parallel.py"
@@ -89,7 +89,7 @@ def run(case: dict, rank: int, world: int, out: Path) -> dict:
     with torch.no_grad():
         logits = distance(model(TOKENS).logits, whole(TOKENS).logits)
         tokens = [m.generate(TOKENS, max_new_tokens=10, do_sample=False).tolist() for m in (model, whole)]
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     result = {
         "modules": compare_modules(whole, model), "logits": logits, "tokens": tokens[0] == tokens[1],
         "gradient": distance(gradient(model), gradient(whole)), "read": loading.read_report.read,

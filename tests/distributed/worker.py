@@ -29,7 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hfq.integrations.deepspeed.private_api as internals
 from hfq import HfqConfig
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 
@@ -68,14 +68,14 @@ def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], l
         return logits, model.generate(first, max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
 
 
-def packed_modules(model) -> list[PackedModule]:
-    return [module for module in model.modules() if isinstance(module, PackedModule)]
+def packed_modules(model) -> list[QuantizedModule]:
+    return [module for module in model.modules() if isinstance(module, QuantizedModule)]
 
 
 def gathered_equals_file(model, loading) -> bool:
     """Whether every packed tensor, gathered by DeepSpeed's own context, has the bytes of the file."""
     for module in packed_modules(model):
-        with deepspeed.zero.GatheredParameters([module.packed_row]):
+        with deepspeed.zero.GatheredParameters([module.flat_buffer]):
             for local, tensor in module.packed_tensors().items():
                 info = module.infos[local]
                 with open(info.range.file, "rb") as stream:
@@ -87,15 +87,15 @@ def gathered_equals_file(model, loading) -> bool:
 
 def measures(model, loading, folder: Path) -> dict:
     plan, filler, swapper = loading.zero_plan, loading.maker.filler, loading.maker.swapper
-    rows = [module.packed_row for module in packed_modules(model)]
+    rows = [module.flat_buffer for module in packed_modules(model)]
     return {
         "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in rows), "packed_shard": plan.packed_shard_nbytes,
         "packed_total": plan.packed_nbytes, "rows": [row.nbytes for row in plan.rows if row.is_packed],
         "packed_read": filler.packed_read + filler.checked_read, "line": loading.describe_shards(),
         "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
         "swapped_in": swapper.nbytes_read if swapper else None, "buffers": swapper.most_nbytes if swapper else None,
-        "dense_names": [name for name, _ in model.named_parameters() if not name.endswith("packed_row")],
-        "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("packed_row")],
+        "dense_names": [name for name, _ in model.named_parameters() if not name.endswith("flat_buffer")],
+        "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("flat_buffer")],
     }  # fmt: skip
 
 

@@ -43,21 +43,21 @@ STAND_INS = {
 """What the pages call a checkpoint, and the one of tests/data that it is here; SRC is one that the page's command takes."""
 
 
-class Block(NamedTuple):
+class OffloadUnit(NamedTuple):
     reason: str
     language: str
     text: str
 
 
-def blocks_of(page: str) -> list[Block]:
+def blocks_of(page: str) -> list[OffloadUnit]:
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
-        Block(*found)
+        OffloadUnit(*found)
         for found in re.findall(r"^(?:<!-- not run: (.*?) -->\n\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ]
 
 
-def is_code(block: Block) -> bool:
+def is_code(block: OffloadUnit) -> bool:
     return block.language in ("python", "bash")
 
 
@@ -71,7 +71,7 @@ def run_command(line: str) -> None:
         Path(file).write_text(done.stdout, encoding="utf-8")
 
 
-def run(page: str, block: Block, names: dict) -> None:
+def run(page: str, block: OffloadUnit, names: dict) -> None:
     if block.language == "python":
         exec(compile(block.text, page, "exec"), names)
         return

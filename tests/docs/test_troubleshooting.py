@@ -10,6 +10,7 @@ from generate.errors import error_calls, error_classes, read_modules
 from transformers import AutoModelForCausalLM
 
 import hfq
+from hfq import Recipe
 from hfq.checkpoint import Checkpoint
 from hfq.formats.detection.unsupported import REFUSED, refused
 
@@ -36,7 +37,7 @@ def explained(error: hfq.HfqError, entries) -> list:
     """The entries that an error has on the page."""
     return [
         entry for entry in entries
-        if entry.cls == type(error).__name__ and any(pattern(what).fullmatch(error.what) for what in entry.what)
+        if entry.cls == type(error).__name__ and any(pattern(what).fullmatch(error.message) for what in entry.what)
         and any(pattern(fix).fullmatch(error.fix) for fix in entry.fix)
     ]  # fmt: skip
 
@@ -89,8 +90,8 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
         lambda: Checkpoint.open(tmp_path / "nowhere"),
         lambda: Checkpoint.open(tmp_path),
         lambda: hfq.HfqConfig(kernl="native"),
-        lambda: hfq.HfqConfig(backing="swap"),
-        lambda: hfq.HfqConfig(method="gptq", num_bits=5),
+        lambda: hfq.HfqConfig(cpu_memory="swap"),
+        lambda: hfq.HfqConfig(quantize_weights=Recipe("gptq", bits=5)),
         lambda: hfq.report(AutoModelForCausalLM),
         lambda: load(device_map={"": "cpu", "model.layer.1": "disk"}),
         lambda: load(device_map={"": "dsik"}),

@@ -51,8 +51,8 @@ def kinds(found) -> dict[str, int]:
 
 @pytest.mark.parametrize("placement", ["disk", HALF, json.dumps(HALF)], ids=["disk", "half", "json"])
 def test_placements_of_one_checkpoint_are_the_same_model(made, placement):
-    found = hfq.verify(made["v1"], made["v1"], placement_b=placement)
-    assert found.same
+    found = hfq.compare(made["v1"], made["v1"], placement_b=placement)
+    assert found.equal
     assert found.verdict == "the same model"
     assert found.identical == found.weights == 14 + 4 + 3
     assert found.logits.is_equal
@@ -65,15 +65,15 @@ def test_loaded_models_can_be_compared(made):
     model = AutoModelForCausalLM.from_pretrained(
         made["v1"], quantization_config=HfqConfig(kernel="reference"), dtype=torch.float32, device_map={"": "disk"}
     )
-    assert hfq.verify(model, made["v1"]).same
+    assert hfq.compare(model, made["v1"]).equal
     stock = AutoModelForCausalLM.from_pretrained(made["dense"], dtype=torch.float32)
     with pytest.raises(SetupError, match="not loaded by hfq"):
-        hfq.verify(made["v1"], stock)
+        hfq.compare(made["v1"], stock)
 
 
 def test_the_same_numbers_in_another_dialect_are_the_same_model(made):
-    found = hfq.verify(made["v1"], made["v2"], placement_b="disk")
-    assert found.same
+    found = hfq.compare(made["v1"], made["v2"], placement_b="disk")
+    assert found.equal
     assert found.verdict == "the same model: the same numbers in other bytes"
     assert kinds(found) == {"other dialect": 14}
     assert all(each.distance.is_equal and each.distance.max_abs == 0 for each in found.differences)
@@ -85,23 +85,23 @@ def test_the_same_bytes_under_another_label_are_another_model(made, tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["checkpoint_format"] = "gptq_v2"
     (path / "config.json").write_text(json.dumps(config))
-    found = hfq.verify(made["v1"], path)
-    assert not found.same
+    found = hfq.compare(made["v1"], path)
+    assert not found.equal
     assert kinds(found) == {"other values": 14}
 
 
 def test_an_inflated_model_is_found_though_its_numbers_are_the_same(made):
-    found = hfq.verify(made["v1"], made["dense"])
-    assert not found.same
+    found = hfq.compare(made["v1"], made["dense"])
+    assert not found.equal
     assert kinds(found) == {"inflated": 14}
     assert all(each.distance.is_equal for each in found.differences)
     assert found.differences[0].second == "dense F32"
-    assert kinds(hfq.verify(made["dense"], made["v1"], logits=False)) == {"quantized": 14}
+    assert kinds(hfq.compare(made["dense"], made["v1"], logits=False)) == {"quantized": 14}
 
 
 def test_distances_are_those_of_the_dequantized_weights(made):
-    found = hfq.verify(made["v1"], made["fp8"])
-    assert not found.same
+    found = hfq.compare(made["v1"], made["fp8"])
+    assert not found.equal
     assert kinds(found) == {"other values": 14}
     weights = [
         AutoModelForCausalLM.from_pretrained(made[name], quantization_config=HfqConfig(), dtype=torch.float32)
@@ -125,10 +125,10 @@ def test_a_weight_of_random_numbers_is_called_re_initialised(made, tmp_path):
     tensors[Q_PROJ] = torch.randn(128, 128, generator=torch.Generator().manual_seed(9)) * 0.08
     stored = {name: tiny_models.as_stored(tensor) for name, tensor in tensors.items()}
     write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
-    found = hfq.verify(made["dense"], path)
+    found = hfq.compare(made["dense"], path)
     assert [(each.name, each.kind) for each in found.differences] == [(Q_PROJ, "re-initialised")]
     assert found.differences[0].distance.relative_l2 > 1
-    assert not found.same
+    assert not found.equal
 
 
 def test_a_wider_copy_of_a_dense_weight_holds_the_same_numbers(made, tmp_path):
@@ -137,9 +137,9 @@ def test_a_wider_copy_of_a_dense_weight_holds_the_same_numbers(made, tmp_path):
     tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
     stored = {name: tiny_models.as_stored(tensor) for name, tensor in tensors.items()}
     write_safetensors(path / "model.safetensors", stored, {"format": "pt"})
-    found = hfq.verify(made["dense"], path)
+    found = hfq.compare(made["dense"], path)
     assert [(each.name, each.kind) for each in found.differences] == [("lm_head.weight", "other dtype")]
-    assert found.same
+    assert found.equal
 
 
 def test_a_tied_head_is_missing_and_a_layer_more_is_extra(made, tmp_path):
@@ -150,7 +150,7 @@ def test_a_tied_head_is_missing_and_a_layer_more_is_extra(made, tmp_path):
     write_safetensors(tied / "model.safetensors", stored, {"format": "pt"})
     config = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    found = hfq.verify(made["dense"], tied)
+    found = hfq.compare(made["dense"], tied)
     assert [(each.name, each.kind) for each in found.differences] == [("lm_head.weight", "missing")]
     assert not found.logits.is_equal
-    assert kinds(hfq.verify(tied, made["dense"])) == {"extra": 1}
+    assert kinds(hfq.compare(tied, made["dense"])) == {"extra": 1}

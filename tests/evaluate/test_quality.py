@@ -46,18 +46,18 @@ def test_bits_and_bytes_are_those_of_the_files(rows):
         assert row.bits_per_weight == 8 * sum(tensor.nbytes for tensor in stored.values()) / row.weights
         assert row.weights == 1049728 == sum(tensor.numel() for tensor in tiny_models.stored_tensors(LLAMA).values())
     reference, gptq, fp8 = rows
-    assert (reference.bits_per_packed_weight, reference.bits_per_weight, reference.dialects) == (None, 16.0, "dense")
+    assert (reference.bits_per_packed_weight, reference.bits_per_weight, reference.variants) == (None, 16.0, "dense")
     assert 4 < gptq.bits_per_packed_weight < 4.5 < gptq.bits_per_weight < 8 < fp8.bits_per_packed_weight < 8.01
-    assert gptq.dialects == "gptq v1 int4 g128 sym"
+    assert gptq.variants == "gptq v1 int4 g128 sym"
     assert reference.seconds is None
     assert gptq.seconds > 0
 
 
 def test_from_disk_the_numbers_are_the_same_and_each_layer_is_read_once(text, rows, monkeypatch):
-    calls, run = [], perplexity.layer_major
+    calls, run = [], perplexity.run_batches
     monkeypatch.setattr(
         perplexity,
-        "layer_major",
+        "run_batches",
         lambda model, batches, *a, **k: calls.append((model, len(batches))) or run(model, batches, *a, **k),
     )
     found = evaluate([GPTQ], text, reference=LLAMA, sequence_length=64, batch_size=6, placement="disk")
@@ -65,7 +65,7 @@ def test_from_disk_the_numbers_are_the_same_and_each_layer_is_read_once(text, ro
     assert [count for _, count in calls] == [math.ceil(rows[0].score.tokens / 63 / 6)] * 2
     for model, _ in calls:
         assert model.hf_quantizer.loading.plan.resident_nbytes() == 0
-        assert model.hf_quantizer.loading.streamer.passes <= 2
+        assert model.hf_quantizer.loading.offloader.passes <= 2
 
 
 def test_without_a_reference_there_is_perplexity_alone(text, rows):

@@ -59,7 +59,7 @@ def test_a_config_of_another_method_does_not_overrule_the_tensors(modules):
 
 def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {})
-    assert error.what == "The checkpoint is not quantized."
+    assert error.message == "The checkpoint is not quantized."
     assert error.expected == f"tensors packed as {' or '.join(name for name in FORMATS if name != 'dense')}"
     assert error.found == "3 tensors of BF16, F16, named bias, weight; no quantization_config"
     assert "with HfqConfig as it is" in error.fix
@@ -67,12 +67,12 @@ def test_a_dense_checkpoint_is_told_that_it_is_not_quantized(modules):
 
 def test_a_dense_checkpoint_with_other_layers_is_told_that_it_is_not_quantized(modules):
     batch_norm = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("F32", (64,)))
-    assert refusal(modules(conv=DENSE, norm=batch_norm), {}).what == "The checkpoint is not quantized."
+    assert refusal(modules(conv=DENSE, norm=batch_norm), {}).message == "The checkpoint is not quantized."
 
 
 def test_a_dense_checkpoint_with_a_config_is_told_of_the_contradiction(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {"quant_method": "gptq", "bits": 4})
-    assert error.what.startswith("The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads")
+    assert error.message.startswith("The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads")
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "bitsandbytes"}, {}])
@@ -86,7 +86,7 @@ def test_tensors_below_weight_belong_to_the_module_above_it(modules, config):
 @pytest.mark.parametrize("config", [{"quant_method": "squeeze"}, {}])
 def test_the_tensors_of_an_unknown_dialect_are_named(modules, config):
     error = refusal(modules(a__q={"codes": ("U8", (64, 128)), "rows": ("I32", (64,))}, a__norm=NORM), config)
-    assert error.what.startswith(f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module")
+    assert error.message.startswith(f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module")
     assert error.found == "3 tensors of F16, I32, U8, named codes, rows, weight"
     assert "the library that wrote it" in error.fix
 

@@ -17,7 +17,7 @@ STEPS = {"every eighth": 8, "every fourth": 4}
 
 
 def test_every_golden_that_a_dialect_names_is_there():
-    named = {name for cls in FORMATS.values() for dialect in cls.dialects for name in dialect.goldens}
+    named = {name for cls in FORMATS.values() for dialect in cls.variants for name in dialect.goldens}
     assert named == {path.stem for path in GOLDENS}
 
 

@@ -11,8 +11,8 @@ from hfq.recipes.schemes import OUTPUTS
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02
-RECIPES = [*(Recipe(method=method) for method in METHODS), Recipe(method="glm", num_bits=8),
-           Recipe(method="rtn", num_bits=3, group_size=-1, symmetric=False)]  # fmt: skip
+RECIPES = [*(Recipe(method=method) for method in METHODS), Recipe(method="glm", bits=8),
+           Recipe(method="rtn", bits=3, group_size=-1, sym=False)]  # fmt: skip
 
 
 def named(recipe):

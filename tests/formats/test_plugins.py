@@ -9,7 +9,7 @@ from tiny_models import described
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, SetupError
-from hfq.formats import FORMATS, NotPackedError, detect_formats
+from hfq.formats import FORMATS, NotQuantizedFormatError, detect_formats
 from hfq.formats.detection import plugins
 
 METHOD = "halves-of-tests"
@@ -95,14 +95,14 @@ def test_a_method_that_is_met_loads_its_format_and_the_format_reads(install):
 @pytest.mark.parametrize("method", [None, "gptq", "modelopt", "hfq", "another-method", "", 5, ["halves-of-tests"]], ids=str)
 def test_without_its_method_a_format_is_not_imported(install, method):
     install("raise RuntimeError('imported')")
-    with pytest.raises(NotPackedError, match="nothing was loaded"):
+    with pytest.raises(NotQuantizedFormatError, match="nothing was loaded"):
         detect(method)
     assert "halves_of_tests" not in sys.modules
 
 
 def test_the_methods_of_hfq_itself_cannot_be_taken_over(install):
     install("raise RuntimeError('imported')", "gptq = halves_of_tests")
-    with pytest.raises(NotPackedError):
+    with pytest.raises(NotQuantizedFormatError):
         detect("gptq")
 
 
@@ -141,7 +141,7 @@ def test_a_broken_format_is_an_error_of_the_setup_with_its_cause(install, source
 
 
 def test_a_method_without_a_package_is_refused_by_its_name():
-    with pytest.raises(NotPackedError, match=f"quant_method='{METHOD}'"):
+    with pytest.raises(NotQuantizedFormatError, match=f"quant_method='{METHOD}'"):
         detect(METHOD)
 
 

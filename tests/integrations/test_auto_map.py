@@ -22,7 +22,7 @@ TOKENS = torch.arange(3, 12)[None]
 
 
 def load(path, max_memory=None, device_map="auto", **options):
-    config = HfqConfig(**{"activations": "none", **options})
+    config = HfqConfig(**{"quantize_activations": False, **options})
     return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=config, dtype=torch.float32, device_map=device_map, max_memory=max_memory
     )
@@ -84,8 +84,8 @@ def planned(model, limits, cache=0):
 def test_everything_is_resident_where_nothing_is_asked(resident):
     loading = resident.hf_quantizer.loading
     assert resident.hf_device_map == {"": "cpu"}
-    assert (loading.budget.rings, loading.budget.moved_nbytes) == ({}, 0)
-    assert loading.streamer is None
+    assert (loading.budget.rings, loading.budget.onloaded_nbytes) == ({}, 0)
+    assert loading.offloader is None
     buffers = sum(buffer.nbytes for buffer in resident.buffers())
     rounding = sum(16 * len(module.infos) for module in loading.packed.values())
     assert 0 <= loading.budget.resting["cpu"] - buffers - loading.plan.resident_nbytes() <= rounding
@@ -96,10 +96,10 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     limit = int(total(resident) * share) // 1000 * 1000
     model = load(path, {"cpu": f"{limit // 1000}KB"}, device_map)
     loading = model.hf_quantizer.loading
-    ring = loading.streamer.regions.nbytes
+    ring = loading.offloader.regions.nbytes
     assert loading.plan.resident_nbytes() + ring <= limit
     assert 0 <= ring - loading.budget.rings["cpu"] <= loading.budget.read_ahead_nbytes()
-    assert loading.plan.moved_nbytes() > 0
+    assert loading.plan.onloaded_nbytes() > 0
     assert next(iter(model.hf_device_map.values())) == "cpu"
     assert torch.equal(logits(model), logits(resident))
 
@@ -174,7 +174,7 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     some, _ = planned(whole_moe, {"cpu": total(whole_moe) - units["model.embed_tokens"].nbytes - 1})
     assert some == {"": "cpu", experts[1]: "disk"}
     least = sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
-    model = load(moe, {"cpu": least}, expert_cache_nbytes=0)
+    model = load(moe, {"cpu": least}, expert_cache_size=0)
     assert model.hf_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
     assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
     budget = model.hf_quantizer.loading.budget
@@ -183,15 +183,15 @@ def test_experts_leave_before_blocks(moe, whole_moe):
 
 def test_the_cache_of_experts_counts(moe, whole_moe):
     experts = max(unit.nbytes for unit in units_of(whole_moe) if unit.kind == "experts")
-    budget = load(moe, {"cpu": total(whole_moe) - experts}, expert_cache_nbytes=5000).hf_quantizer.loading.budget
+    budget = load(moe, {"cpu": total(whole_moe) - experts}, expert_cache_size=5000).hf_quantizer.loading.budget
     assert budget.expert_cache_nbytes == 5000
     assert budget.headroom()["cpu"] >= 0
 
 
 def test_a_part_may_stay_while_what_is_around_it_leaves(whole, monkeypatch):
-    homes = {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu", "model.norm": "cpu"}
-    budget = dataclasses.replace(whole.hf_quantizer.loading.budget, homes=homes)
-    monkeypatch.setattr(automatic_map, "plan_homes", lambda *_: budget)
+    devices = {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu", "model.norm": "cpu"}
+    budget = dataclasses.replace(whole.hf_quantizer.loading.budget, devices=devices)
+    monkeypatch.setattr(automatic_map, "plan_devices", lambda *_: budget)
     assert planned(whole, {"cpu": 1})[0] == {"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu"}
 
 

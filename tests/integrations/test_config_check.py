@@ -18,7 +18,7 @@ PLUGIN = {"deepspeed_config_file": "zero3.json", "zero3_init_flag": True}
 def check(folder: Path, config: dict, name: str = "accelerate.yaml") -> list[str]:
     (folder / "zero3.json").write_text(json.dumps(GOOD))
     (folder / name).write_text(yaml.safe_dump(config))  # JSON is written by json below
-    return [error.what for error in check_config(folder / name)]
+    return [error.message for error in check_config(folder / name)]
 
 
 def deepspeed(folder: Path, **zero) -> list[SetupError]:
@@ -44,7 +44,7 @@ def test_the_repositorys_own_configs_have_no_findings(file, monkeypatch):
 )
 def test_findings_on_deepspeed_configs(tmp_path, zero, said):
     (error,) = deepspeed(tmp_path, **zero)
-    assert said in error.what
+    assert said in error.message
     assert error.fix
 
 
@@ -68,7 +68,7 @@ def test_findings_on_accelerate_configs(tmp_path, config, said):
 def test_a_named_deepspeed_config_is_read(tmp_path):
     assert check(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN}) == []
     (tmp_path / "zero3.json").write_text("{}")
-    assert [error.what for error in check_config(tmp_path / "accelerate.yaml")] == [
+    assert [error.message for error in check_config(tmp_path / "accelerate.yaml")] == [
         "This is not stage 3: every rank loads the whole model."
     ]
 

@@ -7,17 +7,17 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
 from hfq.errors import SetupError
 from hfq.integrations.deepspeed.private_api import _check_held
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 
-def load(backing: str, **options):
+def load(cpu_memory: str, **options):
     path = tiny_models.DATA / "tiny-llama-gptq"
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(backing=backing), **options)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(cpu_memory=cpu_memory), **options)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load("arena")
+    return load("private")
 
 
 def test_rows_of_bytes_pass_where_every_rank_holds_the_model(model):
@@ -33,12 +33,12 @@ def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
     ("options", "found"), [({}, "torch.int32 on cpu"), ({"device_map": {"": "disk"}}, "torch.int32 on meta")]
 )
 def test_tensors_one_by_one_are_refused(options, found):
-    with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*backing=.arena"):
+    with pytest.raises(SetupError, match=rf"(?s)would cast packed tensors.*{found}.*cpu_memory=.private"):
         _check_held(load("auto", **options), is_stage_3=False)
 
 
 def test_slices_of_tensor_parallelism_are_refused(model):
-    layer = next(module for module in model.modules() if isinstance(module, PackedModule))
+    layer = next(module for module in model.modules() if isinstance(module, QuantizedModule))
     layer._hf_quantized_needs_local_tp = True
     with pytest.raises(SetupError, match=r"(?s)slices.*Fix: leave tp_plan out"):
         _check_held(model, is_stage_3=False)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.shared_memory import SharedArena
+from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.loading import page_cache
 from hfq.loading.context import load_context
 
@@ -15,21 +15,21 @@ GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
 
 @pytest.mark.parametrize(
-    ("device_map", "backing", "reads"),
+    ("device_map", "cpu_memory", "reads"),
     [
-        (None, "auto", True), ("cpu", "auto", True), (torch.device("cpu"), "auto", True), ({"": "cpu"}, "mapped", True),
+        (None, "auto", True), ("cpu", "auto", True), (torch.device("cpu"), "auto", True), ({"": "cpu"}, "mmap", True),
         (0, "auto", False), ("auto", "auto", False), ({"": 0}, "auto", False), ({"": "cpu", "model.layers.1": "disk"}, "auto", False),
-        (None, "arena", False), (None, "shared", False),
+        (None, "private", False), (None, "shared", False),
     ],
 )  # fmt: skip
-def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, device_map, backing, reads):
+def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, device_map, cpu_memory, reads):
     monkeypatch.setattr(page_cache, "_SMALL", 0)
-    with page_cache.reading_early(Checkpoint.open(GPTQ), device_map, backing):
-        assert (load_context().early_reading is not None) == reads
-    assert load_context().early_reading is None
+    with page_cache.filling_page_cache(Checkpoint.open(GPTQ), device_map, cpu_memory):
+        assert (load_context().page_cache_reads is not None) == reads
+    assert load_context().page_cache_reads is None
 
 
 def test_shared_memory_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(SharedArena, "open", lambda *_: None)
+    monkeypatch.setattr(SharedMemory, "open", lambda *_: None)
     with pytest.raises(PlacementError, match="cannot be kept in shared memory"):
-        AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(backing="shared"))
+        AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(cpu_memory="shared"))

@@ -10,7 +10,7 @@ import hfq
 from hfq import HfqConfig, SetupError
 from hfq.errors import FormatError
 from hfq.loading import model_loader
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 TOKENS = torch.arange(1, 21)[None]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -23,13 +23,13 @@ def load(path, **options):
 
 
 def linears(model):
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
 
 
 @pytest.fixture
 def accelerator(monkeypatch):
     """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one memory."""
-    monkeypatch.setattr(model_loader, "execution_device", lambda homes: "cpu:0")
+    monkeypatch.setattr(model_loader, "execution_device", lambda devices: "cpu:0")
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +38,25 @@ def expected():
     return load(GPTQ)
 
 
-@pytest.mark.parametrize("rule", ["home", "auto"])
+@pytest.mark.parametrize("rule", ["cpu", "auto"])
 def test_offloaded_layers_compute_at_home(expected, accelerator, rule):
-    model = load(GPTQ, execute_on=rule)
-    assert all(linear.at_home is not None for linear in linears(model))
+    model = load(GPTQ, execute_cpu_layers_on=rule)
+    assert all(linear.on_cpu is not None for linear in linears(model))
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)  # a prefill
-        fetches = [linear.at_home.fetches for linear in linears(model)]
+        fetches = [linear.on_cpu.fetches for linear in linears(model)]
         assert set(fetches) == {1 if rule == "auto" else 0}
         assert torch.equal(model(TOKENS[:, :1]).logits, expected(TOKENS[:, :1]).logits)
-        assert [linear.at_home.fetches for linear in linears(model)] == fetches
-    assert {linear.at_home.visits for linear in linears(model)} == {1 if rule == "auto" else 2}
+        assert [linear.on_cpu.fetches for linear in linears(model)] == fetches
+    assert {linear.on_cpu.cpu_forwards for linear in linears(model)} == {1 if rule == "auto" else 2}
 
 
 def test_offloaded_layers_are_brought_to_the_accelerator_unless_asked(accelerator):
     model = load(GPTQ)
-    assert all(linear.at_home is None for linear in linears(model))
+    assert all(linear.on_cpu is None for linear in linears(model))
 
 
-@pytest.mark.parametrize(("option", "value"), [("execute_on", "gpu"), ("outlier_threshold", -1.0), ("outlier_threshold", "6")])
+@pytest.mark.parametrize(("option", "value"), [("execute_cpu_layers_on", "gpu"), ("llm_int8_threshold", -1.0), ("llm_int8_threshold", "6")])
 def test_a_wrong_option_is_named(option, value):
     with pytest.raises(SetupError, match=option):
         HfqConfig(**{option: value})
@@ -89,10 +89,10 @@ def smoothquant(write):
 
 
 def test_int8_activations_are_multiplied_as_such_where_that_is_asked_for(smoothquant):
-    asked, exact = load(smoothquant, activations="checkpoint"), load(smoothquant)
+    asked, exact = load(smoothquant, quantize_activations=True), load(smoothquant)
     assert {linear.kernel.name for linear in linears(asked)} == {"int8"}
     assert "int8" not in {linear.kernel.name for linear in linears(exact)}
-    rounded = load(smoothquant, activations="checkpoint", kernel="reference")
+    rounded = load(smoothquant, quantize_activations=True, kernel="reference")
     assert {linear.kernel.name for linear in linears(rounded)} == {"reference"}
     with torch.no_grad():
         found, expected, plain = (model(TOKENS).logits for model in (asked, rounded, exact))
@@ -103,7 +103,7 @@ def test_int8_activations_are_multiplied_as_such_where_that_is_asked_for(smoothq
 
 def test_llm_int8_is_done_where_that_is_asked_for_and_tells_its_outliers(write):
     path = write("bitsandbytes-int8", {"llm_int8_threshold": 2.5})
-    model, exact = load(path, activations="checkpoint"), load(path)
+    model, exact = load(path, quantize_activations=True), load(path)
     assert {linear.scheme.outlier_threshold for linear in linears(model)} == {2.5}
     assert all(linear.scheme is None and linear.outliers is None for linear in linears(exact))
     with torch.no_grad():
@@ -116,8 +116,8 @@ def test_llm_int8_is_done_where_that_is_asked_for_and_tells_its_outliers(write):
     assert report.to_dict()["outliers"]["channels"] == channels
     assert "outlier channels" in str(report)
     assert hfq.report(exact).outliers is None
-    every = load(path, activations="checkpoint", outlier_threshold=0.0)
-    none = load(path, activations="checkpoint", outlier_threshold=1e-30)  # every channel is an outlier: nothing is rounded
+    every = load(path, quantize_activations=True, llm_int8_threshold=0.0)
+    none = load(path, quantize_activations=True, llm_int8_threshold=1e-30)  # every channel is an outlier: nothing is rounded
     with torch.no_grad():
         assert not torch.equal(every(TOKENS).logits, found)
         assert torch.equal(none(TOKENS).logits, plain)

@@ -27,7 +27,7 @@ file = folder + "/model.safetensors"
 TOKENS = torch.arange(3, 9)[None]
 
 def load(device_map={"": "disk"}, **options):
-    config = HfqConfig(**{"stream": mode, **options})
+    config = HfqConfig(**{"disk_io": mode, **options})
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
 
 def logits(model, tokens=TOKENS):
@@ -35,7 +35,7 @@ def logits(model, tokens=TOKENS):
         return model(input_ids=tokens).logits
 
 def streamer_of(model):
-    return model.hf_quantizer.loading.streamer
+    return model.hf_quantizer.loading.offloader
 
 def readers():
     return [thread for thread in threading.enumerate() if thread.name == "hfq-reader"]
@@ -252,7 +252,7 @@ os.chmod(folder, 0o755)
 def test_a_flipped_byte_is_found_where_reads_are_verified(run, verify):
     text = run(
         f"""
-model = load(verify="{verify}")
+model = load(disk_checksum="{verify}")
 if "{verify}" == "always":
     assert torch.equal(logits(model), expected)
     streamer_of(model).regions.ticket_of(0).wait(), streamer_of(model).regions.ticket_of(1).wait()

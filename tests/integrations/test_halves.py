@@ -15,7 +15,7 @@ from hfq import FormatError, HfqConfig
 from hfq.errors import PlacementError
 from hfq.loading.matching.target_modules import halves_of
 from hfq.loading.tensor_parallel.slices import _axis
-from hfq.modules.concat_linear import JoinedLinear
+from hfq.modules.concat_linear import ConcatLinear
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -77,7 +77,7 @@ def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(fam
     path = save(tmp_path / "source", family, tensors)
     model = load(path)
     joined = model.get_submodule(FUSED)
-    assert isinstance(joined, JoinedLinear)
+    assert isinstance(joined, ConcatLinear)
     assert list(joined) == ["gate_proj", "up_proj"]
     found, expected = logits(model), logits(plain)
     # the same weights bit for bit; the products may sum in another order

@@ -17,7 +17,7 @@ import hfq
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.header import HeaderLimits
-from hfq.checkpoint.headers_only import MARKER, Hollow
+from hfq.checkpoint.headers_only import MARKER, HeadersOnlyCheckpoint
 from hfq.cli.main import app
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.find import find_checkpoint, headers_cache, split_name
@@ -141,7 +141,7 @@ def test_what_has_no_weights_is_never_loaded(hub, tmp_path):
                 found.folder, quantization_config=HfqConfig(), device_map={"": "cpu"}
             ),
             lambda: AutoModelForCausalLM.from_pretrained(found.folder, quantization_config=HfqConfig(), device_map="auto"),
-            lambda: hfq.take_over(found.folder),
+            lambda: hfq.pretrained_config(found.folder),
             lambda: Reader(checkpoint).read_into(
                 next(iter(checkpoint.tensors.values())).range, memoryview(bytearray(1 << 20))
             ),
@@ -170,10 +170,10 @@ def test_shards_that_lie_in_folders_of_their_own(hub, tmp_path):
     index["weight_map"]["more"] = "parts/absent.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.rmtree(headers_cache())
-    assert "names files that the model on the hub does not have" in refused("tests/parts").what
+    assert "names files that the model on the hub does not have" in refused("tests/parts").message
     index["weight_map"]["more"] = "../outside.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "outside" in refused("tests/parts").what
+    assert "outside" in refused("tests/parts").message
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_shards_that_lie_in_folders_of_their_own(hub, tmp_path):
 def test_answers_that_are_not_what_was_asked_for(hub, faults, what):
     hub.faults |= faults
     error = refused(GPTQ)
-    assert what in error.what
+    assert what in error.message
     assert error.fix
     assert hub.sent < Checkpoint.open(TINY[GPTQ]).nbytes + 50_000  # one file at most was begun, and none twice
 
@@ -200,27 +200,27 @@ def test_answers_that_are_not_what_was_asked_for(hub, faults, what):
 def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
     hub.token = "right"
     error = refused(GPTQ)
-    assert "without leave" in error.what
+    assert "without leave" in error.message
     assert "HF_TOKEN" in error.fix
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    assert "without leave" in refused(GPTQ).what
+    assert "without leave" in refused(GPTQ).message
     monkeypatch.setenv("HF_TOKEN", "right")
     with find_checkpoint(GPTQ) as found:
         assert found.commit == hub.commit(GPTQ)
 
 
 def test_what_the_hub_does_not_have(hub, monkeypatch):
-    assert "neither a folder nor a model of the hub" in refused("nobody/no-model").what
-    assert "no such revision" in refused(f"{GPTQ}@nowhere").what
-    assert "neither a folder nor a model of the hub" in refused("nobody/a..b").what  # no name that a hub would have
+    assert "neither a folder nor a model of the hub" in refused("nobody/no-model").message
+    assert "no such revision" in refused(f"{GPTQ}@nowhere").message
+    assert "neither a folder nor a model of the hub" in refused("nobody/a..b").message  # no name that a hub would have
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     error = refused("nobody/no-model")
-    assert "HF_HUB_OFFLINE" in error.what
+    assert "HF_HUB_OFFLINE" in error.message
     assert "hf download nobody/no-model" in error.fix
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     error = refused("nobody/no-model")
-    assert "could not be had" in error.what
+    assert "could not be had" in error.message
     assert "HF_ENDPOINT" in error.fix
 
 
@@ -238,7 +238,7 @@ def test_headers_are_validated_as_those_of_files(hub, tmp_path, start, what):
     (folder / "model.safetensors").write_bytes(start + b" " * (1000 if len(start) == 8 else 0))
     hub.models["tests/bad"] = folder
     error = refused("tests/bad")
-    assert what in error.what
+    assert what in error.message
     assert error.file == "tests/bad/model.safetensors"
     assert sum(nbytes for _, asked, nbytes in hub.answers if asked) <= 8
 
@@ -262,8 +262,8 @@ def test_local_paths_and_names():
 
 
 def test_an_archive_gives_back_what_was_packed():
-    hollow = Hollow({"config.json": b"{}"}, {"sub/a.safetensors": (b"head", 99)})
-    assert Hollow.unpack(hollow.pack()) == hollow
+    hollow = HeadersOnlyCheckpoint({"config.json": b"{}"}, {"sub/a.safetensors": (b"head", 99)})
+    assert HeadersOnlyCheckpoint.unpack(hollow.pack()) == hollow
     assert hollow.nbytes == 99
     with pytest.raises(ValueError, match="no archive"):
-        Hollow.unpack(b"PK")
+        HeadersOnlyCheckpoint.unpack(b"PK")

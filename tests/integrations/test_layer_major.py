@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hfq
-from hfq import CheckpointError, HfqConfig, SetupError, layer_major
+from hfq import CheckpointError, HfqConfig, SetupError, run_batches
 from hfq.formats.gptq import Gptq
 from hfq.offload import lockstep
 
@@ -54,7 +54,7 @@ def lockstep_threads() -> list[threading.Thread]:
 def test_forwards_are_those_of_separate_calls(placed, resident):
     batches = batches_of(*LENGTHS)
     with torch.no_grad():
-        found, expected = layer_major(placed, batches), [resident(**batch) for batch in batches]
+        found, expected = run_batches(placed, batches), [resident(**batch) for batch in batches]
     assert len(found) == len(expected)
     assert all(torch.equal(one.logits, other.logits) for one, other in zip(found, expected, strict=True))
     assert lockstep_threads() == []
@@ -63,9 +63,9 @@ def test_forwards_are_those_of_separate_calls(placed, resident):
 def test_batches_may_be_token_ids_and_there_may_be_none_or_one(placed, resident):
     ids = batches_of(4)[0]["input_ids"]
     with torch.no_grad():
-        assert layer_major(placed, []) == []
-        assert torch.equal(layer_major(placed, [ids])[0].logits, resident(ids).logits)
-        assert torch.equal(layer_major(placed, iter([ids, ids]))[1].logits, resident(ids).logits)
+        assert run_batches(placed, []) == []
+        assert torch.equal(run_batches(placed, [ids])[0].logits, resident(ids).logits)
+        assert torch.equal(run_batches(placed, iter([ids, ids]))[1].logits, resident(ids).logits)
 
 
 def test_caches_stay_with_their_batch(placed, resident):
@@ -77,7 +77,7 @@ def test_caches_stay_with_their_batch(placed, resident):
         return model(input_ids=tokens, past_key_values=first.past_key_values, use_cache=True).logits
 
     with torch.no_grad():
-        found = layer_major(placed, batches, lambda batch: two_steps(placed, batch))
+        found = run_batches(placed, batches, lambda batch: two_steps(placed, batch))
         expected = [two_steps(resident, batch) for batch in batches]
     assert all(map(torch.equal, found, expected))
 
@@ -92,7 +92,7 @@ def test_generation_is_that_of_separate_calls_though_batches_differ_in_length_an
     def run(model, batch):
         return generated(model, batch, steps[batch["input_ids"].shape[1]])
 
-    found = layer_major(placed, batches, lambda batch: run(placed, batch))
+    found = run_batches(placed, batches, lambda batch: run(placed, batch))
     assert all(map(torch.equal, found, [run(resident, batch) for batch in batches]))
 
 
@@ -100,39 +100,39 @@ def test_a_batch_that_meets_its_end_early_leaves_the_others_alone(streamed, resi
     batches = batches_of(3, 6, 4)
     first = generated(resident, batches[0], 6)
     end = first[0, 4].item()  # the second new token of the first row ends it
-    found = layer_major(streamed, batches, lambda batch: generated(streamed, batch, 6, eos_token_id=[end]))
+    found = run_batches(streamed, batches, lambda batch: generated(streamed, batch, 6, eos_token_id=[end]))
     expected = [generated(resident, batch, 6, eos_token_id=[end]) for batch in batches]
     assert all(map(torch.equal, found, expected))
 
 
 def blocks_read(model) -> int:
-    streamer = model.hf_quantizer.loading.streamer
-    for index in range(len(streamer.blocks)):
-        ticket = streamer.regions.ticket_of(index)
+    offloader = model.hf_quantizer.loading.offloader
+    for index in range(len(offloader.units)):
+        ticket = offloader.regions.ticket_of(index)
         if ticket is not None:
             ticket.wait()
-    return streamer.source.nbytes_read
+    return offloader.source.nbytes_read
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_the_blocks_are_read_once_for_each_step_whatever_the_number_of_batches(count):
     model = load(device_map=DISK)
     with torch.no_grad():
-        layer_major(model, batches_of(2, 2))
+        run_batches(model, batches_of(2, 2))
         before = blocks_read(model)
-        layer_major(model, batches_of(*range(1, count + 1)))
+        run_batches(model, batches_of(*range(1, count + 1)))
     sizes = [
         sum(run.lead + run.source.nbytes for run in layout.runs)
-        for layout in model.hf_quantizer.loading.streamer.regions.layouts
+        for layout in model.hf_quantizer.loading.offloader.regions.layouts
     ]
     once = blocks_read(model) - before
     assert sum(sizes) / 2 <= once <= sum(sizes)  # less by what the ring still holds of the job before
-    layer_major(model, batches_of(*range(1, count + 1)), lambda batch: generated(model, batch, 3))
+    run_batches(model, batches_of(*range(1, count + 1)), lambda batch: generated(model, batch, 3))
     assert sum(sizes) / 2 <= blocks_read(model) - before - once <= 3 * sum(sizes)
-    assert hfq.report(model).stream.mispredicts == 0
+    assert hfq.report(model).offload.prefetch_misses == 0
 
 
-def test_at_once_bounds_how_many_run_together(streamed, resident):
+def test_max_concurrent_bounds_how_many_run_together(streamed, resident):
     batches, running, most = batches_of(*LENGTHS, 2), set(), []
 
     def run(batch):
@@ -143,24 +143,24 @@ def test_at_once_bounds_how_many_run_together(streamed, resident):
         return logits
 
     with torch.no_grad():
-        for at_once, expected in ((2, 2), (3, 3), (None, 5), (1, 1)):
+        for max_concurrent, expected in ((2, 2), (3, 3), (None, 5), (1, 1)):
             most.clear()
-            found = layer_major(streamed, batches, run, at_once=at_once)
+            found = run_batches(streamed, batches, run, max_concurrent=max_concurrent)
             assert max(most) == expected
             assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
 
 
-@pytest.mark.parametrize("at_once", [0, -1, True, 1.5, "2"])
-def test_at_once_must_be_a_number_of_batches(streamed, at_once):
-    with pytest.raises(SetupError, match="at_once"):
-        layer_major(streamed, [], at_once=at_once)
+@pytest.mark.parametrize("max_concurrent", [0, -1, True, 1.5, "2"])
+def test_max_concurrent_must_be_a_number_of_batches(streamed, max_concurrent):
+    with pytest.raises(SetupError, match="max_concurrent"):
+        run_batches(streamed, [], max_concurrent=max_concurrent)
 
 
 def test_what_is_no_batch_and_what_hfq_did_not_load_is_refused(streamed):
     with pytest.raises(SetupError, match="neither a dict nor a tensor"):
-        layer_major(streamed, ["text", "text"])
+        run_batches(streamed, ["text", "text"])
     with pytest.raises(SetupError, match="not loaded by hfq"):
-        layer_major(torch.nn.Linear(2, 2), [])
+        run_batches(torch.nn.Linear(2, 2), [])
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
@@ -179,10 +179,10 @@ def test_the_first_failure_is_raised_all_threads_are_joined_and_the_model_works(
 
     with torch.no_grad():
         with pytest.raises(error, match="from a batch"):
-            layer_major(streamed, batches, run)
+            run_batches(streamed, batches, run)
         assert lockstep_threads() == []
         assert all(parameter.is_meta for parameter in streamed.parameters())
-        found = layer_major(streamed, batches)
+        found = run_batches(streamed, batches)
         assert all(torch.equal(one.logits, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
 
 
@@ -197,11 +197,11 @@ def test_a_failure_within_a_block_is_raised_while_the_others_wait_for_it(streame
     handle = layer.register_forward_pre_hook(fail)
     with torch.no_grad():
         with pytest.raises(ValueError, match="in a block"):
-            layer_major(streamed, batches)
+            run_batches(streamed, batches)
         handle.remove()
         assert seen == list(LENGTHS[:2])
         assert lockstep_threads() == []
-        assert torch.equal(layer_major(streamed, batches)[0].logits, resident(**batches[0]).logits)
+        assert torch.equal(run_batches(streamed, batches)[0].logits, resident(**batches[0]).logits)
 
 
 def test_a_job_that_ignores_its_end_cannot_hang_the_others(streamed):
@@ -218,14 +218,14 @@ def test_a_job_that_ignores_its_end_cannot_hang_the_others(streamed):
 
     batches = batches_of(2, 3, 4)
     with torch.no_grad(), pytest.raises(ValueError, match="third"):
-        layer_major(streamed, batches, run)
+        run_batches(streamed, batches, run)
     assert lockstep_threads() == []
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_a_disk_that_fails_is_raised_with_the_blocks_name(monkeypatch, resident, is_direct):
-    model = load(device_map=DISK, stream="direct" if is_direct else "buffered")
-    source, batches = model.hf_quantizer.loading.streamer.source, batches_of(2, 3)
+    model = load(device_map=DISK, disk_io="direct" if is_direct else "buffered")
+    source, batches = model.hf_quantizer.loading.offloader.source, batches_of(2, 3)
 
     def fail(wanted, target):
         raise CheckpointError("The disk fails.", fix="check the disk")
@@ -233,9 +233,9 @@ def test_a_disk_that_fails_is_raised_with_the_blocks_name(monkeypatch, resident,
     with torch.no_grad():
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"model.layers.0: The disk fails"):
             patch.setattr(source, "read", fail)
-            layer_major(model, batches)
+            run_batches(model, batches)
         assert lockstep_threads() == []
-        assert torch.equal(layer_major(model, batches)[1].logits, resident(**batches[1]).logits)
+        assert torch.equal(run_batches(model, batches)[1].logits, resident(**batches[1]).logits)
 
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "autocast"])
@@ -256,7 +256,7 @@ def test_jobs_see_the_modes_of_the_caller(streamed, resident, mode):
 
     with modes[mode]():
         expected = state()
-        found = layer_major(streamed, batches, run)
+        found = run_batches(streamed, batches, run)
         with torch.no_grad():
             assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
     assert seen == [expected, expected]
@@ -269,7 +269,7 @@ def test_gradients_flow_through_it(streamed, resident):
             torch.randn(1, length, 128, generator=torch.Generator().manual_seed(length)).requires_grad_() for length in (3, 5)
         ]
         run = lambda batch, model=model: model(inputs_embeds=batch).logits  # noqa: E731
-        outputs = layer_major(model, inputs, run) if model is streamed else [run(batch) for batch in inputs]
+        outputs = run_batches(model, inputs, run) if model is streamed else [run(batch) for batch in inputs]
         sum(output.square().sum() for output in outputs).backward()
         gradients.append([batch.grad for batch in inputs])
     assert all(map(torch.equal, *gradients))
@@ -280,10 +280,10 @@ def test_a_run_within_a_run_shares_its_blocks(streamed, resident):
     batches = batches_of(2, 3)
 
     def run(batch):
-        return [output.logits for output in layer_major(streamed, [batch, batch])]
+        return [output.logits for output in run_batches(streamed, [batch, batch])]
 
     with torch.no_grad():
-        found = layer_major(streamed, batches, run)
+        found = run_batches(streamed, batches, run)
         for (one, other), batch in zip(found, batches, strict=True):
             assert torch.equal(one, resident(**batch).logits)
             assert torch.equal(other, one)
@@ -294,10 +294,10 @@ def test_a_job_may_call_another_streamed_model(streamed, resident):
     other, other_resident = load(fp8, DISK), load(fp8)
 
     def both(first, second):
-        return lambda batch: (first(**batch).logits, second(**batch).logits, layer_major(second, [batch])[0].logits)
+        return lambda batch: (first(**batch).logits, second(**batch).logits, run_batches(second, [batch])[0].logits)
 
     with torch.no_grad():
-        found = layer_major(streamed, batches, both(streamed, other))
+        found = run_batches(streamed, batches, both(streamed, other))
         assert all(
             all(map(torch.equal, one, both(resident, other_resident)(batch)))
             for one, batch in zip(found, batches, strict=True)
@@ -329,14 +329,14 @@ def test_a_child_that_a_job_forks_may_call_the_model(streamed, resident, one_tor
         return logits
 
     with torch.no_grad():
-        found = layer_major(streamed, batches, run)
+        found = run_batches(streamed, batches, run)
         assert ended == [0, 0]
         assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
 
 
 def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(streamed, monkeypatch):
-    streamer, is_inside, events = streamed.hf_quantizer.loading.streamer, threading.Event(), []
-    release = streamer._release
+    offloader, is_inside, events = streamed.hf_quantizer.loading.offloader, threading.Event(), []
+    release = offloader._release
 
     def interrupted(worker, region):
         worker._region, worker.waits_for = region, None
@@ -350,10 +350,10 @@ def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(stre
         events.append("left")
 
     monkeypatch.setattr(lockstep.Worker, "resume", interrupted)
-    monkeypatch.setattr(streamer, "_release", lambda *arguments: (events.append("released"), release(*arguments)))
+    monkeypatch.setattr(offloader, "_release", lambda *arguments: (events.append("released"), release(*arguments)))
     handle = streamed.model.layers[0].mlp.register_forward_pre_hook(slow)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        layer_major(streamed, batches_of(2, 2))
+        run_batches(streamed, batches_of(2, 2))
     handle.remove()
     assert events == ["left", "released"]
     assert lockstep_threads() == []
@@ -364,12 +364,12 @@ def test_mixtures_of_experts(tmp_path, budget):
     scheme = moe_models.BY_EXPERT
     path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
     batches = [{"input_ids": moe_models.IDS[:, :length]} for length in (2, 7, 4)]
-    model, plain = load(path, DISK, activations="none", expert_cache_nbytes=budget), load(path, activations="none")
+    model, plain = load(path, DISK, quantize_activations=False, expert_cache_size=budget), load(path, quantize_activations=False)
     with torch.no_grad():
         for _ in range(2):
-            found = layer_major(model, batches)
+            found = run_batches(model, batches)
             assert all(torch.equal(one.logits, plain(**batch).logits) for one, batch in zip(found, batches, strict=True))
-    experts = model.hf_quantizer.loading.streamer.experts
+    experts = model.hf_quantizer.loading.offloader.experts
     assert experts.nbytes <= experts.budget
     assert experts.misses > 0
     assert (experts.hits > 0) == (budget != 0)
@@ -401,5 +401,5 @@ def test_an_encoder_and_a_decoder(tmp_path):
     (path / "config.json").write_text(json.dumps(written))
     model, plain = (load(path, device_map, AutoModelForSeq2SeqLM) for device_map in (DISK, None))
     batches = batches_of(3, 6)
-    found = layer_major(model, batches, lambda batch: generated(model, batch, 4))
+    found = run_batches(model, batches, lambda batch: generated(model, batch, 4))
     assert all(map(torch.equal, found, [generated(plain, batch, 4) for batch in batches]))

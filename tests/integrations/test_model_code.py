@@ -18,7 +18,7 @@ def output(model, inputs) -> torch.Tensor:
 
 
 def load(auto, path, device_map):
-    config = HfqConfig(activations="none")
+    config = HfqConfig(quantize_activations=False)
     return auto.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map).eval()
 
 

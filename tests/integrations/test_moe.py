@@ -93,7 +93,7 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     token = torch.tensor([[9]])
     expected = logits(plain, token)
     model = load(path, {"": "disk"})
-    loading, experts = model.hf_quantizer.loading, model.hf_quantizer.loading.streamer.experts
+    loading, experts = model.hf_quantizer.loading, model.hf_quantizer.loading.offloader.experts
     read = []
     bring, experts._read = experts._read, lambda module: (read.append(module.name), bring(module))[1]
     found = logits(model, token)
@@ -102,7 +102,7 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     assert len(routed) in (moe_models.CHOSEN, moe_models.CHOSEN * LAYERS)
     assert wanted < layers
     assert sorted(read) == sorted(wanted)
-    assert not any(expert_of(f"{module.name}.weight") for block in loading.streamer.blocks for module in block.packed)
+    assert not any(expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.packed)
     logits(model, token)
     assert len(read) == len(wanted) == experts.misses == experts.hits  # the second time all of them are kept
     assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -131,7 +131,7 @@ def test_a_checkpoint_whose_experts_lie_in_several_files_computes_the_same(path,
 def test_the_base_model_reads_the_checkpoint_of_a_whole_one(path, placement):
     with torch.no_grad():
         expected = load(path).model(input_ids=IDS).last_hidden_state
-        config = HfqConfig(activations="none")
+        config = HfqConfig(quantize_activations=False)
         base = AutoModel.from_pretrained(
             path, quantization_config=config, dtype=torch.float32, device_map=PLACEMENTS[placement]
         )

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 from zero_models import write_dialect
 
 from hfq import HfqConfig, SetupError
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {
-    "arena": (None, {"backing": "arena"}),
+    "arena": (None, {"cpu_memory": "private"}),
     "half": ({"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}, {}),
-    "disk": ({"": "disk"}, {"stream": "direct"}),
+    "disk": ({"": "disk"}, {"disk_io": "direct"}),
 }
 # the reference rounds the weight to the activations' dtype, and the outputs of one layer are the activations of the next
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
@@ -37,13 +37,13 @@ def logits(model, tokens=TOKENS):
 
 
 def kernels(model) -> set[str]:
-    return {module.kernel.name for module in model.modules() if isinstance(module, PackedLinear)}
+    return {module.kernel.name for module in model.modules() if isinstance(module, QuantizedLinear)}
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_every_placement_gives_the_same_logits_close_to_the_references(path, dtype):
     resident, reference = load(path, dtype=dtype), load(path, dtype=dtype, kernel="reference")
-    assert (kernels(resident), kernels(reference)) == ({"native"}, {"reference"})
+    assert (kernels(resident), kernels(reference)) == ({"cpp"}, {"reference"})
     expected = {tokens: logits(resident, tokens) for tokens in (TOKENS, TOKENS[:1, :1])}
     for tokens, found in expected.items():
         exact = logits(reference, tokens)
@@ -66,15 +66,15 @@ def test_gradients_reach_the_inputs_alike_from_memory_and_from_disk(path):
 
 
 def test_a_compiled_kernel_that_is_not_there_is_refused_by_name():
-    with pytest.raises(SetupError, match="HFQ_NATIVE=0"):
-        load(PATHS["gptq"], kernel="native")
+    with pytest.raises(SetupError, match="HFQ_DISABLE_CPP=1"):
+        load(PATHS["gptq"], kernel="cpp")
 
 
 def test_a_named_kernel_that_cannot_read_a_layer_is_named(native, tmp_path, caplog):
     case = next(case for case in CASES if "hqq" in case.id)
     load = AutoModelForCausalLM.from_pretrained
-    load(write_dialect(tmp_path / "hqq", case), quantization_config=HfqConfig(kernel="native"))
-    assert "cannot multiply 14 packed layers, which panels does" in caplog.text
+    load(write_dialect(tmp_path / "hqq", case), quantization_config=HfqConfig(kernel="cpp"))
+    assert "cannot multiply 14 packed layers, which torch does" in caplog.text
     caplog.clear()
-    load(PATHS["gptq"], quantization_config=HfqConfig(kernel="native"))
+    load(PATHS["gptq"], quantization_config=HfqConfig(kernel="cpp"))
     assert "cannot multiply" not in caplog.text

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from hfq import HfqConfig, SetupError
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 FP8 = tiny_models.DATA / "tiny-llama-fp8"
@@ -24,8 +24,8 @@ def load(path=GPTQ, cls=AutoModelForCausalLM, **options):
     [
         ({"kernal": "auto"}, "did you mean 'kernel'"),
         ({"kernel": "referense"}, "did you mean 'reference'"),
-        ({"activations": "nope"}, "activations='nope'"),
-        ({"backing": "file"}, "backing='file'"),
+        ({"quantize_activations": "nope"}, "quantize_activations='nope'"),
+        ({"cpu_memory": "file"}, "cpu_memory='file'"),
         ({"modules_to_not_convert": "lm_head"}, "a list of module names"),
     ],
 )
@@ -35,17 +35,17 @@ def test_a_wrong_option_is_named(options, named):
 
 
 def test_options_survive_the_take_over():
-    model = load(kernel="reference", activations="none", backing="arena")
+    model = load(kernel="reference", quantize_activations=False, cpu_memory="private")
     kept = model.hf_quantizer.quantization_config
-    assert (kept.kernel, kept.activations, kept.backing) == ("reference", "none", "arena")
-    linear = next(module for module in model.modules() if isinstance(module, PackedLinear))
-    assert list(dict(linear.named_parameters())) == ["packed_row"]
+    assert (kept.kernel, kept.quantize_activations, kept.cpu_memory) == ("reference", False, "private")
+    linear = next(module for module in model.modules() if isinstance(module, QuantizedLinear))
+    assert list(dict(linear.named_parameters())) == ["flat_buffer"]
 
 
 def test_a_dict_that_names_hfq_is_taken_like_an_HfqConfig():
-    options = {"quant_method": "hfq", "backing": "arena"}
+    options = {"quant_method": "hfq", "cpu_memory": "private"}
     model = AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=options, dtype=torch.float32)
-    assert model.hf_quantizer.quantization_config.backing == "arena"
+    assert model.hf_quantizer.quantization_config.cpu_memory == "private"
 
 
 def test_a_loaded_models_config_loads_it_again():
@@ -65,7 +65,8 @@ def test_the_config_speaks_the_source_dialect(tmp_path):
 
 def test_checkpoint_activations_are_quantized_and_others_are_not():
     with torch.no_grad():
-        plain, none, quantized = (load(FP8, activations=a)(TOKENS).logits for a in ("auto", "none", "checkpoint"))
+        plain, none = load(FP8)(TOKENS).logits, load(FP8, quantize_activations=False)(TOKENS).logits
+        quantized = load(FP8, quantize_activations=True)(TOKENS).logits
     assert torch.equal(plain, none)
     difference = (quantized - none).norm() / none.norm()
     assert 1e-4 < difference < 0.2  # FP8 e4m3 rounds an activation by up to 1/16
@@ -100,7 +101,7 @@ def test_other_classes_load_too():
         assert torch.equal(body(TOKENS).last_hidden_state, hidden)
     classifier = load(cls=AutoModelForSequenceClassification)
     assert classifier.score.weight.device.type == "cpu"
-    assert isinstance(classifier.model.layers[0].mlp.up_proj, PackedLinear)
+    assert isinstance(classifier.model.layers[0].mlp.up_proj, QuantizedLinear)
 
 
 def test_an_old_writers_side_file_stands_in_for_the_config(tmp_path):

@@ -14,13 +14,15 @@ from quantize.test_families import FUSED, IDS, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
-from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
+from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, Recipe, SetupError
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
+from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
-from hfq.loading.loaded_model import loading_of
-from hfq.loading.quantize_on_load.requirements import refuse_packing
+from hfq.loading.loaded_model import loader_of
+from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
+from hfq.recipes.recipe import RECIPE_OPTIONS
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"
@@ -31,9 +33,16 @@ SPLIT = {"": "cpu", "model.layers.0.mlp": "disk", "model.layers.2": "disk", "lm_
 HOMES = [None, {"": "disk"}, SPLIT, "auto"]  # "auto" under a limit that sends a part to disk
 
 
+def config_of(options):
+    """The config of options of which some are those of a recipe."""
+    recipe = {name: value for name, value in options.items() if name in RECIPE_OPTIONS}
+    others = {name: value for name, value in options.items() if name not in RECIPE_OPTIONS}
+    return HfqConfig(quantize_weights=Recipe(**recipe) if recipe else None, **others)
+
+
 def load(path, device_map=None, folder=None, max_memory=None, **options):
     return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), device_map=device_map, offload_folder=folder, max_memory=max_memory
+        path, quantization_config=config_of(options), device_map=device_map, offload_folder=folder, max_memory=max_memory
     )
 
 
@@ -58,14 +67,14 @@ def private_files():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return tiny_models.write_model(tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
+    return tiny_models.write_model(tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(FORMATS["dense"]()), None)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """What `hfq quantize --method rtn` writes of the trained model."""
     folder = tmp_path_factory.mktemp("written") / "rtn"
-    hfq.quantize(SOURCE, HfqConfig(method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED), output=folder)
+    hfq.quantize(SOURCE, Recipe("rtn", bits=3, group_size=64), output_dir=folder, modules_to_not_convert=SKIPPED)
     return folder
 
 
@@ -85,12 +94,12 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     before = private_files()
     nbytes = sum(info.nbytes for info in Checkpoint.open(written).tensors.values())
     limit = {"cpu": nbytes * 19 // 20} if device_map == "auto" else None
-    model = load(SOURCE, device_map, folder, limit, method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    model = load(SOURCE, device_map, folder, limit, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED)
     assert torch.equal(logits(model), expected)
     assert not list(folder.iterdir())
-    homes = {loading_of(model).homes[f"{name}.qweight"] for name in loading_of(model).packed}
-    assert homes == ({"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"})
-    assert len(private_files().keys() - before.keys()) == len(homes)
+    devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).packed}
+    assert devices == ({"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"})
+    assert len(private_files().keys() - before.keys()) == len(devices)
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(written)
     configs = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (tmp_path / "saved", written)]
@@ -101,19 +110,19 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
 
 
 @pytest.mark.parametrize("options", [{"method": "fp8"}, {"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"},
-                                     {"method": "glm"}, {"method": "glm", "num_bits": 8},
-                                     {"method": "rtn", "group_size": -1, "symmetric": False}], ids=str)  # fmt: skip
+                                     {"method": "w4a16"}, {"method": "w4a16", "bits": 8},
+                                     {"method": "rtn", "group_size": -1, "sym": False}], ids=str)  # fmt: skip
 def test_every_method_that_needs_no_calibration_packs_while_loading(small, options, folder, tmp_path):
-    hfq.quantize(small, HfqConfig(**options), output=tmp_path / "written")
+    hfq.quantize(small, Recipe(**options), output_dir=tmp_path / "written")
     model = load(small, {"": "cpu", "model.layers.1": "disk"}, folder, **options)
     assert torch.equal(logits(model, SMALL), logits(load(tmp_path / "written"), SMALL))
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(tmp_path / "written")
-    assert source_config(Checkpoint.open(tmp_path / "saved")) == loading_of(model).packing.source
+    assert source_config(Checkpoint.open(tmp_path / "saved")) == loader_of(model).packing.source
 
 
 def test_a_config_that_names_hfq_packs_as_well(small):
-    config = hfq.take_over(small, HfqConfig(method="fp8"))
+    config = hfq.pretrained_config(small, HfqConfig(quantize_weights=Recipe("fp8")))
     model = AutoModelForCausalLM.from_pretrained(small, config=config)
     assert torch.equal(logits(model, SMALL), logits(load(small, method="fp8"), SMALL))
 
@@ -131,9 +140,11 @@ def family(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mixtral"])
 def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(family, kind, folder, tmp_path):
-    options = {"method": "rtn", "num_bits": 8, "group_size": 32}
+    options = {"method": "rtn", "bits": 8, "group_size": 32}
     options |= {"modules_to_not_convert": ["experts.1", "q_proj"]} if kind == "mixtral" else {}
-    hfq.quantize(family, HfqConfig(**options), output=tmp_path / "written")
+    config = config_of(options)
+    skipped = config.modules_to_not_convert
+    hfq.quantize(family, config.recipe, tmp_path / "written", modules_to_not_convert=skipped)
     expected = logits(load(tmp_path / "written"), IDS)
     model = load(family, {"": "disk" if kind == "mixtral" else "cpu"}, folder, **options)
     assert torch.equal(logits(model, IDS), expected)
@@ -146,7 +157,7 @@ def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family,
     with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*modules_to_not_convert=\['mlp.experts'\]"):
         load(family, method="rtn", group_size=32)
     model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
-    assert len(loading_of(model).packed) == 2 * 4
+    assert len(loader_of(model).packed) == 2 * 4
     assert torch.isfinite(logits(model, IDS)).all()
 
 
@@ -155,7 +166,7 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
     architecture = Architecture(512, 8)
     source = make_checkpoint(tmp_path, architecture, "bf16")
     floats = sum(tensor.nbytes for tensor in architecture.tensors("bf16").values())
-    load(SOURCE, {"": "disk"}, folder, method="glm")  # what is imported and compiled once
+    load(SOURCE, {"": "disk"}, folder, method="w4a16")  # what is imported and compiled once
     for device_map in ({"": "disk"}, {"": "cpu"}):
         gc.collect()
         try:
@@ -163,9 +174,9 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
         except OSError:
             pytest.skip("the system does not reset the peak of a process")
         before = _status("VmRSS")
-        model = load(source, device_map, folder, method="glm")
-        peak, loading = _status("VmHWM") - before, loading_of(model)
-        allowed = (32 << 20) + (loading.streamer.regions.buffer.nbytes if loading.streamer else loading.plan.resident_nbytes())
+        model = load(source, device_map, folder, method="w4a16")
+        peak, loading = _status("VmHWM") - before, loader_of(model)
+        allowed = (32 << 20) + (loading.offloader.regions.buffer.nbytes if loading.offloader else loading.plan.resident_nbytes())
         print(f"{device_map}: {peak / 2**20:.1f} MiB at the peak, {allowed / 2**20:.1f} allowed")
         assert peak < allowed < floats
         del model, loading
@@ -176,10 +187,10 @@ def _status(field):
 
 
 REFUSED = [
-    ({"method": "gptq"}, {}, SetupError, r"method='gptq', which needs a calibration set"),
+    ({"method": "gptq"}, {}, SetupError, r"method='gptq', which needs calibration data"),
     ({"method": "rtn"}, {"tp_plan": "auto"}, SetupError, "tensor parallelism"),
-    ({"method": "rtn", "backing": "shared"}, {}, SetupError, "backing='shared'"),
-    ({"method": "rtn", "backing": "arena"}, {}, SetupError, "backing='arena'"),
+    ({"method": "rtn", "cpu_memory": "shared"}, {}, SetupError, "cpu_memory='shared'"),
+    ({"method": "rtn", "cpu_memory": "private"}, {}, SetupError, "cpu_memory='private'"),
     ({"method": "rtn", "group_size": 96}, {}, FormatError, "cannot hold a layer"),
     ({"method": "rtn", "modules_to_not_convert": ["mpl"]}, {}, SetupError, "matches nothing"),
     ({"method": "rtn", "modules_to_not_convert": ["layers"]}, {}, SetupError, "No layer is left"),
@@ -191,7 +202,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "arguments", "error", "named"), REFUSED, ids=str)
 def test_what_cannot_be_packed_is_refused_by_name(options, arguments, error, named):
     with pytest.raises(error, match=named) as refusal:
-        AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=HfqConfig(**options), **arguments)
+        AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=config_of(options), **arguments)
     assert refusal.value.fix
 
 
@@ -221,13 +232,13 @@ def test_what_is_quantized_already_is_refused(name):
 
 
 def test_codes_that_no_config_names_are_refused(tmp_path):
-    tiny_models.write_model(tmp_path, tiny_models.packed_tensors(hfq.FORMATS["fp8"]()), None)
+    tiny_models.write_model(tmp_path, tiny_models.packed_tensors(FORMATS["fp8"]()), None)
     with pytest.raises(FormatError, match="holds codes; nothing was loaded"):
         load(tmp_path, method="rtn", group_size=32)
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):
-    tensors = tiny_models.packed_tensors(hfq.FORMATS["dense"]())
+    tensors = tiny_models.packed_tensors(FORMATS["dense"]())
     tensors[f"{tiny_models.FIRST}.weight"][3, 5] = float("inf")
     tiny_models.write_model(tmp_path, tensors, None)
     with pytest.raises(SetupError, match=r"(?s)not finite.*layers\.0\.self_attn\.q_proj"):
@@ -255,19 +266,19 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(folder, monkeypatch):
 
 def test_a_file_system_without_nameless_files_gets_one_whose_name_is_taken_away(folder, monkeypatch, expected):
     monkeypatch.setattr(private, "_WITHOUT_NAME", 0)
-    model = load(SOURCE, {"": "disk"}, folder, method="rtn", num_bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    model = load(SOURCE, {"": "disk"}, folder, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED)
     assert not list(folder.iterdir())
     assert torch.equal(logits(model), expected)
 
 
 def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
-    options = {"method": "rtn", "num_bits": 3, "group_size": 64, "modules_to_not_convert": SKIPPED}
-    model = load(SOURCE, {"": "disk"}, folder, stream="direct", verify="always", **options)
+    options = {"method": "rtn", "bits": 3, "group_size": 64, "modules_to_not_convert": SKIPPED}
+    model = load(SOURCE, {"": "disk"}, folder, disk_io="direct", disk_checksum="always", **options)
     assert torch.equal(logits(model), expected)
     assert torch.equal(logits(model), expected)
 
 
 def test_loads_that_cannot_pack_refuse_the_method():
-    refuse_packing(HfqConfig(), "hfq.fms.load")
+    refuse_quantize_on_load(HfqConfig(), "hfq.fms.load")
     with pytest.raises(SetupError, match=r"(?s)hfq\.fms\.load loads what is quantized already.*method='fp8'"):
-        refuse_packing(HfqConfig(method="fp8"), "hfq.fms.load")
+        refuse_quantize_on_load(HfqConfig(quantize_weights=Recipe("fp8")), "hfq.fms.load")

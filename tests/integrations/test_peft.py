@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from hfq import prepare_for_training
-from hfq.modules.quantized_module import PackedModule
+from hfq.integrations.peft.training import prepare_for_training
+from hfq.modules.quantized_module import QuantizedModule
 
 
 @pytest.fixture(scope="module", params=lora_runs.PATHS)
@@ -111,7 +111,7 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         return train(adapt(model, target_modules, None), inputs=inputs)
 
     def loaded(device_map=None):
-        config = lora_runs.HfqConfig(activations="none")
+        config = lora_runs.HfqConfig(quantize_activations=False)
         return auto.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
 
     expected, found = run(plain), run(loaded())
@@ -131,7 +131,7 @@ FAMILIES = {type(case.format): case for case in CONTRACT}  # one case of each fo
 def test_every_format_carries_adapters(case, tmp_path):
     tensors = tiny_models.packed_tensors(case.format)
     path = tiny_models.write_model(tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
-    models = [load(path, device_map, activations="none") for device_map in (None, None, DISK)]
+    models = [load(path, device_map, quantize_activations=False) for device_map in (None, None, DISK)]
     inputs = {"input_ids": TOKENS % 96, "labels": TOKENS % 96}
     expected, resident, disk = (
         train(adapt(model, ["q_proj", "down_proj"], use_dora=True), 1, inputs) for model in (unpack(models[0]), *models[1:])
@@ -244,4 +244,4 @@ def test_adapters_of_an_embedding_on_disk_are_saved_without_it(tmp_path):
 def test_a_copy_of_an_adapted_model_in_memory_computes_the_same():
     model = adapt(load(), init_lora_weights=False)
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
-    assert sum(isinstance(module, PackedModule) for module in model.modules()) == 28
+    assert sum(isinstance(module, QuantizedModule) for module in model.modules()) == 28

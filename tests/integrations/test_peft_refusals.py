@@ -81,7 +81,7 @@ def test_options_that_peft_would_pass_over(resident):
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_within_packed_rows(tmp_path, bias):
     _, folder = write(tmp_path, AutoModelForCausalLM, "qwen2", LLAMA, r"_proj$")
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HfqConfig(activations="none"))
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HfqConfig(quantize_activations=False))
     refuses(model, LoraConfig(target_modules=["q_proj"], bias=bias), f"bias={bias!r}", Q)
 
 

@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfq import HfqConfig, PlacementError, take_over
-from hfq.modules.linear import PackedLinear
+from hfq import HfqConfig, PlacementError, pretrained_config
+from hfq.modules.linear import QuantizedLinear
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
@@ -59,7 +59,7 @@ def test_every_activation_dtype_is_bit_equal_across_placements(path, dtype):
 
 def test_no_weight_is_ever_a_float_parameter(path):
     model = load(path)
-    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert len(linears) == 28
     assert not any(isinstance(module, torch.nn.Linear) for module in model.model.modules())
     assert not any(parameter.requires_grad for linear in linears for parameter in linear.parameters())
@@ -74,7 +74,7 @@ def test_loading_to_disk_reads_no_codes_and_writes_nothing(path, tmp_path):
     small = sum(
         info.nbytes
         for module in model.modules()
-        if isinstance(module, PackedLinear)
+        if isinstance(module, QuantizedLinear)
         for local, info in module.infos.items()
         if local not in codes
     )
@@ -91,35 +91,35 @@ def test_loading_to_disk_reads_no_codes_and_writes_nothing(path, tmp_path):
 def quiet(model) -> int:
     """The bytes read so far, once everything that was begun is read."""
     loading = model.hf_quantizer.loading
-    for index in range(len(loading.streamer.blocks)):
-        ticket = loading.streamer.regions.ticket_of(index)
+    for index in range(len(loading.offloader.units)):
+        ticket = loading.offloader.regions.ticket_of(index)
         if ticket is not None:
             ticket.wait()
     return loading.reader.counters.bytes_read
 
 
 def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows(path):
-    model, inputs = load(path, {"": "disk"}, stream="buffered"), prompt(path)
-    loading, streamer = model.hf_quantizer.loading, model.hf_quantizer.loading.streamer
-    needed = sum(info.nbytes for block in streamer.blocks for info in block.infos(streamer.device))
+    model, inputs = load(path, {"": "disk"}, disk_io="buffered"), prompt(path)
+    loading, offloader = model.hf_quantizer.loading, model.hf_quantizer.loading.offloader
+    needed = sum(info.nbytes for unit in offloader.units for info in unit.infos(offloader.device))
     assert needed == sum(info.nbytes for info in loading.checkpoint.tensors.values())  # the tied head reads the embeddings
     # a block is read from the start of its first page on, and with it what little lies between its tensors
-    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in streamer.regions.layouts]
-    assert needed <= streamer.pass_nbytes < 1.01 * needed
+    sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.regions.layouts]
+    assert needed <= offloader.pass_nbytes < 1.01 * needed
     table = loading.checkpoint.tensors["model.embed_tokens.weight"]
     rows = inputs["input_ids"].unique().numel() * table.nbytes // table.shape[0]
     before = quiet(model)
     for passes in range(1, 4):
         forward(model, inputs)
         once = passes * (sum(sizes) + rows)
-        assert once <= quiet(model) - before <= once + streamer.regions.nbytes  # what is read ahead of the next pass
-    assert (streamer.passes, streamer.schedule.mispredicts, streamer.apart) == (3, 0, 0)
+        assert once <= quiet(model) - before <= once + offloader.regions.nbytes  # what is read ahead of the next pass
+    assert (offloader.passes, offloader.schedule.prefetch_misses, offloader.buffer_overflows) == (3, 0, 0)
 
 
 def test_direct_and_verified_reads_give_the_same_logits(path):
     inputs = prompt(path)
     expected = forward(load(path), inputs)
-    for options in ({"stream": "direct"}, {"stream": "buffered", "verify": "always"}, {"stream": "direct", "verify": "first"}):
+    for options in ({"disk_io": "direct"}, {"disk_io": "buffered", "disk_checksum": "always"}, {"disk_io": "direct", "disk_checksum": "first"}):
         model = load(path, {"": "disk"}, **options)
         assert torch.equal(forward(model, inputs), expected)
         assert torch.equal(forward(model, inputs), expected)
@@ -130,22 +130,22 @@ def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
     scheme = moe_models.BY_EXPERT
     path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
     inputs = {"input_ids": moe_models.IDS}
-    expected = forward(load(path, activations="none"), inputs)
-    model = load(path, {"": "disk"}, activations="none", expert_cache_nbytes=budget, stream="buffered")
-    streamer, used = model.hf_quantizer.loading.streamer, []
+    expected = forward(load(path, quantize_activations=False), inputs)
+    model = load(path, {"": "disk"}, quantize_activations=False, expert_cache_size=budget, disk_io="buffered")
+    offloader, used = model.hf_quantizer.loading.offloader, []
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear) and ".experts." in name:
+        if isinstance(module, QuantizedLinear) and ".experts." in name:
             module.register_forward_pre_hook(lambda module, _: used.append(module))
     for _ in range(3):
-        before, read, misses, hits = quiet(model), streamer.source.nbytes_read, streamer.experts.misses, streamer.experts.hits
+        before, read, misses, hits = quiet(model), offloader.source.nbytes_read, offloader.experts.misses, offloader.experts.hits
         used.clear()
         assert torch.equal(forward(model, inputs), expected)
-        assert streamer.experts.nbytes <= streamer.experts.budget
-        hits, misses = streamer.experts.hits - hits, streamer.experts.misses - misses
+        assert offloader.experts.nbytes <= offloader.experts.budget
+        hits, misses = offloader.experts.hits - hits, offloader.experts.misses - misses
         assert hits + misses == len(used)
         table = model.hf_quantizer.loading.checkpoint.tensors["model.embed_tokens.weight"]
         rows = moe_models.IDS.unique().numel() * table.nbytes // table.shape[0]
-        experts = quiet(model) - before - (streamer.source.nbytes_read - read) - rows
+        experts = quiet(model) - before - (offloader.source.nbytes_read - read) - rows
         sizes = [sum(info.nbytes for info in module.infos.values()) for module in used]
         if budget in (0, 1):
             assert (hits, experts) == (0, sum(sizes))
@@ -157,11 +157,11 @@ def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
 def test_the_plan_counts_every_byte_of_the_checkpoint(path):
     plan = load(path, {"": "disk"}).hf_quantizer.loading.plan
     stored = sum(info.nbytes for info in load(path).hf_quantizer.loading.checkpoint.tensors.values())
-    assert plan.nbytes_by_home() == {"disk": stored}
+    assert plan.nbytes_by_device() == {"disk": stored}
     assert plan.resident_nbytes() == 0
     half = load(path, HALF).hf_quantizer.loading.plan
-    assert set(half.nbytes_by_home()) == {"cpu", "disk"}
-    assert half.moved_nbytes() == half.nbytes_by_home()["disk"]
+    assert set(half.nbytes_by_device()) == {"cpu", "disk"}
+    assert half.onloaded_nbytes() == half.nbytes_by_device()["disk"]
 
 
 def test_gradients_reach_the_activations_and_are_the_same_from_disk(path):
@@ -244,7 +244,7 @@ def test_a_copied_model_gives_the_same_logits(path):
 
 def test_take_over_needs_no_patch(path):
     model = AutoModelForCausalLM.from_pretrained(
-        path, config=take_over(path, HfqConfig(kernel="reference")), dtype=torch.float32
+        path, config=pretrained_config(path, HfqConfig(kernel="reference")), dtype=torch.float32
     )
     assert torch.equal(forward(model, prompt(path)), forward(load(path, kernel="reference"), prompt(path)))
     assert model.hf_quantizer.quantization_config.kernel == "reference"
@@ -252,8 +252,8 @@ def test_take_over_needs_no_patch(path):
 
 def test_a_device_map_is_read_by_whole_names(path):
     model = load(path, {"": "cpu", "model.layers.1": "disk"})
-    homes = model.hf_quantizer.loading.homes
-    assert {name.split(".")[2] for name, home in homes.items() if home == "disk"} == {"1"}
+    devices = model.hf_quantizer.loading.devices
+    assert {name.split(".")[2] for name, home in devices.items() if home == "disk"} == {"1"}
 
 
 def test_the_users_device_map_is_left_as_it_was_and_reported(path):

@@ -23,7 +23,7 @@ from hfq.cli.main import app
 from hfq.errors import CheckpointError, SetupError
 from hfq.loading.dry_run import open_model
 from hfq.loading.kv_layers import kv_layers
-from hfq.loading.loaded_model import loading_of
+from hfq.loading.loaded_model import loader_of
 from hfq.placement.estimate.kv_cache import kv_nbytes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
@@ -67,7 +67,7 @@ def plan(*arguments) -> dict:
 
 def measure(model) -> dict[str, int]:
     """The bytes that a loaded model takes: tensors in memory, tensors that stay in files, and its ring."""
-    loading = loading_of(model)
+    loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
     away = [module for module in loading.packed.values() if all(t.is_meta for t in module.resting_tensors().values())]
     on_disk = sum(info.nbytes for module in away for info in module.infos.values())
@@ -75,7 +75,7 @@ def measure(model) -> dict[str, int]:
     on_disk += sum(
         info.nbytes for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta
     )
-    ring = loading.streamer.regions.nbytes if loading.streamer is not None else 0
+    ring = loading.offloader.regions.nbytes if loading.offloader is not None else 0
     return {"cpu": sum(held.values()), "disk": on_disk, "ring": ring}
 
 
@@ -83,25 +83,25 @@ def measure(model) -> dict[str, int]:
 def test_planned_bytes_are_measured_bytes_in_every_home(name):
     path = tiny_models.DATA / name
     whole = plan(path, "--context", 1)
-    parts = whole["homes"]["cpu"]
+    parts = whole["devices"]["cpu"]
     work = parts["kv_cache"] + parts["activations"]
     enough = int(parts["total"] * 1.02)  # a row that is read, and not mapped, has gaps
-    assert plan(path, "--context", 1, "--disk", 0, "--cpu", enough)["homes"] == {"cpu": parts | {"capacity": enough}}
-    for share, homes in ((1.01, {"cpu"}), (0.72, {"cpu", "disk"}), (None, {"cpu", "disk"})):
+    assert plan(path, "--context", 1, "--disk", 0, "--cpu", enough)["devices"] == {"cpu": parts | {"capacity": enough}}
+    for share, devices in ((1.01, {"cpu"}), (0.72, {"cpu", "disk"}), (None, {"cpu", "disk"})):
         cpu = _least(path, work) if share is None else int(parts["weights"] * share) + work
         planned = plan(path, "--context", 1, "--cpu", cpu)
         model = AutoModelForCausalLM.from_pretrained(
             path, quantization_config=HfqConfig(kernel="reference"), device_map="auto", max_memory=planned["max_memory"]
         )
         assert model.hf_device_map == planned["device_map"]
-        measured, expected = measure(model), planned["homes"]
-        assert set(expected) == homes
+        measured, expected = measure(model), planned["devices"]
+        assert set(expected) == devices
         assert expected["cpu"]["total"] <= cpu
         assert measured["cpu"] == pytest.approx(expected["cpu"]["weights"], rel=0.02)
         assert measured["disk"] == pytest.approx(expected.get("disk", {"weights": 0})["weights"], rel=0.02)
         assert measured["ring"] == pytest.approx(expected["cpu"]["ring"], rel=0.02)
-        streamer = model.hf_quantizer.loading.streamer
-        passed, pages = (0, 0) if streamer is None else (streamer.pass_nbytes, 8192 * len(streamer.blocks))
+        offloader = model.hf_quantizer.loading.offloader
+        passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
         assert passed <= planned["moved"]["streamed_nbytes_a_step"] <= passed + pages  # a block is read in whole pages
 
 
@@ -115,7 +115,7 @@ def _least(path, work: int) -> int:
 def test_a_skeleton_is_reached_without_reading_weights(monkeypatch):
     from hfq.loading import model_loader as loading
 
-    monkeypatch.setattr(loading, "load_rows", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load_quantized_weights", lambda *_: pytest.fail("weights were read"))
     model = open_model(tiny_models.DATA / "tiny-llama-gptq")
     assert all(tensor.is_meta for tensor in model.loading.model.parameters())
     assert model.sizes.weights["gptq 4-bit bfloat16"][0] == sum(out * into for out, into in model.shapes().packed)

@@ -1,4 +1,4 @@
-"""How packed rows reach their homes: the plan says it, each backing holds the same bytes, and memory is bounded and shared."""
+"""How packed rows reach their homes: the plan says it, each cpu_memory holds the same bytes, and memory is bounded and shared."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
 from hfq.loading import read_weights
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -42,13 +42,13 @@ def logits(model):
         return model(TOKENS).logits
 
 
-def loading_of(model):
+def loader_of(model):
     return model.hf_quantizer.loading
 
 
 def how(model, packed=True):
     """What became of each row: {how: number of them}; those whose small tensors are looked at are not counted."""
-    loading, found = loading_of(model), {}
+    loading, found = loader_of(model), {}
     for row in loading.read_plan.rows:
         if (row.name in loading.packed) is packed and not row.arena.startswith("checks"):
             key = row.arena or row.how
@@ -78,7 +78,7 @@ def shared_memory(tmp_path, monkeypatch):
     """A folder that stands for the node's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(read_weights.SharedArena, "open", functools.partial(read_weights.SharedArena.open, folder=folder))
+    monkeypatch.setattr(read_weights.SharedMemory, "open", functools.partial(read_weights.SharedMemory.open, folder=folder))
     return folder
 
 
@@ -89,7 +89,7 @@ def log(caplog):
 
 
 def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
-    loading = loading_of(load(device_map=HALF))
+    loading = loader_of(load(device_map=HALF))
     plan = loading.read_plan
     resting = [info.name for row in plan.rows if not row.arena.startswith("checks") for info in row.infos.values()]
     assert sorted(resting) == sorted(loading.checkpoint.tensors)
@@ -106,7 +106,7 @@ def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, HALF])
 def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
-    loading = loading_of(load(FP8, device_map))
+    loading = loader_of(load(FP8, device_map))
     small = sum(module.infos["weight_scale_inv"].nbytes for module in loading.packed.values())
     assert loading.reader.counters.bytes_read == loading.read_plan.bytes_read == small
     on_disk = sum(info.nbytes for row in loading.read_plan.rows if row.how == "disk" for info in row.infos.values())
@@ -117,34 +117,34 @@ def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
         assert loading.reader.counters.populated == 0
 
 
-@pytest.mark.parametrize("backing", ["auto", "mapped", "arena", "shared"])
-def test_every_backing_computes_the_same(backing, expected, shared_memory):
-    model = load(backing=backing)
-    assert how(model) == {{"auto": "mapped", "arena": "cpu"}.get(backing, backing): 28}
+@pytest.mark.parametrize("cpu_memory", ["auto", "mmap", "private", "shared"])
+def test_every_backing_computes_the_same(cpu_memory, expected, shared_memory):
+    model = load(cpu_memory=cpu_memory)
+    assert how(model) == {{"auto": "mapped", "mmap": "mapped", "private": "cpu"}.get(cpu_memory, cpu_memory): 28}
     assert torch.equal(logits(model), expected)
 
 
 def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
-    model = load(backing="arena")
-    plan = loading_of(model).read_plan
+    model = load(cpu_memory="private")
+    plan = loader_of(model).read_plan
     found = sorted(
-        (module.packed_row.data_ptr(), module.packed_row.nbytes)
+        (module.flat_buffer.data_ptr(), module.flat_buffer.nbytes)
         for module in model.modules()
-        if isinstance(module, PackedLinear)
+        if isinstance(module, QuantizedLinear)
     )
     first = found[0][0]
     assert all((address - first) % ARENA_ALIGNMENT == 0 for address, _ in found)
     assert found[-1][0] + found[-1][1] - first <= plan.arenas["cpu"].nbytes
     assert plan.arenas["cpu"].kind == "private"
     assert plan.bytes_needed == sum(
-        info.nbytes for module in loading_of(model).packed.values() for info in module.infos.values()
+        info.nbytes for module in loader_of(model).packed.values() for info in module.infos.values()
     )
-    assert loading_of(model).reader.counters.bytes_read == plan.bytes_read  # each row once, its small tensors with it
+    assert loader_of(model).reader.counters.bytes_read == plan.bytes_read  # each row once, its small tensors with it
 
 
 def test_a_row_of_an_arena_is_a_storage_of_its_own():
-    model = load(backing="arena")
-    row = model.model.layers[0].mlp.up_proj.packed_row
+    model = load(cpu_memory="private")
+    row = model.model.layers[0].mlp.up_proj.flat_buffer
     assert row.untyped_storage().nbytes() == row.nbytes
 
 
@@ -152,7 +152,7 @@ def test_staging_is_bounded_and_used_again(expected, monkeypatch):
     limit = 20_000
     monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=limit))
     model = load(device_map=HALF)
-    plan = loading_of(model).read_plan
+    plan = loader_of(model).read_plan
     assert len(plan.arenas) > 1
     assert plan.staging <= limit
     assert torch.equal(logits(model), expected)
@@ -162,15 +162,15 @@ def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, m
     """`cpu:0` stands for an accelerator: it is another home than `cpu`, and torch knows it."""
     monkeypatch.setattr(read_weights, "plan_reads", functools.partial(plan_reads, staging=100_000))
     model = load()
-    loading = loading_of(model)
-    loading.homes = dict.fromkeys(loading.homes, "cpu:0")
+    loading = loader_of(model)
+    loading.devices = dict.fromkeys(loading.devices, "cpu:0")
     before = loading.reader.counters.bytes_read
-    plan, _ = read_weights.load_rows(loading, set())
+    plan, _ = read_weights.load_quantized_weights(loading, set())
     assert plan.staging <= 100_000
     assert len(plan.arenas) >= 5
     assert all(row.arena.startswith("cpu:0 ") for row in plan.rows if row.name in loading.packed)
     assert loading.reader.counters.bytes_read - before == plan.bytes_read
-    held = [module.packed_row for module in loading.packed.values()]
+    held = [module.flat_buffer for module in loading.packed.values()]
     assert len({row.data_ptr() for row in held}) == 28
     assert torch.equal(logits(model), expected)
 
@@ -178,10 +178,10 @@ def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, m
 def test_what_is_not_aligned_is_read(misaligned, expected):
     model = load(misaligned)
     assert how(model) == {"cpu": 28}
-    assert "not aligned" in loading_of(model).read_plan.explain()
+    assert "not aligned" in loader_of(model).read_plan.explain()
     assert torch.equal(logits(model), expected)
     with pytest.raises(PlacementError, match="cannot be used where it lies"):
-        load(misaligned, backing="mapped")
+        load(misaligned, cpu_memory="mmap")
 
 
 def test_a_copy_is_shared_where_a_launcher_started_several_processes(misaligned, expected, monkeypatch, shared_memory):
@@ -190,19 +190,19 @@ def test_a_copy_is_shared_where_a_launcher_started_several_processes(misaligned,
     first, second = load(misaligned), load(misaligned)
     assert how(first) == how(second) == {"shared": 28}
     assert len(list(shared_memory.iterdir())) == 1
-    counts = [loading_of(model).reader.counters.bytes_read for model in (first, second)]
-    assert counts == [loading_of(first).read_plan.bytes_read, 0]
-    assert loading_of(second).read_report.shared == loading_of(second).read_plan.arenas["shared"].nbytes
+    counts = [loader_of(model).reader.counters.bytes_read for model in (first, second)]
+    assert counts == [loader_of(first).read_plan.bytes_read, 0]
+    assert loader_of(second).read_report.shared == loader_of(second).read_plan.arenas["shared"].nbytes
     assert torch.equal(logits(second), expected)
-    first.model.layers[0].mlp.up_proj.packed_row.data.zero_()
+    first.model.layers[0].mlp.up_proj.flat_buffer.data.zero_()
     assert torch.equal(logits(second), expected)
     assert not torch.equal(logits(first), expected)
 
 
 def test_another_version_of_a_file_is_not_taken_for_it(misaligned, shared_memory, tmp_path):
     copied = shutil.copytree(misaligned, tmp_path / "copy")
-    first, second = load(misaligned, backing="shared"), load(copied, backing="shared")
-    assert loading_of(second).reader.counters.bytes_read == loading_of(first).reader.counters.bytes_read > 0
+    first, second = load(misaligned, cpu_memory="shared"), load(copied, cpu_memory="shared")
+    assert loader_of(second).reader.counters.bytes_read == loader_of(first).reader.counters.bytes_read > 0
     assert len(list(shared_memory.iterdir())) == 2
 
 
@@ -210,19 +210,19 @@ def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, mis
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shared_memory.rmdir()
     model = load(misaligned)
-    assert loading_of(model).read_report.shared == 0
+    assert loader_of(model).read_report.shared == 0
     assert torch.equal(logits(model), expected)
     with pytest.raises(PlacementError, match="cannot be kept in shared memory"):  # asked for by name
-        load(misaligned, backing="shared")
+        load(misaligned, cpu_memory="shared")
 
 
 def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, log):
     monkeypatch.setattr(read_weights, "is_network", lambda _: True)
     model = load()
     assert how(model) == {"cpu": 28}
-    assert "network file system" in loading_of(model).read_plan.explain()
+    assert "network file system" in loader_of(model).read_plan.explain()
     assert "16 threads" in log.text
-    assert how(load(backing="mapped")) == {"mapped": 28}
+    assert how(load(cpu_memory="mmap")) == {"mapped": 28}
     assert torch.equal(logits(model), expected)
 
 
@@ -237,11 +237,11 @@ def test_one_line_says_what_was_done(log):
 def test_the_bar_is_shown_as_transformers_says(enabled, capsys, monkeypatch):
     monkeypatch.setattr(read_weights, "_SMALL", 0)
     monkeypatch.setattr(transformers_logging, "_tqdm_active", enabled)
-    model = load(backing="arena")
+    model = load(cpu_memory="private")
     shown = capsys.readouterr().err
     assert ("hfq: reading" in shown) is enabled
     assert ("100%" in shown.partition("hfq: reading")[2]) is enabled
-    assert loading_of(model).read_plan.bytes_read > 0
+    assert loader_of(model).read_plan.bytes_read > 0
 
 
 @pytest.fixture(autouse=True)
@@ -256,15 +256,15 @@ def shown_bars():
 
 def test_the_bar_ends_where_another_process_has_read(capsys, monkeypatch, shared_memory):
     monkeypatch.setattr(read_weights, "_SMALL", 0)
-    first = load(backing="shared")
+    first = load(cpu_memory="shared")
     capsys.readouterr()
-    second = load(backing="shared")
+    second = load(cpu_memory="shared")
     assert "100%" in capsys.readouterr().err.partition("hfq: reading")[2].partition("Loading weights")[0]
-    assert loading_of(first).reader.counters.bytes_read > loading_of(second).reader.counters.bytes_read == 0
+    assert loader_of(first).reader.counters.bytes_read > loader_of(second).reader.counters.bytes_read == 0
 
 
 def test_a_small_read_has_no_bar(capsys):
-    load(backing="arena")
+    load(cpu_memory="private")
     assert "hfq: reading" not in capsys.readouterr().err
 
 
@@ -296,31 +296,31 @@ def evicted(monkeypatch, folder):
 
 def test_a_cold_checkpoint_that_is_mapped_is_in_memory_after_the_load(cold, monkeypatch):
     with evicted(monkeypatch, cold):
-        loading = loading_of(load(cold))
+        loading = loader_of(load(cold))
     mapped = sum(source.nbytes for source in loading.read_plan.mapped)
     assert loading.reader.counters.populated == loading.read_report.populated == loading.read_report.mapped == mapped
-    again = loading_of(load(cold))
+    again = loader_of(load(cold))
     assert again.reader.counters.populated == 0
 
 
 def test_nothing_is_brought_in_where_it_does_not_fit(cold, monkeypatch):
     monkeypatch.setattr(read_weights, "available_memory", lambda: 1000)
     with evicted(monkeypatch, cold):
-        assert loading_of(load(cold)).reader.counters.populated == 0
+        assert loader_of(load(cold)).reader.counters.populated == 0
 
 
-@pytest.mark.parametrize("backing", ["auto", "arena"])
-def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, backing):
-    original = read_weights.plan_rows
+@pytest.mark.parametrize("cpu_memory", ["auto", "private"])
+def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, cpu_memory):
+    original = read_weights.plan_weight_reads
 
     def cut(*args):
         plan = original(*args)
         os.truncate(cold / "model.safetensors", 200_000)
         return plan
 
-    monkeypatch.setattr(read_weights, "plan_rows", cut)
+    monkeypatch.setattr(read_weights, "plan_weight_reads", cut)
     with pytest.raises(CheckpointError, match="changed after it was validated"):
-        load(cold, backing=backing)
+        load(cold, cpu_memory=cpu_memory)
 
 
 SCRIPT = """
@@ -328,9 +328,9 @@ import gc, re, sys
 import torch
 from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
-small, large, backing = sys.argv[1:]
+small, large, cpu_memory = sys.argv[1:]
 def load(path):
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(backing=backing), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(cpu_memory=cpu_memory), dtype=torch.bfloat16)
 def anonymous():
     gc.collect()
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -378,9 +378,9 @@ def large(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def loaded(folder, backing):
+def loaded(folder, cpu_memory):
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), backing], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), cpu_memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"},
     ) as process:  # fmt: skip
         try:
@@ -398,11 +398,11 @@ def ask(process):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
-@pytest.mark.parametrize("backing", ["mapped", "shared"])
-def test_two_processes_hold_one_copy_and_little_of_their_own(large, backing):
+@pytest.mark.parametrize("cpu_memory", ["mmap", "shared"])
+def test_two_processes_hold_one_copy_and_little_of_their_own(large, cpu_memory):
     folder, nbytes = large
     constant = 4 << 20  # the skeleton, the plan, and what the allocator keeps, in each process
-    with loaded(folder, backing) as first, loaded(folder, backing) as second:
+    with loaded(folder, cpu_memory) as first, loaded(folder, cpu_memory) as second:
         after_load = [int(process.stdout.readline()) for process in (first, second)]
         touched = [ask(process) for process in (first, second)]
         assert max(after_load + touched) <= 0.02 * nbytes + constant

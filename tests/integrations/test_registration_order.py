@@ -52,7 +52,7 @@ RUNS = {
     "alone": ("from transformers import AutoModelForCausalLM", (STOCK,)),
     "hfq": ("import hfq", (CHECK,)),
     "a name of hfq": ("from hfq import HfqConfig", (CHECK,)),
-    "a module of hfq": ("from hfq.loading.model_loader import Loading", (CHECK,)),
+    "a module of hfq": ("from hfq.loading.model_loader import ModelLoader", (CHECK,)),
     "hfq, a model": ("import hfq\nfrom transformers import LlamaForCausalLM", (CHECK,)),
     "hfq first": ("import hfq\nfrom transformers import AutoModelForCausalLM", (CHECK, STOCK, GUARD)),
     "hfq after": ("from transformers import AutoModelForCausalLM\nimport hfq", (CHECK, STOCK, GUARD)),

@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
-from hfq import FormatError, HfqConfig, HfqError, PlacementError, SetupError, take_over
+from hfq import FormatError, HfqConfig, HfqError, PlacementError, SetupError, pretrained_config
 from hfq.formats.gptq import Gptq
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -41,7 +41,7 @@ def test_threads_that_load_without_the_patch_wait_for_each_other_too():
 
     def work():
         for _ in range(3):
-            found.append(logits(AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), dtype=torch.float32)))
+            found.append(logits(AutoModelForCausalLM.from_pretrained(GPTQ, config=pretrained_config(GPTQ), dtype=torch.float32)))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -54,9 +54,9 @@ def test_threads_that_load_without_the_patch_wait_for_each_other_too():
 
 def test_take_over_is_guarded_as_well():
     with pytest.raises(SetupError, match="gguf_file"):
-        AutoModelForCausalLM.from_pretrained(GPTQ, config=take_over(GPTQ), gguf_file="x.gguf")
+        AutoModelForCausalLM.from_pretrained(GPTQ, config=pretrained_config(GPTQ), gguf_file="x.gguf")
     with pytest.raises(HfqError, match="no checkpoint at this path"):
-        take_over("/nope/x")
+        pretrained_config("/nope/x")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_recording_has_every_part_of_the_model_and_leaves_no_trace(half):
     assert hooks(half) == before
     names = {lane: [span.name for span in timeline.spans if span.lane == lane] for lane in ("pass", "other", "compute")}
     assert names["pass"] == [""]
-    assert names["compute"] == timeline.blocks == ["model.layers.1", "model.layers.3"]
+    assert names["compute"] == timeline.units == ["model.layers.1", "model.layers.3"]
     assert names["other"] == ["model.embed_tokens", "model.layers.0", "model.layers.2", "model.norm", "lm_head"]
     whole = next(span for span in timeline.spans if span.lane == "pass")
     assert all(
@@ -57,7 +57,7 @@ def test_a_measured_report_is_saved_and_read_again(half, tmp_path):
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved == json.loads(json.dumps(found.to_dict()))
     assert [span["name"] for span in saved["timeline"]["spans"] if span["lane"] == "pass"] == [""]
-    assert sum(module["nbytes"] for module in saved["modules"]) == sum(home["nbytes"] for home in saved["homes"])
+    assert sum(module["nbytes"] for module in saved["modules"]) == sum(home["nbytes"] for home in saved["devices"])
     assert [module["module"] for module in saved["modules"]][:2] == ["model.embed_tokens", "model.layers.0.self_attn.q_proj"]
     assert [picture.name for picture in read_section(tmp_path / "run.json").pictures] == ["placement", "timeline"]
 
@@ -71,7 +71,7 @@ def test_a_recording_of_ones_own_is_kept(half):
 
 def test_a_model_in_memory_is_recorded_too(load):
     timeline = hfq.report(load({"": "cpu"}), measure=True).timeline
-    assert timeline.blocks == []
+    assert timeline.units == []
     assert {span.lane for span in timeline.spans} == {"pass", "other"}
 
 
@@ -88,8 +88,8 @@ def test_a_recording_is_saved_as_a_trace(half, tmp_path):
 
 def test_layer_major_is_recorded(half):
     with hfq.timeline(half) as timeline, torch.no_grad():
-        hfq.layer_major(half, [TOKENS, TOKENS], lambda batch: half(batch).logits)
-    assert [span.name for span in timeline.spans if span.lane == "compute"] == timeline.blocks
+        hfq.run_batches(half, [TOKENS, TOKENS], lambda batch: half(batch).logits)
+    assert [span.name for span in timeline.spans if span.lane == "compute"] == timeline.units
 
 
 def test_a_model_of_another_loader_is_refused():

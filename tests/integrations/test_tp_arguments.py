@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig
 from hfq.errors import PlacementError, SetupError
 from hfq.loading.tensor_parallel.slices import _EXPERTS, _expert_axis, generic
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
 from transformers.distributed import DistributedConfig
@@ -29,7 +29,7 @@ def load(options=None, **arguments):
         ({"tp_plan": "auto", "device_map": {"": "cpu"}}, "device_map"),
         ({"tp_plan": "auto", "device_mesh": object()}, "device_mesh"),
         ({"tp_plan": "x"}, "'x'"),
-        ({"tp_plan": "auto", "options": {"backing": "mapped"}}, 'HfqConfig(backing="mapped")'),
+        ({"tp_plan": "auto", "options": {"cpu_memory": "mmap"}}, 'HfqConfig(cpu_memory="mmap")'),
         ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, "fsdp_size of distributed_config"),
         ({"distributed_config": DistributedConfig(tp_size=2, pp_size=2)}, "pp_size of distributed_config"),
     ],
@@ -46,7 +46,7 @@ def test_one_process_loads_the_model_whole_and_says_so(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="hfq"):
         model = load(distributed_config=DistributedConfig(tp_plan="auto"))
     layer = model.model.layers[0].mlp.up_proj
-    assert isinstance(layer, PackedLinear)
+    assert isinstance(layer, QuantizedLinear)
     assert layer.local_in_features == layer.in_features
     assert "one rank: the model is loaded whole" in caplog.text
 

@@ -13,7 +13,8 @@ from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hfq import SetupError, prepare_for_training
+from hfq import SetupError
+from hfq.integrations.peft.training import prepare_for_training
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
 
@@ -106,7 +107,7 @@ def test_checkpointing_is_left_off_where_it_is_not_wanted():
 
 
 def test_what_cannot_be_prepared_is_refused():
-    with pytest.raises(SetupError, match=r"(?s)has adapters.*Fix: call hfq.prepare_for_training before"):
+    with pytest.raises(SetupError, match=r"(?s)has adapters.*Fix: call prepare_model_for_kbit_training before"):
         prepare_for_training(adapt(load()).base_model.model)
     with pytest.raises(SetupError, match="was not loaded by hfq"):
         prepare_for_training(AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama"))
@@ -122,7 +123,7 @@ def test_hfq_does_not_import_peft_and_changes_it_when_it_is_imported():
     lines = [
         "import sys, hfq",
         "assert not {'torch', 'transformers', 'peft'} & sys.modules.keys()",
-        "hfq.prepare_for_training",
+        "hfq.HfqConfig",
         "assert 'peft' not in sys.modules",
         "import peft",
         "assert hasattr(peft.PeftModel.load_adapter, '__wrapped__')",

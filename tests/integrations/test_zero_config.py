@@ -11,7 +11,7 @@ from hfq import HfqConfig, PlacementError, SetupError
 from hfq.integrations.deepspeed.swap_buffers import Pool, plan_pool, swap_options
 from hfq.integrations.deepspeed.zero_config import read_zero_config
 from hfq.loading import ranks
-from hfq.placement.zero.shards import ZeroPlan, ZeroRow
+from hfq.placement.zero.shards import FlatParameter, ZeroPlan
 
 pytest.importorskip("deepspeed")
 from transformers.integrations import HfDeepSpeedConfig
@@ -103,7 +103,7 @@ def test_no_zero3_without_a_live_config():
 
 
 def test_the_pool_holds_the_largest_shard_and_what_a_module_needs_at_once():
-    rows = tuple(ZeroRow(str(n), nbytes, 2, (), True) for n, nbytes in enumerate([64, 1 << 22, 6_000_001 * 2, 1 << 21]))
+    rows = tuple(FlatParameter(str(n), nbytes, 2, (), True) for n, nbytes in enumerate([64, 1 << 22, 6_000_001 * 2, 1 << 21]))
     plan = ZeroPlan(rows, 0, 2, "nvme")
     assert plan_pool(plan, 2, at_once=1) == Pool(4, 3_000_001, 2)
     assert plan_pool(plan, 2, at_once=30, least_nbytes=1 << 20).count == 3  # no more than there are

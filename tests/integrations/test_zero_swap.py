@@ -7,7 +7,7 @@ import torch
 
 from hfq import CheckpointError, PlacementError
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
-from hfq.placement.zero.shards import ZeroRow
+from hfq.placement.zero.shards import FlatParameter
 
 pytest.importorskip("deepspeed")
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -35,7 +35,7 @@ def swapper_of(file, dtype=torch.bfloat16, stored=torch.bfloat16, rank=1, is_dir
     """(a swapper that holds one of three shards, the parameter, the reader)."""
     checkpoint = Checkpoint.open(file)
     reader = Reader(checkpoint)
-    row = ZeroRow("values", 10_000, 2, ((0, checkpoint.tensors["values"].range),))
+    row = FlatParameter("values", 10_000, 2, ((0, checkpoint.tensors["values"].range),))
     swapper, placed = CheckpointSwapper(reader, is_direct), parameter(row.shard_numel(3), dtype)
     swapper.place(placed, ShardSource(row.reads(rank, 3), row.shard_nbytes(3), stored))
     return swapper, placed, reader
@@ -115,5 +115,5 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_a_shard_of_something_else(f
 def test_nothing_else_is_ever_swapped_out(file):
     swapper, placed, _ = swapper_of(file)
     assert not swapper.swappable_tensor(numel=1 << 30)
-    with pytest.raises(PlacementError, match='nvme="swap"'):
+    with pytest.raises(PlacementError, match='nvme_source="swap_files"'):
         swapper.get_path(placed, True)

@@ -14,14 +14,14 @@ from leaving import leave
 
 import hfq
 from hfq import HfqConfig
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
 CONFIG = HfqConfig(kernel="reference")
 
 
 def held(model) -> int:
     """The bytes of codes that a rank holds."""
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     return sum(module.packed_tensors()[module.weight_format.codes_name].nbytes for module in packed)
 
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
 from hfq import HfqConfig, HfqError
-from hfq.formats.detection.unsupported import UnreadableDialectError
+from hfq.formats.detection.unsupported import UnsupportedFormatError
 
 LIMIT, MOST_RESIDENT = 1e-5, 1.02
 
 
 def load(folder: Path, device_map: dict):
-    config = HfqConfig(activations="none")
+    config = HfqConfig(quantize_activations=False)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
 
 
@@ -82,7 +82,7 @@ def main(folders: list[str]) -> int:
         try:
             found = row(folder)
         except HfqError as error:
-            what = "refused" if isinstance(error, UnreadableDialectError) else "FAILED"
+            what = "refused" if isinstance(error, UnsupportedFormatError) else "FAILED"
             counts[what] += 1
             print(f"{folder.name:44} {what}: {str(error).splitlines()[0]}")
             continue

@@ -6,9 +6,10 @@ import torch
 from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
-from hfq import Checkpoint, HfqConfig
+from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
-from hfq.modules.linear import PackedLinear
+from hfq.modules.linear import QuantizedLinear
 
 pytestmark = pytest.mark.peers
 
@@ -31,10 +32,10 @@ def made(folder, name):
     return tiny_models.write_model(folder, tensors | scales, case.config)
 
 
-def packed_layers(path, activations="none"):
-    config = HfqConfig(kernel="reference", activations=activations)
+def packed_layers(path, quantize_activations=False):
+    config = HfqConfig(kernel="reference", quantize_activations=quantize_activations)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-    return model, {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    return model, {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def test_transformers_gives_the_same_logits_of_fine_grained_fp8(tmp_path):
@@ -70,7 +71,7 @@ def test_compressed_tensors_own_decompression_gives_the_sources_weights(tmp_path
 def test_transformers_with_compressed_tensors_gives_hfqs_logits(tmp_path, path, to):
     target = converted(path, tmp_path, to)
     stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    model, _ = packed_layers(path, activations="checkpoint")
+    model, _ = packed_layers(path, quantize_activations=True)
     with torch.no_grad():
         expected, found = model(TOKENS).logits, stock(TOKENS).logits
     # products over panels may sum in another order, and a rounding of FP8 activations may flip on it

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 import hfq
 from hfq import HfqConfig
 from hfq.errors import FormatError, HfqError, PlacementError, SetupError
-from hfq.modules.fused import FusedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.concat_linear import ConcatLinear
+from hfq.modules.quantized_module import QuantizedModule
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
 pytestmark = pytest.mark.peers
@@ -85,8 +85,8 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def packed_of(model) -> dict[str, PackedModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedModule)}
+def packed_of(model) -> dict[str, QuantizedModule]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
 
 
 @pytest.mark.parametrize("case", [*fms_models.PARITY, ("mistral", "gptq-asym", 2), ("mistral", "fp8-tensor", 2)], ids=identity)
@@ -113,7 +113,7 @@ def test_the_code_of_the_page_runs(paths):
 @pytest.mark.parametrize("case", fms_models.PARITY[3::7], ids=identity)
 def test_fused_layers_compute_the_same(case, paths):
     model = load(paths[case], fused_weights=True)
-    assert sum(isinstance(module, FusedLinear) for module in model.modules()) == 4
+    assert sum(isinstance(module, ConcatLinear) for module in model.modules()) == 4
     assert torch.equal(logits(model), logits(load(paths[case])))
 
 
@@ -209,7 +209,7 @@ def ranks(folder, shared) -> list[dict]:
     """What both ranks of one launch found: all cases run in it."""
     cases = {id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HFQ_NATIVE": "0"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HFQ_DISABLE_CPP": "1"}
     command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
     started = [
         subprocess.Popen(

@@ -5,7 +5,8 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfq import Checkpoint, HfqConfig
+from hfq import HfqConfig
+from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
 
 pytestmark = pytest.mark.peers
@@ -30,7 +31,7 @@ def identity(path) -> str:
 
 
 def load(path, **options):
-    config = HfqConfig(activations=options.pop("activations", "none"))
+    config = HfqConfig(quantize_activations=options.pop("quantize_activations", False))
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": "auto", **options})
 
 
@@ -68,7 +69,7 @@ def test_activations_are_quantized_as_compressed_tensors_does(path):
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         expected = stock(tokens).logits
-        found = load(path, dtype=torch.float32, activations="checkpoint")(tokens).logits
+        found = load(path, dtype=torch.float32, quantize_activations=True)(tokens).logits
     # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
@@ -78,14 +79,14 @@ def test_gptqmodel_reads_the_weights_that_hfq_saved_from_disk(path, tmp_path):
     """gptqmodel dequantizes in the dtype of the scales (F16): one rounding away from hfq's float32."""
     from gptqmodel import BACKEND, GPTQModel
 
-    from hfq.modules.linear import PackedLinear
+    from hfq.modules.linear import QuantizedLinear
 
     load(path, device_map={"": "disk"}).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path)
     peer = GPTQModel.load(str(tmp_path), backend=BACKEND.TORCH, device="cpu").model
     checked = 0
     for name, module in load(path).named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, QuantizedLinear):
             other = peer.get_submodule(name)
             weight = other.dequantize_weight().t()
             found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)

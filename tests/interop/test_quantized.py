@@ -6,20 +6,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hfq
-from hfq import HfqConfig
-from hfq.modules.linear import PackedLinear
+from hfq import HfqConfig, Recipe
+from hfq.formats import FORMATS
+from hfq.modules.linear import QuantizedLinear
 
 pytestmark = pytest.mark.peers
 
 SOURCE = tiny_models.DATA / "tiny-llama"
 TOKENS = torch.arange(1, 65)[None]
 RECIPES = [
-    {"method": "gptq", "num_bits": 4, "group_size": 64},
-    {"method": "gptq", "num_bits": 4, "group_size": 32, "symmetric": False, "act_order": True},
-    {"method": "gptq", "num_bits": 2, "group_size": 32, "symmetric": False},
-    {"method": "awq", "num_bits": 4, "group_size": 64},
-    {"method": "awq", "num_bits": 3, "group_size": 32, "modules_to_not_convert": ["model.layers.1.mlp"]},
-    {"method": "rtn", "num_bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
+    {"method": "gptq", "bits": 4, "group_size": 64},
+    {"method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+    {"method": "gptq", "bits": 2, "group_size": 32, "sym": False},
+    {"method": "awq", "bits": 4, "group_size": 64},
+    {"method": "awq", "bits": 3, "group_size": 32, "modules_to_not_convert": ["model.layers.1.mlp"]},
+    {"method": "rtn", "bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
 ]
 
 
@@ -45,11 +46,11 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     from gptqmodel import BACKEND, GPTQModel
 
     calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
-    hfq.quantize(SOURCE, HfqConfig(**recipe), output=tmp_path / "it", calibration=calibration, samples=4, sequence_length=64)
+    hfq.quantize(SOURCE, Recipe(**recipe), output_dir=tmp_path / "it", dataset=calibration, num_calibration_samples=4, max_seq_length=64)
     peer = GPTQModel.load(str(tmp_path / "it"), backend=BACKEND.TORCH, device="cpu").model
     model, checked = load(tmp_path / "it"), 0
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, QuantizedLinear):
             weight = dequantized(peer.get_submodule(name)).t()
             found = module.weight_format.dequantize(module.resting_tensors(), weight.dtype)
             worst = (found.float() - weight.float()).abs().max()
@@ -62,8 +63,8 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
 
 def test_transformers_reads_the_awq_that_hfq_wrote(tmp_path):
     calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
-    config = HfqConfig(method="awq", group_size=64, modules_to_not_convert=["model.layers.2.self_attn.o_proj"])
-    hfq.quantize(SOURCE, config, output=tmp_path / "it", calibration=calibration, samples=4, sequence_length=64)
+    recipe = Recipe("awq", group_size=64)
+    hfq.quantize(SOURCE, recipe, output_dir=tmp_path / "it", dataset=calibration, num_calibration_samples=4, max_seq_length=64, modules_to_not_convert=["model.layers.2.self_attn.o_proj"])
     expected = logits(load(tmp_path / "it"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)
     assert not [module for module in stock.modules() if type(module).__module__.startswith("hfq")]
@@ -72,26 +73,26 @@ def test_transformers_reads_the_awq_that_hfq_wrote(tmp_path):
 
 
 def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
-    hfq.quantize(SOURCE, HfqConfig(method="fp8"), output=tmp_path / "it")
+    hfq.quantize(SOURCE, Recipe("fp8"), output_dir=tmp_path / "it")
     expected = logits(load(tmp_path / "it"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)  # on a CPU it dequantizes to that
     assert (logits(stock) - expected).norm() < 0.02 * expected.norm()
 
 
 def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
-    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
-    config = HfqConfig(method="fp8", modules_to_not_convert=["gate_proj"])
-    hfq.quantize(source, config, output=tmp_path / "it")
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None)
+    recipe = Recipe("fp8")
+    hfq.quantize(source, recipe, output_dir=tmp_path / "it", modules_to_not_convert=["gate_proj"])
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.float32)
     tokens = torch.arange(1, 25)[None]
     with torch.no_grad():
         expected = stock(tokens).logits
-        found = load(tmp_path / "it", activations="checkpoint")(tokens).logits
+        found = load(tmp_path / "it", quantize_activations=True)(tokens).logits
     # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
-OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"method": "glm"}]
+OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"method": "w4a16"}]
 
 
 @pytest.mark.parametrize("recipe", OUTPUTS, ids=str)
@@ -104,12 +105,12 @@ def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     )  # which it decompresses MXFP4 to, whatever is asked
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=dtype)
     found = logits(stock)
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(packed) == 28
     for name, module in packed.items():
         assert torch.equal(module.weight, stock.get_submodule(name).weight.float()), name
     # another order of sums moves an activation over the edge of its int8 code, here and there: the reference's is the reader's
-    options = {"activations": "checkpoint", "kernel": "reference"} if recipe["method"] == "w8a8" else {}
+    options = {"quantize_activations": True, "kernel": "reference"} if recipe["method"] == "w8a8" else {}
     expected = logits(load(tmp_path / "it", **options))
     # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16 bits
     assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * expected.norm()

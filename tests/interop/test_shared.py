@@ -28,7 +28,7 @@ READ = checkpoints()
 
 
 def load(name, **options):
-    config = HfqConfig(activations=options.pop("activations", "none"))
+    config = HfqConfig(quantize_activations=options.pop("quantize_activations", False))
     path = tiny_models.SHARED / name
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": torch.float32, **options})
 

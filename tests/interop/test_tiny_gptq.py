@@ -33,7 +33,7 @@ def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
     # gptqmodel writes logs into the folder that it is called in
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["dialects"] == {"gptq v1 int4 g128 sym": 28}
+    assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["formats"] == {"gptq v1 int4 g128 sym": 28}
     stored, shipped = (tiny_models.stored_tensors(path) for path in (tmp_path / "made", tiny_models.DATA / "tiny-llama-gptq"))
     assert {name: (t.dtype, t.shape) for name, t in stored.items()} == {
         name: (t.dtype, t.shape) for name, t in shipped.items()

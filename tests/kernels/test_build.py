@@ -39,7 +39,7 @@ def settle(monkeypatch):
     """settle() → the state of a process that wants the compiled part and has just asked for it."""
 
     def settle():
-        monkeypatch.setenv(library.SWITCH, "1")
+        monkeypatch.setenv(library.SWITCH, "0")
         once = library._Once()
         monkeypatch.setattr(library, "_once", once)
         once.settle()
@@ -187,17 +187,17 @@ def test_what_is_no_library_is_not_loaded(runs, settle):
 
 
 def test_switched_off_nothing_is_built_or_said(runs, monkeypatch, caplog):
-    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setenv(library.SWITCH, "1")
     monkeypatch.setattr(library, "_once", library._Once())
     library.start()
     assert library.library() is None
-    assert library.reason_missing() == "HFQ_NATIVE=0"
+    assert library.reason_missing() == "HFQ_DISABLE_CPP=1"
     assert runs() == 0
     assert not caplog.text
 
 
 def test_a_model_waits_for_the_build_that_was_begun(runs, settle, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "1")
+    monkeypatch.setenv(library.SWITCH, "0")
     monkeypatch.setattr(library, "_once", library._Once())
     library.start()
     library.start()
@@ -245,7 +245,7 @@ def test_a_lock_is_given_back_though_a_child_of_a_fork_has_it_open(tmp_path, mon
 
 
 def test_the_child_of_a_fork_settles_for_itself(runs, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "1")
+    monkeypatch.setenv(library.SWITCH, "0")
     once = library._Once()
     monkeypatch.setattr(library, "_once", once)
     library.start()

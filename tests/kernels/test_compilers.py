@@ -60,7 +60,7 @@ def zig():
 def test_the_packages_compiler_makes_the_same_of_it(zig, compiled, monkeypatch):
     other = library._Once()
     with monkeypatch.context() as patch:
-        patch.setenv(library.SWITCH, "1")
+        patch.setenv(library.SWITCH, "0")
         other.settle()
     assert other.reason is None
     assert detected(other.library) == detected(compiled.library)

@@ -39,8 +39,8 @@ def device(monkeypatch):
     ("weight_format", "scheme", "name"),
     [
         (Gptq(), None, "triton"), (Gptq(3), None, "triton"), (BLOCKS, None, "triton"), (Mxfp4(), None, "reference"),
-        (Gptq(5, is_planar=True), None, "reference"), (BLOCKS, GROUP, "triton-fp8"), (Fp8(), TOKEN, "scaled_mm"),
-        (Fp8(strategy="tensor"), TENSOR, "scaled_mm"), (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton-fp8"),
+        (Gptq(5, is_planar=True), None, "reference"), (BLOCKS, GROUP, "triton_fp8"), (Fp8(), TOKEN, "scaled_mm"),
+        (Fp8(strategy="tensor"), TENSOR, "scaled_mm"), (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton_fp8"),
         (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token", dtype="int8"), "reference"),
     ],
 )  # fmt: skip
@@ -53,8 +53,8 @@ def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
 @pytest.mark.parametrize(
     ("capability", "weight_format", "scheme", "name", "refused", "reason"),
     [
-        ((8, 0), Fp8(), TOKEN, "triton-fp8", "scaled_mm", "it needs compute capability 8.9, the device has 8.0"),
-        ((8, 9), Fp8(), TOKEN, "triton-fp8", "scaled_mm", "it needs compute capability 9.0 or later, the device has 8.9"),
+        ((8, 0), Fp8(), TOKEN, "triton_fp8", "scaled_mm", "it needs compute capability 8.9, the device has 8.0"),
+        ((8, 9), Fp8(), TOKEN, "triton_fp8", "scaled_mm", "it needs compute capability 9.0 or later, the device has 8.9"),
         ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "scaled_mm comes first"),
         ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 7.5, the device has 7.0"),
     ],
@@ -70,7 +70,7 @@ def test_sizes_that_the_library_does_not_take_are_left_to_triton(device):
     device()
     reasons = explain_kernels("auto", Fp8(), 256, 250, "cuda", TOKEN)
     assert reasons["scaled_mm"] == "250 x 256 is no multiple of 16"
-    assert reasons["triton-fp8"] is None
+    assert reasons["triton_fp8"] is None
 
 
 def test_without_triton_the_reference_multiplies(device):
@@ -84,10 +84,10 @@ def test_without_triton_the_reference_multiplies(device):
 
 def test_a_kernel_of_one_device_is_not_chosen_for_another(device):
     device()
-    assert choose_kernel("auto", Gptq(), 256, 256).name == "panels"
-    assert choose_kernel("triton", Gptq(), 256, 256).name == "panels"
+    assert choose_kernel("auto", Gptq(), 256, 256).name == "torch"
+    assert choose_kernel("triton", Gptq(), 256, 256).name == "torch"
     assert explain_kernels("triton", Gptq(), 256, 256)["triton"] == "it computes on cuda"
-    assert choose_kernel("panels", Gptq(), 256, 256, "cuda").name == "triton"
+    assert choose_kernel("torch", Gptq(), 256, 256, "cuda").name == "triton"
 
 
 def test_a_slice_cut_within_a_block_is_refused():

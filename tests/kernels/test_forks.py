@@ -58,7 +58,7 @@ print([child("cpu"), child("int8"), settle() is not None, child("cpu"), child("i
 def test_products_in_children_wait_for_none_of_the_parents_threads(compiled):
     """hfq is first imported in the child; or its parent has loaded the compiled part, and multiplied nothing."""
     run = subprocess.run(
-        [sys.executable, "-c", CHILDREN], capture_output=True, text=True, env=os.environ | {"HFQ_NATIVE": "1"}, timeout=400
+        [sys.executable, "-c", CHILDREN], capture_output=True, text=True, env=os.environ | {"HFQ_DISABLE_CPP": "0"}, timeout=400
     )
     assert run.stdout == "[0, 0, True, 0, 0]\n", run.stderr
 

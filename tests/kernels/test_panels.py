@@ -46,7 +46,7 @@ def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes,
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", [panels, reference], ids=["panels", "reference"])
+@pytest.mark.parametrize("kernel", [panels, reference], ids=["torch", "reference"])
 def test_weights_lie_anywhere_in_a_file(kernel, name):
     """Which aligns tensors to 8 bytes; torch's own code may take more for granted."""
     weight_format, tensors = CASES[name].make()

@@ -24,22 +24,22 @@ def test_the_reference_kernel_is_chosen_by_its_name():
 def test_every_kernel_is_found_by_its_own_name(native):
     here = {name: kernel for name, kernel in KERNELS.items() if kernel.lacks() is None}
     assert {name: choose_kernel(name) for name in here} == here
-    assert {"reference", "panels", "native", "int8"} <= here.keys()
+    assert {"reference", "torch", "cpp", "int8"} <= here.keys()
     assert all(name == kernel.name for name, kernel in KERNELS.items())
 
 
 def test_auto_takes_the_compiled_kernel_where_it_reads_the_format(native):
-    assert choose_kernel("auto").name == "native"
+    assert choose_kernel("auto").name == "cpp"
     for weight_format, name in (
-        (Fp8(), "native"),
-        (Gptq(), "native"),
-        (Awq(), "native"),
-        (Gptq(5, is_planar=True), "panels"),
-        (Awq("gemv"), "native"),
-        (Hqq(), "panels"),
+        (Fp8(), "cpp"),
+        (Gptq(), "cpp"),
+        (Awq(), "cpp"),
+        (Gptq(5, is_planar=True), "torch"),
+        (Awq("gemv"), "cpp"),
+        (Hqq(), "torch"),
     ):
         assert choose_kernel("auto", weight_format, 256, 256).name == name
-        assert choose_kernel("native", weight_format, 256, 256).name == name
+        assert choose_kernel("cpp", weight_format, 256, 256).name == name
 
 
 def test_auto_takes_panels_without_a_compiled_kernel():
@@ -48,18 +48,18 @@ def test_auto_takes_panels_without_a_compiled_kernel():
 
 def test_a_compiled_kernel_asked_for_by_name_is_missed():
     with pytest.raises(SetupError) as caught:
-        choose_kernel("native")
-    assert caught.value.found == "HFQ_NATIVE=0"
+        choose_kernel("cpp")
+    assert caught.value.found == "HFQ_DISABLE_CPP=1"
 
 
 def test_every_kernel_that_does_not_run_has_a_reason(native):
     assert explain_kernels("auto", Gptq(5, is_planar=True), 256, 256) == {
-        "native": "it does not read gptq's bit planes", "panels": None, "reference": "panels comes first",
+        "cpp": "it does not read gptq's bit planes", "torch": None, "reference": "torch comes first",
     }  # fmt: skip
     assert explain_kernels("reference", Fp8(), 256, 256) == {
-        "reference": None, "native": "reference comes first", "panels": "reference comes first",
+        "reference": None, "cpp": "reference comes first", "torch": "reference comes first",
     }  # fmt: skip
-    assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["native"]
+    assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["cpp"]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_kernel_that_does_not_run_has_a_reason(native):
     ids=["8 bits", "groups of odd size", "awq of 3 bits", "gemv_fast of odd groups", "nf4 across rows", "scales of columns"],
 )  # fmt: skip
 def test_what_the_compiled_kernel_cannot_read_is_not_given_to_it(native, weight_format):
-    assert choose_kernel("auto", weight_format, 36, 8).name == "panels"
+    assert choose_kernel("auto", weight_format, 36, 8).name == "torch"
 
 
 def test_a_format_of_others_that_builds_on_ours_is_not_taken_for_it(native):
@@ -79,20 +79,20 @@ def test_a_format_of_others_that_builds_on_ours_is_not_taken_for_it(native):
         name = "fp8 of another package"
 
     try:
-        assert choose_kernel("auto", Other(), 64, 64).name == "panels"
+        assert choose_kernel("auto", Other(), 64, 64).name == "torch"
     finally:
         del FORMATS[Other.name]
 
 
 def test_a_switched_off_kernel_says_so():
-    assert explain_kernels("auto", Fp8(), 64, 64)["native"] == "HFQ_NATIVE=0"
+    assert explain_kernels("auto", Fp8(), 64, 64)["cpp"] == "HFQ_DISABLE_CPP=1"
 
 
 @pytest.mark.parametrize(("preference", "hint"), [("referense", "did you mean 'reference'?"), ("aut", "did you mean 'auto'?")])
 def test_a_mistyped_kernel_is_refused_with_a_hint(preference, hint):
     with pytest.raises(SetupError) as caught:
         check_kernel(preference)
-    assert hint in caught.value.what
+    assert hint in caught.value.message
     assert caught.value.expected.startswith("'auto' or 'reference'")
 
 

@@ -8,8 +8,8 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
-from hfq.modules.flat_buffer import ArenaRow, map_row
-from hfq.modules.linear import PackedLinear
+from hfq.modules.flat_buffer import FlatBuffer, map_tensors
+from hfq.modules.linear import QuantizedLinear
 
 IN, OUT = 96, 64
 FORMATS = {
@@ -53,13 +53,13 @@ def make(store, layer):
     weight_format, tensors = layer
     infos, reader = store(tensors)
 
-    def make(backing: str, scheme=None) -> PackedLinear:
-        linear = PackedLinear("model.layers.0.q", IN, OUT, weight_format, infos, choose_kernel("reference"), scheme)
+    def make(backing: str, scheme=None) -> QuantizedLinear:
+        linear = QuantizedLinear("model.layers.0.q", IN, OUT, weight_format, infos, choose_kernel("reference"), scheme)
         linear.reader = reader
         if backing == "mapped":
-            linear.hold(map_row(reader, infos))
+            linear.hold(map_tensors(reader, infos))
         elif backing == "arena":
-            linear.hold_row(ArenaRow.read(reader, infos))
+            linear.hold_buffer(FlatBuffer.read(reader, infos))
         return linear
 
     return make

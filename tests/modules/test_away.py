@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from hfq.errors import PlacementError
-from hfq.modules.offloaded_parameter import AwayParameter
+from hfq.modules.offloaded_parameter import OffloadedParameter
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 
 
 def away(*shape):
-    parameter = AwayParameter(torch.empty(*shape, device="meta"), requires_grad=False)
+    parameter = OffloadedParameter(torch.empty(*shape, device="meta"), requires_grad=False)
     parameter.name, parameter.brought_to = NAME, torch.device("cpu")
     return parameter
 

@@ -1,4 +1,4 @@
-"""PackedEmbedding looks up what nn.Embedding would in the dequantized table, and dequantizes no more rows than it needs."""
+"""QuantizedEmbedding looks up what nn.Embedding would in the dequantized table, and dequantizes no more rows than it needs."""
 
 import pytest
 import tiny_models
@@ -12,8 +12,8 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.flat_buffer import ArenaRow, map_row
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.flat_buffer import FlatBuffer, map_tensors
 
 FORMATS = {
     "fp8": Fp8(strategy="channel"),
@@ -47,8 +47,8 @@ def table(request, store):
     found = tiny_models.settled(weight_format, tensors, config if request.param in ("awq", "gptq") else None, size)
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # all aligned
     infos, reader = store(tensors)
-    module = PackedEmbedding("model.embed_tokens", *size, found, infos)
-    module.hold(map_row(reader, infos))
+    module = QuantizedEmbedding("model.embed_tokens", *size, found, infos)
+    module.hold(map_tensors(reader, infos))
     return module, found.dequantize(tensors), infos, reader
 
 
@@ -68,7 +68,7 @@ def test_rows_are_rounded_once_to_the_dtype_of_the_model(table, dtype):
 
 def test_an_arena_gives_the_same_rows(table):
     module, weight, infos, reader = table
-    module.hold_row(ArenaRow.read(reader, infos))
+    module.hold_buffer(FlatBuffer.read(reader, infos))
     assert torch.equal(module(TOKENS[3]), weight[TOKENS[3]])
 
 
@@ -115,7 +115,7 @@ def test_the_weight_that_is_read_is_the_whole_table(table):
 
 def test_a_table_that_rests_on_disk_is_read_by_fetching(table):
     module, weight, infos, reader = table
-    elsewhere = PackedEmbedding("model.embed_tokens", *weight.shape, module.weight_format, infos)
-    elsewhere.fetch = lambda: ArenaRow.read(reader, infos).tensors()
+    elsewhere = QuantizedEmbedding("model.embed_tokens", *weight.shape, module.weight_format, infos)
+    elsewhere.fetch = lambda: FlatBuffer.read(reader, infos).tensors()
     assert all(parameter.is_meta for parameter in elsewhere.parameters())
     assert torch.equal(elsewhere(TOKENS[2]), weight[TOKENS[2]])

@@ -1,4 +1,4 @@
-"""PackedExperts computes what transformers' fused experts do with the dequantized weights, with the routed experts alone."""
+"""QuantizedExperts computes what transformers' fused experts do with the dequantized weights, with the routed experts alone."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp.kernel import FUSED_ROWS
 from hfq.kernels.registry import KERNELS, choose_kernel
-from hfq.modules.experts import PackedExperts
-from hfq.modules.linear import PackedLinear
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.linear import QuantizedLinear
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, CHOSEN = 5, 64, 96, 7, 2
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "hidden_act": "silu"}
@@ -30,12 +30,12 @@ FUSED = {
 FORMATS = {"fp8": Fp8(strategy="channel"), "gptq": Gptq(4, 32, True, "stored", g_idx_length=64)}
 
 
-def linear(weight_format, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[PackedLinear, torch.Tensor]:
+def linear(weight_format, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[QuantizedLinear, torch.Tensor]:
     """(a packed layer, the weight that it stands for)."""
     tensors = {local: tensor.contiguous() for local, tensor in weight_format.quantize(weight).items()}
     found = tiny_models.settled(weight_format, tensors, {"checkpoint_format": "gptq_v2"}, tuple(weight.shape))
     tensors |= {} if bias is None else {"bias": bias}
-    module = PackedLinear(
+    module = QuantizedLinear(
         "m", weight.shape[1], weight.shape[0], found, tiny_models.described("m", tensors), choose_kernel("reference")
     )
     module.hold(tensors)
@@ -74,7 +74,7 @@ def pair(request):
                 real = torch.cat([gate, up])
             weight.copy_(real)
         layers.append(own)
-    return fused, PackedExperts(layers, fused._apply_gate, is_interleaved=is_gpt_oss)
+    return fused, QuantizedExperts(layers, fused._apply_gate, is_interleaved=is_gpt_oss)
 
 
 def eager(fused, *inputs) -> torch.Tensor:
@@ -194,7 +194,7 @@ def test_further_arguments_of_a_model_are_left_alone(pair, inputs):
 
 def test_each_projection_of_each_expert_is_a_module_by_its_name(pair):
     _, experts = pair
-    names = {name for name, module in experts.named_modules() if isinstance(module, PackedLinear)}
+    names = {name for name, module in experts.named_modules() if isinstance(module, QuantizedLinear)}
     per_expert = {name.partition(".")[2] for name in names}
     assert per_expert in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
     assert names == {f"{expert}.{local}" for expert in range(EXPERTS) for local in per_expert}
@@ -227,7 +227,7 @@ def test_nothing_is_announced_where_no_token_is_routed(pair):
 def grouped(native, pair):
     """(packed experts of the compiled kernel, what it was asked to multiply in one call)."""
     _, experts = pair
-    asked, kernel = [], KERNELS["native"]
+    asked, kernel = [], KERNELS["cpp"]
 
     def grouped_linear(activations, counts, layers):
         asked.append(list(counts))
@@ -264,9 +264,9 @@ def test_one_token_that_chooses_many_experts_is_added_up_as_in_the_loop(native):
         own = {local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0] for local, shape in
                {"gate_up_proj": (128, 512), "down_proj": (512, 64)}.items()}  # fmt: skip
         for layer in own.values():
-            layer.kernel = KERNELS["native"]
+            layer.kernel = KERNELS["cpp"]
         layers.append(own)
-    experts = PackedExperts(layers, lambda both: torch.tanh(both[..., :64]) * both[..., 64:])
+    experts = QuantizedExperts(layers, lambda both: torch.tanh(both[..., :64]) * both[..., 64:])
     inputs = torch.randn(1, 512).bfloat16(), torch.randperm(8)[None], torch.rand(1, 8).bfloat16()
     found = experts(*inputs)
     experts[0]["down_proj"].register_forward_hook(lambda *_: None)

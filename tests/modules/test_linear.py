@@ -1,4 +1,4 @@
-"""PackedLinear computes the same from either backing, has a gradient for activations only, and refuses to guess."""
+"""QuantizedLinear computes the same from either backing, has a gradient for activations only, and refuses to guess."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from hfq.errors import PlacementError, SetupError
 from hfq.formats import ActivationScheme
 from hfq.kernels import reference
 from hfq.kernels.activations import quantize_activations
-from hfq.modules.flat_buffer import ArenaRow
+from hfq.modules.flat_buffer import FlatBuffer
 
 IN, OUT = 96, 64
 BACKINGS = ["mapped", "arena"]
@@ -87,7 +87,7 @@ def test_tensors_are_on_meta_until_they_are_held(make, layer):
     }
     assert [name for name, _ in make("mapped").named_parameters()] == list(tensors)
     assert [(name, p.device.type, p.dtype) for name, p in make("arena").named_parameters()] == [
-        ("packed_row", "cpu", torch.uint8)
+        ("flat_buffer", "cpu", torch.uint8)
     ]
 
 
@@ -97,9 +97,9 @@ def test_nothing_is_copied_to_be_held(make):
     start = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     for name, tensor in linear.resting_tensors().items():
         assert tensor.data_ptr() == start + linear.infos[name].range.offset
-    row = ArenaRow.read(linear.reader, linear.infos)
-    linear.hold_row(row)
-    assert linear.packed_row.data_ptr() == row.buffer.data_ptr()
+    row = FlatBuffer.read(linear.reader, linear.infos)
+    linear.hold_buffer(row)
+    assert linear.flat_buffer.data_ptr() == row.buffer.data_ptr()
     assert all(tensor.untyped_storage().data_ptr() == row.buffer.data_ptr() for tensor in linear.packed_tensors().values())
 
 
@@ -107,13 +107,13 @@ def test_the_last_backing_held_is_the_one_in_use(make):
     linear, activations = make("mapped"), random(3, IN)
     expected = linear(activations)
     tensors = linear.resting_tensors()
-    row = ArenaRow.read(linear.reader, linear.infos)
-    linear.hold_row(row)
+    row = FlatBuffer.read(linear.reader, linear.infos)
+    linear.hold_buffer(row)
     row.buffer.zero_()
     assert not torch.equal(linear(activations), expected)
     linear.hold(tensors)
     assert torch.equal(linear(activations), expected)
-    assert "packed_row" not in dict(linear.named_parameters())
+    assert "flat_buffer" not in dict(linear.named_parameters())
 
 
 def test_use_before_loading_is_refused_by_name(make):
@@ -210,4 +210,4 @@ def test_inference_mode_and_training_mode_give_the_same(make, backing):
 
 def test_the_representation_names_the_sizes_and_the_format(make, layer):
     text = repr(make("arena"))
-    assert text == f"PackedLinear(in_features=96, out_features=64, format={layer[0].describe()})"
+    assert text == f"QuantizedLinear(in_features=96, out_features=64, format={layer[0].describe()})"

@@ -1,4 +1,4 @@
-"""What a PackedLinear is saved as, moved as and copied as: its on-disk names and bytes, never cast."""
+"""What a QuantizedLinear is saved as, moved as and copied as: its on-disk names and bytes, never cast."""
 
 import copy
 import io
@@ -152,10 +152,10 @@ def test_a_state_dict_of_another_shape_is_refused(make, layer, backing):
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_missing_and_unexpected_names_are_listed(make, layer, backing):
     model = nn.ModuleDict({"q": make(backing)})
-    state = {f"q.{name}": tensor for name, tensor in layer[1].items() if name != "bias"} | {"q.packed_row": torch.zeros(1)}
+    state = {f"q.{name}": tensor for name, tensor in layer[1].items() if name != "bias"} | {"q.flat_buffer": torch.zeros(1)}
     keys = model.load_state_dict(state, strict=False)
     assert keys.missing_keys == ["q.bias"]
-    assert keys.unexpected_keys == ["q.packed_row"]
+    assert keys.unexpected_keys == ["q.flat_buffer"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "q.bias"'):
         model.load_state_dict(state)
 

@@ -12,10 +12,10 @@ from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.hqq import Hqq
 from hfq.formats.quanto import QuantoBits, QuantoBytes
 from hfq.kernels.registry import choose_kernel
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.flat_buffer import ArenaRow, map_row
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.flat_buffer import FlatBuffer, map_tensors
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 
 IN, OUT = 96, 64
 SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))
@@ -38,7 +38,7 @@ def as_bytes(tensor: torch.Tensor) -> tuple:
 def build(store):
     """build(name, backing, bias) → (module, its tensors, its float32 weight)."""
 
-    def build(name: str, backing: str = "mapped", bias: bool = False, cls=PackedModule, extra=()):
+    def build(name: str, backing: str = "mapped", bias: bool = False, cls=QuantizedModule, extra=()):
         weight = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3)) * 0.1
         tensors = FORMATS[name].quantize(weight)
         weight_format = tiny_models.settled(FORMATS[name], tensors, None, (OUT, IN))
@@ -47,13 +47,13 @@ def build(store):
         )
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # all aligned
         infos, reader = store(tensors)
-        options = () if cls is not PackedLinear else (choose_kernel("reference"),)
-        sizes = (OUT, IN) if cls is PackedEmbedding else (IN, OUT)
+        options = () if cls is not QuantizedLinear else (choose_kernel("reference"),)
+        sizes = (OUT, IN) if cls is QuantizedEmbedding else (IN, OUT)
         module = cls("model.layers.0.q", *sizes, weight_format, infos, *options)
         if backing == "mapped":
-            module.hold(map_row(reader, infos))
+            module.hold(map_tensors(reader, infos))
         elif backing == "arena":
-            module.hold_row(ArenaRow.read(reader, infos))
+            module.hold_buffer(FlatBuffer.read(reader, infos))
         return module, tensors, weight_format.dequantize(tensors)
 
     return build
@@ -83,7 +83,7 @@ def test_a_held_tensor_is_a_frozen_parameter_without_dots(build, name):
 def test_an_arena_is_one_frozen_parameter_of_bytes(build, name):
     module, tensors, _ = build(name, "arena")
     ((key, parameter),) = module.named_parameters()
-    assert key == "packed_row"
+    assert key == "flat_buffer"
     assert (parameter.dtype, parameter.dim(), parameter.requires_grad) == (torch.uint8, 1, False)
     assert parameter.numel() >= sum(tensor.nbytes for tensor in tensors.values())
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in module.resting_tensors().values())
@@ -114,15 +114,15 @@ def test_a_stored_tensor_may_bear_the_name_of_an_attribute(build):
     assert "stored_weight_format" in dict(module.named_parameters())
 
 
-@pytest.mark.parametrize("cls", [PackedModule, PackedLinear, PackedEmbedding])
+@pytest.mark.parametrize("cls", [QuantizedModule, QuantizedLinear, QuantizedEmbedding])
 @pytest.mark.parametrize(
     "taken",
     ["name", "infos", "dtype", "training", "fetch", "is_away", "in_features", "forward", "kernel", "scheme", "num_embeddings",
-     "packed_row", "_parameters", "_apply", "state_dict", "T_destination", "_segments", "hold", "_modules", "weight_format"],
+     "flat_buffer", "_parameters", "_apply", "state_dict", "T_destination", "_segments", "hold", "_modules", "weight_format"],
 )  # fmt: skip
 def test_no_stored_name_takes_the_place_of_the_modules_own(build, cls, taken):
     module, tensors, weight = build("scalars", cls=cls, extra={taken: torch.tensor([3.0])})
-    found = getattr(module, taken) if taken not in ("packed_row", "kernel", "scheme", "num_embeddings") else None
+    found = getattr(module, taken) if taken not in ("flat_buffer", "kernel", "scheme", "num_embeddings") else None
     assert not (isinstance(found, torch.Tensor) and found.numel() == 1)
     assert list(module.state_dict()) == list(tensors)
     assert module.state_dict()[taken].tolist() == [3.0]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.layer_tensors import LayerTensors
 from hfq.kernels.registry import KERNELS
 
 IN = 96
 BACKINGS = ["mapped", "arena"]
-KERNEL_NAMES = ["reference", "panels", "native"]
+KERNEL_NAMES = ["reference", "torch", "cpp"]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def build(make, request, compiled):
 def test_one_mapping_serves_call_after_call(make, backing):
     linear = make(backing)
     found = linear.packed_tensors()
-    assert type(found) is HeldTensors
+    assert type(found) is LayerTensors
     assert linear.packed_tensors() is found
     assert linear.resting_tensors() is not found
 
@@ -172,12 +172,12 @@ def test_what_inference_mode_finds_first_is_used_outside_of_it(make):
 def test_a_layer_that_moved_is_described_anew(make, layer, compiled):
     weight_format, _ = layer
     linear = make("arena")
-    linear.kernel = KERNELS["native"]
+    linear.kernel = KERNELS["cpp"]
     expected = linear(random(1, IN))
     answers = linear.packed_tensors().answers
-    assert answers["native"][0] is weight_format
-    old = linear.packed_row.data
-    linear.packed_row.data = old.clone()
+    assert answers["cpp"][0] is weight_format
+    old = linear.flat_buffer.data
+    linear.flat_buffer.data = old.clone()
     old.zero_()
     assert linear.packed_tensors().answers is not answers
     assert torch.equal(linear(random(1, IN)), expected)

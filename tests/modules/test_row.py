@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.modules.flat_buffer import ArenaRow, arena_layout, is_mappable, map_row, map_tensor, read_tensor
+from hfq.modules.flat_buffer import FlatBuffer, flat_layout, is_mappable, map_tensor, map_tensors, read_tensor
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 TENSORS = {
@@ -29,7 +29,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def test_both_backings_hold_the_bytes_of_the_file(store):
     infos, reader = store(TENSORS)
-    arena, mapped = ArenaRow.read(reader, infos).tensors(), map_row(reader, infos)
+    arena, mapped = FlatBuffer.read(reader, infos).tensors(), map_tensors(reader, infos)
     assert list(arena) == list(mapped) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert same(arena[name], tensor)
@@ -39,15 +39,15 @@ def test_both_backings_hold_the_bytes_of_the_file(store):
 
 def test_an_arena_reads_each_byte_once_and_a_map_reads_none(store):
     infos, reader = store(TENSORS)
-    map_row(reader, infos)
+    map_tensors(reader, infos)
     assert (reader.counters.bytes_read, reader.counters.maps) == (0, 1)
-    ArenaRow.read(reader, infos)
+    FlatBuffer.read(reader, infos)
     assert reader.counters.bytes_read == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
 def test_every_tensor_of_an_arena_starts_on_a_16_byte_boundary(store):
     infos, reader = store(TENSORS)
-    row = ArenaRow.read(reader, infos)
+    row = FlatBuffer.read(reader, infos)
     assert row.buffer.dtype == torch.uint8
     assert row.buffer.numel() % 16 == 0
     for name, tensor in row.tensors().items():
@@ -64,7 +64,7 @@ def test_segments_follow_each_other_without_overlap(tensors):
         str(i): TensorInfo(str(i), dtype, tuple(shape), ByteRange("f", 0, math.prod(shape) * DTYPE_BITS[dtype] // 8))
         for i, (dtype, shape) in enumerate(tensors)
     }
-    segments, nbytes = arena_layout(infos)
+    segments, nbytes = flat_layout(infos)
     end = 0
     for name, info in infos.items():
         segment = segments[name]
@@ -78,9 +78,9 @@ def test_segments_follow_each_other_without_overlap(tensors):
 
 def test_an_arena_can_be_read_into_the_front_of_a_given_buffer(store):
     infos, reader = store(TENSORS)
-    _, nbytes = arena_layout(infos)
+    _, nbytes = flat_layout(infos)
     buffer = torch.full((nbytes + 100,), 0xAA, dtype=torch.uint8)
-    row = ArenaRow.read(reader, infos, buffer)
+    row = FlatBuffer.read(reader, infos, buffer)
     assert row.buffer.data_ptr() == buffer.data_ptr()
     assert row.buffer.numel() == nbytes
     assert (buffer[nbytes:] == 0xAA).all()
@@ -89,7 +89,7 @@ def test_an_arena_can_be_read_into_the_front_of_a_given_buffer(store):
 
 def test_a_map_is_a_view_that_every_call_shares(store):
     infos, reader = store(TENSORS)
-    first, second = map_row(reader, infos), map_row(reader, infos)
+    first, second = map_tensors(reader, infos), map_tensors(reader, infos)
     assert all(first[name].data_ptr() == second[name].data_ptr() for name in TENSORS if TENSORS[name].numel())
     distance = first["codes"].data_ptr() - first["weight"].data_ptr()
     assert distance == infos["codes"].range.offset - infos["weight"].range.offset
@@ -112,9 +112,9 @@ def test_a_tensor_off_its_own_alignment_cannot_be_used_where_it_lies(store, shif
     infos, reader = store(tensors, shift)
     assert is_mappable(infos) is mappable
     assert is_mappable({"weight": infos["weight"]})
-    assert all(same(tensor, tensors[name]) for name, tensor in ArenaRow.read(reader, infos).tensors().items())
+    assert all(same(tensor, tensors[name]) for name, tensor in FlatBuffer.read(reader, infos).tensors().items())
     if mappable:
-        assert all(same(tensor, tensors[name]) for name, tensor in map_row(reader, infos).items())
+        assert all(same(tensor, tensors[name]) for name, tensor in map_tensors(reader, infos).items())
 
 
 def test_one_misaligned_tensor_is_enough(store):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hfq import PlacementError
-from hfq.modules.flat_buffer import ArenaRow
-from hfq.modules.offloaded_parameter import AwayParameter
+from hfq.modules.flat_buffer import FlatBuffer
+from hfq.modules.offloaded_parameter import OffloadedParameter
 
 INPUT = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
 
@@ -15,7 +15,7 @@ INPUT = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
 def sharded(make):
     """(a module that holds a row viewed as bfloat16, the same module in an arena, a switch that gathers and frees the row)."""
     linear, plain = make("meta"), make("arena")
-    row = ArenaRow.read(linear.reader, linear.infos)
+    row = FlatBuffer.read(linear.reader, linear.infos)
     parameter = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
     is_whole = [False]
     linear.hold_shard(parameter, row.segments, lambda: is_whole[0])
@@ -32,7 +32,7 @@ def test_it_computes_from_the_gathered_bytes(sharded):
     gather(True)
     assert torch.equal(linear(INPUT), plain(INPUT))
     assert torch.equal(linear.weight, plain.weight)
-    assert [name for name, _ in linear.named_parameters()] == ["packed_row"]
+    assert [name for name, _ in linear.named_parameters()] == ["flat_buffer"]
 
 
 def test_the_backward_reads_the_row_again(sharded):
@@ -55,7 +55,7 @@ def test_a_row_that_is_not_gathered_is_an_error_and_its_weight_a_stand_in(sharde
     gather(False)
     with pytest.raises(PlacementError, match=r"(?s)weights on meta|not gathered"):
         linear(INPUT)
-    assert isinstance(linear.weight, AwayParameter)
+    assert isinstance(linear.weight, OffloadedParameter)
     assert linear.weight.shape == (64, 96)
     with pytest.raises(PlacementError):
         INPUT @ linear.weight.t()
@@ -72,9 +72,9 @@ def test_its_state_speaks_on_disk_names_and_holds_no_bytes_while_sharded(sharded
 
 def test_casts_and_moves_leave_the_parameter_to_its_owner(sharded):
     linear, _, _ = sharded
-    parameter = linear.packed_row
+    parameter = linear.flat_buffer
     linear.to(torch.float16)
-    assert linear.packed_row is parameter
+    assert linear.flat_buffer is parameter
     assert linear.dtype == torch.float16
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hfq.errors import PlacementError
-from hfq.placement.budget import Budget, Unit, plan_homes
+from hfq.placement.budget import Budget, Unit, plan_devices
 
 BLOCKS = [Unit(f"b{index}", 10, "block") for index in range(6)]
 LLAMA = [Unit("", 1, "fixed"), Unit("embed", 30, "embedding"), *BLOCKS, Unit("norm", 2, "other"), Unit("head", 25, "other")]
@@ -22,7 +22,7 @@ MOE = [
 
 
 def away(budget: Budget) -> dict[str, str]:
-    return {name: home for name, home in budget.homes.items() if home != budget.main}
+    return {name: home for name, home in budget.devices.items() if home != budget.main}
 
 
 def on_disk(*names: str) -> dict[str, str]:
@@ -31,10 +31,10 @@ def on_disk(*names: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("main", ["cpu", "cuda:0"])
 def test_what_fits_stays_without_a_ring(main):
-    budget = plan_homes(LLAMA, {main: 118}, main)
+    budget = plan_devices(LLAMA, {main: 118}, main)
     assert away(budget) == {}
     assert budget.rings == {}
-    assert (budget.resting, budget.moved_nbytes, budget.headroom()) == ({main: 118}, 0, {main: 0})
+    assert (budget.resting, budget.onloaded_nbytes, budget.headroom()) == ({main: 118}, 0, {main: 0})
 
 
 @pytest.mark.parametrize(
@@ -50,53 +50,53 @@ def test_what_fits_stays_without_a_ring(main):
     ],
 )
 def test_the_ring_is_reserved(capacity, gone, ring, moved, left):
-    budget = plan_homes(LLAMA, {"cpu": capacity}, "cpu")
+    budget = plan_devices(LLAMA, {"cpu": capacity}, "cpu")
     assert away(budget) == on_disk(*gone)
     assert budget.rings == ({"cpu": ring} if ring else {})
-    assert budget.moved_nbytes == moved
+    assert budget.onloaded_nbytes == moved
     assert budget.headroom() == {"cpu": left}
 
 
 def test_an_embedding_takes_the_room_that_no_block_can():
     units = [Unit("embed", 5, "embedding"), *BLOCKS]
-    assert away(plan_homes(units, {"cpu": 55}, "cpu")) == on_disk("b3", "b4", "b5")
-    assert away(plan_homes(units, {"cpu": 54}, "cpu")) == on_disk("embed", "b3", "b4", "b5")
+    assert away(plan_devices(units, {"cpu": 55}, "cpu")) == on_disk("b3", "b4", "b5")
+    assert away(plan_devices(units, {"cpu": 54}, "cpu")) == on_disk("embed", "b3", "b4", "b5")
 
 
 def test_the_ring_holds_neighbours_over_the_end_of_a_forward():
     units = [Unit("a", 50, "block"), Unit("b", 1, "block"), Unit("c", 1, "block"), Unit("d", 40, "block")]
-    budget = plan_homes(units, {"cpu": 90}, "cpu")
-    assert (budget.homes, budget.rings) == (on_disk("a", "b", "c", "d"), {"cpu": 90})  # d and a
-    budget = plan_homes(units, {"cpu": 91}, "cpu")
+    budget = plan_devices(units, {"cpu": 90}, "cpu")
+    assert (budget.devices, budget.rings) == (on_disk("a", "b", "c", "d"), {"cpu": 90})  # d and a
+    budget = plan_devices(units, {"cpu": 91}, "cpu")
     assert (away(budget), budget.rings) == (on_disk("b", "c", "d"), {"cpu": 41})
 
 
 def test_a_region_may_be_larger_than_what_rests():
     units = [Unit(f"b{index}", 10, "block", 16) for index in range(6)]
-    budget = plan_homes(units, {"cpu": 52}, "cpu")
+    budget = plan_devices(units, {"cpu": 52}, "cpu")
     assert away(budget) == on_disk("b2", "b3", "b4", "b5")
-    assert (budget.rings, budget.moved_nbytes, budget.resting) == ({"cpu": 32}, 64, {"cpu": 20, "disk": 40})
+    assert (budget.rings, budget.onloaded_nbytes, budget.resting) == ({"cpu": 32}, 64, {"cpu": 20, "disk": 40})
 
 
 def test_the_rest_is_kept_by_the_cpu_before_the_disk():
-    budget = plan_homes(LLAMA, {"cuda:0": 78, "cpu": 60}, "cuda:0")
+    budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 60}, "cuda:0")
     assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "cpu"}
     assert (budget.rings, budget.headroom()) == ({"cuda:0": 20}, {"cuda:0": 0, "cpu": 0})
-    budget = plan_homes(LLAMA, {"cuda:0": 78, "cpu": 59}, "cuda:0")
+    budget = plan_devices(LLAMA, {"cuda:0": 78, "cpu": 59}, "cuda:0")
     assert away(budget) == {"b3": "cpu", "b4": "cpu", "b5": "cpu", "embed": "disk"}
     assert budget.rings == {"cuda:0": 20}
 
 
 def test_blocks_on_disk_need_a_ring_on_the_host_too():
-    budget = plan_homes(LLAMA, {"cuda:0": 48, "cpu": 55}, "cuda:0")
-    assert {name for name, home in budget.homes.items() if home == "cpu"} == {"b0", "b1", "b2"}
+    budget = plan_devices(LLAMA, {"cuda:0": 48, "cpu": 55}, "cuda:0")
+    assert {name for name, home in budget.devices.items() if home == "cpu"} == {"b0", "b1", "b2"}
     assert (budget.rings, budget.resting["cpu"]) == ({"cuda:0": 20, "cpu": 20}, 30)
     assert budget.headroom() == {"cuda:0": 0, "cpu": 5}
-    assert budget.moved_nbytes == 60  # from wherever they rest
+    assert budget.onloaded_nbytes == 60  # from wherever they rest
 
 
 def test_a_cpu_without_a_limit_of_its_own_holds_nothing_but_the_ring():
-    budget = plan_homes(LLAMA, {"mps": 48}, "mps")
+    budget = plan_devices(LLAMA, {"mps": 48}, "mps")
     assert set(away(budget).values()) == {"disk"}
     assert budget.rings == {"mps": 20, "cpu": 20}
 
@@ -113,60 +113,60 @@ def test_a_cpu_without_a_limit_of_its_own_holds_nothing_but_the_ring():
     ],
 )
 def test_experts_leave_before_blocks(capacity, gone, left):
-    budget = plan_homes(MOE, {"cpu": capacity}, "cpu")
+    budget = plan_devices(MOE, {"cpu": capacity}, "cpu")
     assert away(budget) == on_disk(*gone)
     assert budget.headroom() == {"cpu": left}
-    assert (budget.rings, budget.moved_nbytes) == ({}, 0)
+    assert (budget.rings, budget.onloaded_nbytes) == ({}, 0)
     assert budget.on_demand_nbytes == 40 * sum("experts" in name for name in gone)
 
 
 def test_the_cache_of_experts_is_reserved_where_they_leave():
-    budget = plan_homes(MOE, {"cpu": 140}, "cpu", expert_cache_nbytes=11)
+    budget = plan_devices(MOE, {"cpu": 140}, "cpu", expert_cache_nbytes=11)
     assert away(budget) == on_disk("b1.experts", "b2.experts")
     assert (budget.expert_cache_nbytes, budget.headroom()) == (11, {"cpu": 9})
-    assert plan_homes(MOE, {"cpu": 200}, "cpu", expert_cache_nbytes=11).expert_cache_nbytes == 0
+    assert plan_devices(MOE, {"cpu": 200}, "cpu", expert_cache_nbytes=11).expert_cache_nbytes == 0
 
 
 def test_what_is_fixed_never_leaves():
     units = [Unit("merged", 40, "fixed"), *BLOCKS]
-    assert plan_homes(units, {"cpu": 60}, "cpu").homes["merged"] == "cpu"
+    assert plan_devices(units, {"cpu": 60}, "cpu").devices["merged"] == "cpu"
     with pytest.raises(PlacementError, match="at least 60 B on cpu"):
-        plan_homes(units, {"cpu": 59}, "cpu")
+        plan_devices(units, {"cpu": 59}, "cpu")
 
 
 def test_too_little_names_the_least_that_works():
     expected = r'(?s)at least 36 B on cpu.*35 B.*max_memory=\{"cpu": 36\}, or max_memory=\{"cpu": 118\}'
     with pytest.raises(PlacementError, match=expected):
-        plan_homes(LLAMA, {"cpu": 35}, "cpu")
-    assert plan_homes(LLAMA, {"cpu": 36}, "cpu").headroom() == {"cpu": 0}
+        plan_devices(LLAMA, {"cpu": 35}, "cpu")
+    assert plan_devices(LLAMA, {"cpu": 36}, "cpu").headroom() == {"cpu": 0}
 
 
 def test_the_least_is_never_more_than_the_model():
     with pytest.raises(PlacementError, match="at least 10 B on cpu"):
-        plan_homes([Unit("one", 10, "block", 16)], {"cpu": 9}, "cpu")
+        plan_devices([Unit("one", 10, "block", 16)], {"cpu": 9}, "cpu")
 
 
 def test_too_little_on_the_host_is_told_apart():
     with pytest.raises(PlacementError, match=r'(?s)on cpu.*at least 20 B on cpu.*max_memory=\{0: 48, "cpu": 20\}'):
-        plan_homes(LLAMA, {"cuda:0": 48, "cpu": 19}, "cuda:0")
+        plan_devices(LLAMA, {"cuda:0": 48, "cpu": 19}, "cuda:0")
 
 
 def test_a_disk_that_may_hold_nothing():
     with pytest.raises(PlacementError, match=r'(?s)on disk.*at least 30 B on disk.*pass max_memory=\{"cpu": 118, "disk": 0\}'):
-        plan_homes(LLAMA, {"cpu": 100, "disk": 0}, "cpu")
+        plan_devices(LLAMA, {"cpu": 100, "disk": 0}, "cpu")
     with pytest.raises(PlacementError, match=r'(?s)on disk.*pass max_memory=\{0: 88, "cpu": 30, "disk": 0\}'):
-        plan_homes(LLAMA, {"cuda:0": 88, "cpu": 29, "disk": 0}, "cuda:0")
-    assert "disk" not in plan_homes(LLAMA, {"cuda:0": 88, "cpu": 30, "disk": 0}, "cuda:0").homes.values()
-    assert plan_homes(LLAMA, {"cpu": 100, "disk": 30}, "cpu").headroom() == {"cpu": 12, "disk": 0}
+        plan_devices(LLAMA, {"cuda:0": 88, "cpu": 29, "disk": 0}, "cuda:0")
+    assert "disk" not in plan_devices(LLAMA, {"cuda:0": 88, "cpu": 30, "disk": 0}, "cuda:0").devices.values()
+    assert plan_devices(LLAMA, {"cpu": 100, "disk": 30}, "cpu").headroom() == {"cpu": 12, "disk": 0}
 
 
 def test_it_prints_every_number():
-    text = str(plan_homes(MOE, {"cuda:0": 55, "cpu": 100}, "cuda:0", expert_cache_nbytes=5))
+    text = str(plan_devices(MOE, {"cuda:0": 55, "cpu": 100}, "cuda:0", expert_cache_nbytes=5))
     assert text == (
         "cuda:0: 50 B resting, 0 B left; disk: 70 B resting; cpu: 80 B resting, 20 B left; nothing is streamed; "
         "up to 120 B of experts when they are routed to, cache of 5 B"
     )
-    assert "cpu: 28 B resting and a ring of 20 B, 0 B left" in str(plan_homes(LLAMA, {"cpu": 48}, "cpu"))
+    assert "cpu: 28 B resting and a ring of 20 B, 0 B left" in str(plan_devices(LLAMA, {"cpu": 48}, "cpu"))
 
 
 KINDS = ["block", "block", "block", "embedding", "experts", "other", "fixed"]
@@ -184,7 +184,7 @@ CAPACITIES = st.one_of(
 
 def planned(units, capacities, main, cache=0) -> Budget | None:
     try:
-        return plan_homes(units, capacities, main, cache)
+        return plan_devices(units, capacities, main, cache)
     except PlacementError:
         return None
 
@@ -196,12 +196,12 @@ def test_no_home_holds_more_than_it_may(units, where, cache):
     budget = planned(units, capacities, main, cache)
     if budget is None:
         return
-    assert set(budget.homes) == {unit.name for unit in units}
+    assert set(budget.devices) == {unit.name for unit in units}
     assert budget == planned(units, capacities, main, cache)
     for home, capacity in capacities.items():
-        assert sum(unit.nbytes for unit in units if budget.homes[unit.name] == home) <= capacity
+        assert sum(unit.nbytes for unit in units if budget.devices[unit.name] == home) <= capacity
         assert budget.taken(home) <= capacity
-    assert all(budget.homes[unit.name] == main for unit in units if unit.kind == "fixed")
+    assert all(budget.devices[unit.name] == main for unit in units if unit.kind == "fixed")
 
 
 @settings(deadline=None, max_examples=100)
@@ -211,12 +211,12 @@ def test_a_ring_holds_every_streamed_unit_beside_the_next(units, where):
     budget = planned(units, capacities, main)
     if budget is None:
         return
-    streamed = [unit for unit in units if budget.homes[unit.name] != main and unit.kind in ("block", "other")]
+    streamed = [unit for unit in units if budget.devices[unit.name] != main and unit.kind in ("block", "other")]
     sizes = [unit.streamed_nbytes for unit in streamed]
     needed = max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True)) if len(sizes) > 1 else sum(sizes)
     assert budget.rings.get(main, 0) == needed
-    assert budget.moved_nbytes == sum(sizes)
-    if main != "cpu" and any(budget.homes[unit.name] == "disk" for unit in streamed):
+    assert budget.onloaded_nbytes == sum(sizes)
+    if main != "cpu" and any(budget.devices[unit.name] == "disk" for unit in streamed):
         assert budget.rings.get("cpu", 0) == needed
 
 
@@ -234,7 +234,7 @@ def test_more_memory_never_moves_more_bytes(units, where, more, cache):
     small = planned(units, capacities, main, cache)
     large = planned(units, {**capacities, main: capacities[main] + more}, main, cache)
     if small is not None and large is not None:
-        assert (large.moved_nbytes, large.on_demand_nbytes) <= (small.moved_nbytes, small.on_demand_nbytes)
+        assert (large.onloaded_nbytes, large.on_demand_nbytes) <= (small.onloaded_nbytes, small.on_demand_nbytes)
     if main == "cpu" and small is not None:
         assert large is not None
 
@@ -244,7 +244,7 @@ def test_more_memory_never_moves_more_bytes(units, where, more, cache):
 def test_every_way_out_that_an_error_names_works(units, where, cache):
     main, capacities = where
     try:
-        plan_homes(units, capacities, main, cache)
+        plan_devices(units, capacities, main, cache)
     except PlacementError as error:
         ways = re.findall(r"max_memory=(\{[^}]*\})", error.fix)
         assert ways

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfq.errors import PlacementError
-from hfq.placement.device_map import check_device, check_present, execution_device, resolve_homes
+from hfq.placement.device_map import check_device, check_present, execution_device, resolve_devices
 
 LAYERS = [f"model.layers.{i}" for i in range(12)]
 NAMES = [
@@ -17,20 +17,20 @@ NAMES = [
 MODULES = ["", "model", "model.embed", "model.layers", *LAYERS, *(f"{layer}.mlp" for layer in LAYERS), "lm_head"]
 
 
-def homes(device_map, names=NAMES, modules=MODULES):
-    return resolve_homes(device_map, names, modules)
+def devices(device_map, names=NAMES, modules=MODULES):
+    return resolve_devices(device_map, names, modules)
 
 
 def taken(device_map, home: str) -> list[str]:
-    return [name for name, found in homes(device_map).items() if found == home]
+    return [name for name, found in devices(device_map).items() if found == home]
 
 
 def test_no_device_map_puts_everything_on_the_cpu():
-    assert homes(None) == dict.fromkeys(NAMES, "cpu")
+    assert devices(None) == dict.fromkeys(NAMES, "cpu")
 
 
 def test_the_empty_key_is_the_default_of_all():
-    assert homes({"": "disk"}) == dict.fromkeys(NAMES, "disk")
+    assert devices({"": "disk"}) == dict.fromkeys(NAMES, "disk")
 
 
 def test_a_key_takes_whole_names_only():
@@ -39,15 +39,15 @@ def test_a_key_takes_whole_names_only():
 
 def test_a_dot_in_a_key_is_a_dot():
     names, modules = ["a.b.w", "a_b.w", "axb.w"], ["", "a", "a.b", "a_b", "axb"]
-    assert homes({"": "cpu", "a.b": "disk"}, names, modules) == {"a.b.w": "disk", "a_b.w": "cpu", "axb.w": "cpu"}
+    assert devices({"": "cpu", "a.b": "disk"}, names, modules) == {"a.b.w": "disk", "a_b.w": "cpu", "axb.w": "cpu"}
 
 
 def test_the_longest_key_wins_in_any_order():
     device_map = {"model.layers.3.mlp": "disk", "": "disk", "model.layers": "disk", "model.layers.3": "cpu", "model": "cpu"}
     expected = {"lm_head.weight": "disk", "model.embed.weight": "cpu"}
     expected |= {name: "disk" for name in NAMES if name.startswith("model.layers.")}
-    assert homes(device_map) == expected
-    assert homes(dict(reversed(device_map.items()))) == expected
+    assert devices(device_map) == expected
+    assert devices(dict(reversed(device_map.items()))) == expected
 
 
 def test_a_key_may_name_one_tensor():
@@ -55,16 +55,16 @@ def test_a_key_may_name_one_tensor():
 
 
 def test_every_tensor_keeps_its_place_in_the_order_of_names():
-    assert list(homes({"": "cpu"})) == NAMES
+    assert list(devices({"": "cpu"})) == NAMES
 
 
 def test_a_tensor_at_the_top_of_the_model_is_covered_by_its_name_or_the_default():
-    assert homes({"scale": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
-    assert homes({"": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
+    assert devices({"scale": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
+    assert devices({"": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
 
 
 def test_generators_of_names_are_read_once():
-    assert resolve_homes({"": "cpu"}, iter(NAMES), iter(MODULES)) == dict.fromkeys(NAMES, "cpu")
+    assert resolve_devices({"": "cpu"}, iter(NAMES), iter(MODULES)) == dict.fromkeys(NAMES, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_generators_of_names_are_read_once():
 )
 def test_a_key_that_matches_nothing_is_refused_with_a_hint(key, hint):
     with pytest.raises(PlacementError, match="matches nothing in the model") as caught:
-        homes({"": "cpu", key: "cpu"})
+        devices({"": "cpu", key: "cpu"})
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(repr(key) + (hint if hint.startswith(";") else ""))
     assert hint in caught.value.problems[0]
@@ -87,14 +87,14 @@ def test_a_key_that_matches_nothing_is_refused_with_a_hint(key, hint):
 
 def test_all_unknown_keys_are_listed():
     with pytest.raises(PlacementError) as caught:
-        homes({"": "cpu", "x1": "cpu", "lm_head": "cpu", "x2": "disk"})
+        devices({"": "cpu", "x1": "cpu", "lm_head": "cpu", "x2": "disk"})
     assert [re.match(r"'(\w+)'", problem)[1] for problem in caught.value.problems] == ["x1", "x2"]
 
 
 @pytest.mark.parametrize("device_map", [{}, {"lm_head": "cpu"}, {"model.layers": "cpu", "lm_head": "disk"}])
 def test_a_part_that_is_left_out_is_refused_by_name(device_map):
     with pytest.raises(PlacementError, match="leaves a part of the model out") as caught:
-        homes(device_map)
+        devices(device_map)
     assert "model.embed.weight" in caught.value.problems
     assert ("lm_head.weight" in caught.value.problems) is (not device_map)
 
@@ -122,7 +122,7 @@ def test_other_devices_are_named_with_their_number(value, text):
 def test_a_value_that_is_no_device_is_refused_with_a_hint(value, hint):
     with pytest.raises(PlacementError, match="device_map names no device for 'lm_head'") as caught:
         check_device(value, "lm_head")
-    assert hint in caught.value.what
+    assert hint in caught.value.message
     assert caught.value.found == repr(value)
 
 

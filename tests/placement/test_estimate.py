@@ -35,22 +35,22 @@ def test_the_cache_and_the_activations_are_taken_off_what_computes():
     kv, activations = 8 * 1024 * 1024 * 2, 1024 * (3 * 512 + 2 * 2048) * 2 + 8192 * 6
     assert (found.kv, found.activations) == (kv, activations)
     assert found.budget.capacities == {"cuda:0": 64 * MIB - kv - activations, "cpu": 200 * MIB}
-    homes = found.homes()
-    assert sum(homes["cuda:0"].values()) <= 64 * MIB
-    assert homes["cpu"] == {
-        "weights": 96 * MIB - homes["cuda:0"]["weights"],
+    devices = found.devices()
+    assert sum(devices["cuda:0"].values()) <= 64 * MIB
+    assert devices["cpu"] == {
+        "weights": 96 * MIB - devices["cuda:0"]["weights"],
         "ring": 0,
         "experts": 0,
         "kv_cache": 0,
         "activations": 0,
     }
-    assert found.work.copied == found.budget.moved_nbytes > 0
+    assert found.work.copied == found.budget.onloaded_nbytes > 0
     assert found.work.streamed == 0
 
 
 def test_what_rests_on_disk_is_read_from_there_for_each_step():
     found = plan(Hardware(cpu=70 * MIB))
-    assert found.work.streamed == found.budget.moved_nbytes == found.prediction.terms["disk"] * PUBLISHED.disk
+    assert found.work.streamed == found.budget.onloaded_nbytes == found.prediction.terms["disk"] * PUBLISHED.disk
     assert found.work.copied == 0
     assert found.prediction.dominant == "disk"
     assert plan(Hardware(cpu=70 * MIB), free_memory=1 << 40).work.is_cached
@@ -60,7 +60,7 @@ def test_of_experts_a_step_moves_those_that_are_routed_to():
     experts = tuple(Unit(f"layers.{i}.experts", 40 * MIB, "experts") for i in range(8))
     sizes = replace(SIZES, units=UNITS + experts, routed=0.25)
     one, many = (plan(Hardware(cpu=140 * MIB), Workload(batch, 16), sizes) for batch in (1, 4))
-    away = sum(unit.nbytes for unit in experts if one.budget.homes[unit.name] == "disk")
+    away = sum(unit.nbytes for unit in experts if one.budget.devices[unit.name] == "disk")
     assert one.work.streamed == away // 4 > 0
     assert many.work.streamed == away
 

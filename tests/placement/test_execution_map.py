@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.accelerate import expand_device_map, get_device
 
-from hfq.placement.device_map import execution_device, execution_map, resolve_homes
+from hfq.placement.device_map import execution_device, execution_map, resolve_devices
 
 HOMES = ["cpu", "disk", "xpu:0", "xpu:1"]
 SEGMENTS = ["model", "m", "layers", "l", "0", "1", "10", "11", "100"]
@@ -37,10 +37,10 @@ def placements(draw):
 
 def executed(device_map, names, modules):
     """(what hfq means, what transformers reads)."""
-    homes = resolve_homes(device_map, names, modules)
-    main = execution_device(homes.values())
-    meant = {name: main if home in ("cpu", "disk") else home for name, home in homes.items()}
-    computing = execution_map(device_map, homes, main)
+    devices = resolve_devices(device_map, names, modules)
+    main = execution_device(devices.values())
+    meant = {name: main if home in ("cpu", "disk") else home for name, home in devices.items()}
+    computing = execution_map(device_map, devices, main)
     assert {name: get_device(computing, name) for name in names} == expand_device_map(computing, names)
     return meant, expand_device_map(computing, names)
 
@@ -63,8 +63,8 @@ def test_transformers_alone_would_misplace_what_shares_a_prefix():
 
 def test_a_module_that_transformers_would_misplace_gains_one_key_of_its_own():
     device_map = {"": "xpu:0", "layers.1": "xpu:1"}
-    homes = resolve_homes(device_map, ["layers.1.a", "layers.10.a", "layers.10.b"], ["", "layers", "layers.1", "layers.10"])
-    assert execution_map(device_map, homes, "xpu:0") == device_map | {"layers.10": "xpu:0"}
+    devices = resolve_devices(device_map, ["layers.1.a", "layers.10.a", "layers.10.b"], ["", "layers", "layers.1", "layers.10"])
+    assert execution_map(device_map, devices, "xpu:0") == device_map | {"layers.10": "xpu:0"}
 
 
 @pytest.mark.parametrize("other", ["h_1", "hx1"])
@@ -80,20 +80,20 @@ def test_a_dot_that_matches_another_letter_is_no_error_where_the_devices_agree(o
 
 
 def test_what_rests_on_cpu_or_disk_computes_on_the_main_device():
-    homes = resolve_homes({"a": "cpu", "b": "disk", "c": "xpu:1"}, ["a.w", "b.w", "c.w"], ["", "a", "b", "c"])
-    assert execution_map({"a": "cpu", "b": "disk", "c": "xpu:1"}, homes, "xpu:1") == {"a": "xpu:1", "b": "xpu:1", "c": "xpu:1"}
+    devices = resolve_devices({"a": "cpu", "b": "disk", "c": "xpu:1"}, ["a.w", "b.w", "c.w"], ["", "a", "b", "c"])
+    assert execution_map({"a": "cpu", "b": "disk", "c": "xpu:1"}, devices, "xpu:1") == {"a": "xpu:1", "b": "xpu:1", "c": "xpu:1"}
     assert execution_map({"": "disk"}, {"a.w": "disk"}, "cpu") == {"": "cpu"}
 
 
 def test_a_map_that_transformers_reads_rightly_gains_no_key():
     device_map = {"": "xpu:0", "a.1": "xpu:1", "b": "xpu:0"}
     names = ["a.1.w", "a.2.w", "b.w", "w"]
-    homes = resolve_homes(device_map, names, ["", "a", "a.1", "a.2", "b"])
-    assert execution_map(device_map, homes, "xpu:0") == device_map
+    devices = resolve_devices(device_map, names, ["", "a", "a.1", "a.2", "b"])
+    assert execution_map(device_map, devices, "xpu:0") == device_map
 
 
 def test_the_map_of_the_user_is_left_as_it_was():
     device_map = {"": "disk", "model.layers.1": "xpu:0"}
-    homes = resolve_homes(device_map, LAYERS, ["", *(name[:-2] for name in LAYERS)])
-    execution_map(device_map, homes, "xpu:0")
+    devices = resolve_devices(device_map, LAYERS, ["", *(name[:-2] for name in LAYERS)])
+    execution_map(device_map, devices, "xpu:0")
     assert device_map == {"": "disk", "model.layers.1": "xpu:0"}

@@ -6,7 +6,7 @@ import tiny_models
 from hfq.checkpoint import Checkpoint
 from hfq.errors import PlacementError
 from hfq.formats import tensors_by_module
-from hfq.modules.flat_buffer import arena_layout
+from hfq.modules.flat_buffer import flat_layout
 from hfq.placement.zero.model_states import count_states
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -26,7 +26,7 @@ def test_rows_and_other_tensors_are_those_of_the_loader(packed, dense):
     modules = tensors_by_module(packed.tensors)
     linear = {name: tensors for name, tensors in modules.items() if name.rpartition(".")[2] in LINEARS}
     states = count_states(packed)
-    assert states.packed == tuple(arena_layout(tensors)[1] for tensors in linear.values())
+    assert states.packed == tuple(flat_layout(tensors)[1] for tensors in linear.values())
     kept = [info for name, info in dense.tensors.items() if not name.endswith("_proj.weight")]
     assert sorted(states.frozen) == sorted(info.numel for info in kept)
     assert states.trained == ()

@@ -26,18 +26,18 @@ def test_what_rests_on_disk_moves_wherever_it_computes():
 
 
 def test_bytes_are_summed_by_home():
-    assert ALL.nbytes_by_home() == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
-    assert list(ALL.nbytes_by_home()) == ["cpu", "disk", "cuda:0"]
+    assert ALL.nbytes_by_device() == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
+    assert list(ALL.nbytes_by_device()) == ["cpu", "disk", "cuda:0"]
 
 
 def test_what_moves_and_what_stays_in_memory_are_summed():
-    assert ALL.moved_nbytes() == 20_000 + 300 + 50
+    assert ALL.onloaded_nbytes() == 20_000 + 300 + 50
     assert ALL.resident_nbytes() == 1000 + 4_000_000 + 50
 
 
 def test_an_empty_plan_holds_nothing():
-    assert Plan(()).nbytes_by_home() == {}
-    assert (Plan(()).moved_nbytes(), Plan(()).resident_nbytes()) == (0, 0)
+    assert Plan(()).nbytes_by_device() == {}
+    assert (Plan(()).onloaded_nbytes(), Plan(()).resident_nbytes()) == (0, 0)
 
 
 def test_the_text_names_the_homes_and_what_moves():
@@ -47,14 +47,14 @@ def test_the_text_names_the_homes_and_what_moves():
 
 def test_the_dict_is_json_with_every_tensor():
     data = json.loads(json.dumps(ALL.to_dict()))
-    assert data["homes"] == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
-    assert data["moved_nbytes"] == 20_350
+    assert data["devices"] == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
+    assert data["onloaded_nbytes"] == 20_350
     assert [tensor["name"] for tensor in data["tensors"]] == [entry.name for entry in ALL.entries]
-    assert data["tensors"][1] == {"name": "b.qweight", "home": "disk", "device": "cpu", "nbytes": 20_000, "packed": True}
+    assert data["tensors"][1] == {"name": "b.qweight", "device": "disk", "execution_device": "cpu", "nbytes": 20_000, "packed": True}
 
 
 def test_a_plan_cannot_be_changed():
     with pytest.raises(AttributeError):
         ALL.entries = ()
     with pytest.raises(AttributeError):
-        RESIDENT.home = "disk"
+        RESIDENT.device = "disk"

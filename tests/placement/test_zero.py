@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfq import PlacementError
-from hfq.placement.zero.shards import ZeroPlan, ZeroRow, check_same_plan, packed_zero_row
+from hfq.placement.zero.shards import FlatParameter, ZeroPlan, check_same_plan, flat_parameter
 from hfq.tensor_spec import ByteRange, TensorInfo, row_layout
 
 SHAPES = st.lists(st.tuples(st.sampled_from(["U8", "I32", "F16", "F8_E4M3"]), st.integers(0, 70)), min_size=1, max_size=5)
@@ -21,7 +21,7 @@ def stored(shapes) -> tuple[dict[str, TensorInfo], bytes]:
     return infos, bytes(file)
 
 
-def shard(row: ZeroRow, rank: int, world: int, file: bytes) -> bytes:
+def shard(row: FlatParameter, rank: int, world: int, file: bytes) -> bytes:
     """What a rank holds when it has carried out its reads."""
     memory = bytearray(row.shard_nbytes(world))
     for read in row.reads(rank, world):
@@ -33,7 +33,7 @@ def shard(row: ZeroRow, rank: int, world: int, file: bytes) -> bytes:
 def test_the_shards_of_all_ranks_are_the_row_and_no_byte_is_read_twice(shapes, world, itemsize):
     infos, file = stored(shapes)
     layout = row_layout((name, info.dtype, info.shape) for name, info in infos.items())
-    row = packed_zero_row("m.packed_row", infos, layout, itemsize)
+    row = flat_parameter("m.flat_buffer", infos, layout, itemsize)
     whole = bytearray(row.shard_nbytes(world) * world)
     for name, segment in layout[0].items():
         source = infos[name].range
@@ -45,8 +45,8 @@ def test_the_shards_of_all_ranks_are_the_row_and_no_byte_is_read_twice(shapes, w
 
 
 def test_a_plan_counts_packed_and_dense_bytes_apart():
-    packed = ZeroRow("a.packed_row", 48, 2, ((0, ByteRange("f", 8, 40)),), is_packed=True)
-    dense = ZeroRow("norm.weight", 14, 2, ((0, ByteRange("f", 48, 14)),))
+    packed = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f", 8, 40)),), is_packed=True)
+    dense = FlatParameter("norm.weight", 14, 2, ((0, ByteRange("f", 48, 14)),))
     plans = [ZeroPlan((packed, dense), rank, 3, "cpu") for rank in range(3)]
     assert [(plan.packed_nbytes, plan.packed_shard_nbytes) for plan in plans] == [(48, 16)] * 3
     assert [plan.read_nbytes(is_packed=True) for plan in plans] == [16, 16, 8]
@@ -54,12 +54,12 @@ def test_a_plan_counts_packed_and_dense_bytes_apart():
 
 
 def plan(**changes) -> ZeroPlan:
-    row = ZeroRow("a.packed_row", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_packed=True)
+    row = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_packed=True)
     return ZeroPlan(**{"rows": (row,), "rank": 0, "world": 2, "home": "cpu", "settings": {"dtype": "bf16"}} | changes)
 
 
 def test_ranks_agree_wherever_the_files_lie_on_their_node():
-    row = ZeroRow("a.packed_row", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_packed=True)
+    row = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_packed=True)
     check_same_plan([plan().digests(), plan(rank=1, rows=(row,)).digests()])
 
 
@@ -71,9 +71,9 @@ def test_ranks_agree_wherever_the_files_lie_on_their_node():
         ({"home": "nvme"}, "home of the shards"),
         ({"world": 3}, "number of ranks"),
         ({"rows": ()}, "names of the parameters"),
-        ({"rows": (ZeroRow("a.packed_row", 64, 2, (), True),)}, "sizes of the parameters"),
+        ({"rows": (FlatParameter("a.flat_buffer", 64, 2, (), True),)}, "sizes of the parameters"),
         (
-            {"rows": (ZeroRow("a.packed_row", 48, 2, ((0, ByteRange("f.safetensors", 9, 40)),), True),)},
+            {"rows": (FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f.safetensors", 9, 40)),), True),)},
             "places of the tensors",
         ),
     ],

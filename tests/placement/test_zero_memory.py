@@ -94,7 +94,7 @@ def test_a_sum_is_no_tensor_to_gather_or_to_size_buffers_by():
 def test_it_is_json_ready():
     report = estimate_zero(PAPER, ZeroSetup(3, 64)).to_dict()
     assert json.loads(json.dumps(report)) == report
-    assert sum(sum(homes.values()) for homes in report["parts_per_rank"].values()) == report["per_rank"]["device"]
+    assert sum(sum(devices.values()) for devices in report["parts_per_rank"].values()) == report["per_rank"]["device"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 PARTS = ["model.embed_tokens", *(f"model.layers.{n}.mlp.{name}" for n in range(3) for name in ("up", "down")), "lm_head"]
 MODULES = [
-    {"module": name, "home": "disk" if ".2." in name or ".1." in name else "cpu", "device": "cpu", "nbytes": 3000,
+    {"module": name, "device": "disk" if ".2." in name or ".1." in name else "cpu", "execution_device": "cpu", "nbytes": 3000,
      "packed_nbytes": 2000 * ("layers" in name)}
     for name in PARTS
 ]  # fmt: skip
@@ -23,9 +23,9 @@ SPANS = [
     ("read", "model.layers.1", 0.0095, 0.012, 6000),
 ]
 STREAM = {
-    "mode": "direct", "blocks": 2, "pass_nbytes": 12000, "ring_nbytes": 12288, "huge_page_nbytes": None, "passes": 3, "visits": 6,
-    "mispredicts": 0, "apart": 0, "nbytes_read": 36000, "read_seconds": 0.01, "waited_seconds": 0.003, "limit": None,
-    "expert_hits": 0, "expert_misses": 0, "expert_nbytes": 0, "expert_budget": 0, "rate": 3.6e6, "share_of_limit": None,
+    "mode": "direct", "units": 2, "pass_nbytes": 12000, "buffer_nbytes": 12288, "huge_page_nbytes": None, "passes": 3, "unit_forwards": 6,
+    "prefetch_misses": 0, "buffer_overflows": 0, "nbytes_read": 36000, "read_seconds": 0.01, "stall_seconds": 0.003, "disk_bandwidth": None,
+    "expert_hits": 0, "expert_misses": 0, "expert_nbytes": 0, "expert_budget": 0, "read_bandwidth": 3.6e6, "share_of_disk_bandwidth": None,
 }  # fmt: skip
 SPEED = {
     "load_predicted": 0.1,
@@ -37,22 +37,22 @@ SPEED = {
 }
 RUN = {
     "model": {
-        "path": "/models/a <b> & c", "class": "LlamaForCausalLM", "dialects": "gptq", "dtype": "bfloat16", "device": "cpu",
+        "path": "/models/a <b> & c", "class": "LlamaForCausalLM", "formats": "gptq", "dtype": "bfloat16", "device": "cpu",
         "hfq": "0.1.0",
     },
-    "homes": [{"home": "cpu", "nbytes": 12000, "moved_nbytes": 0}, {"home": "disk", "nbytes": 12000, "moved_nbytes": 12000}],
-    "stream": STREAM, "speed": SPEED, "outliers": None, "modules": MODULES,
+    "devices": [{"device": "cpu", "nbytes": 12000, "onloaded_nbytes": 0}, {"device": "disk", "nbytes": 12000, "onloaded_nbytes": 12000}],
+    "offload": STREAM, "speed": SPEED, "outliers": None, "modules": MODULES,
     "timeline": {
-        "blocks": ["model.layers.1", "model.layers.2"],
+        "units": ["model.layers.1", "model.layers.2"],
         "spans": [dict(zip(("lane", "name", "start", "end", "nbytes"), span, strict=True)) for span in SPANS],
     },
 }  # fmt: skip
 HOME = {"weights": 12000, "ring": 500, "experts": 0, "kv_cache": 100, "activations": 200, "total": 12800, "capacity": 14000}
 PLAN = {
-    "model": {"path": "m", "class": "LlamaForCausalLM", "dialects": "", "file_nbytes": 24000, "layers": 3},
+    "model": {"path": "m", "class": "LlamaForCausalLM", "formats": "", "file_nbytes": 24000, "layers": 3},
     "workload": {"batch": 1, "context": 16, "kv_dtype": "auto"},
     "machine": {"gpus": [24000], "cpu": 14000, "disk": None, "is_this_machine": False},
-    "homes": {"cpu": HOME, "disk": {**HOME, "capacity": None}}, "modules": MODULES,
+    "devices": {"cpu": HOME, "disk": {**HOME, "capacity": None}}, "modules": MODULES,
     "prediction": {
         "load_seconds": 0.1, "step_seconds": 0.01, "tokens_per_second": 100.0, "dominant_term": "reads from disk", "source": "limits",
         "helps": [["a disk twice as fast", 200.0]],
@@ -60,7 +60,7 @@ PLAN = {
     "files": {},
 }  # fmt: skip
 BENCH = {
-    "title": "Loading", "facts": {"date": "today"},
+    "title": "ModelLoader", "facts": {"date": "today"},
     "targets": [{"what": "x", "value": 0.5, "bound": 1, "at_least": False, "verdict": "met"}],
     "tables": [{"title": "Time", "note": "Seconds.\n\n- a: `b`\n- c", "header": ["x", "s"], "rows": [["one", "1.5"], ["two", "-"]]}],
     "chart": {"kind": "Chart", "title": "Bars", "groups": ["one", "two"], "series": {"a": [1.0, None], "b": [0.5, 2]}, "line": 1.0,

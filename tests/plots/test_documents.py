@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     ("kind", "pictures", "tables"),
     [
         ("run", ["placement", "timeline"], ["Homes", "Streaming so far", "Speed"]),
-        ("plan", ["homes", "placement"], ["Predicted speed"]),
+        ("plan", ["devices", "placement"], ["Predicted speed"]),
         ("bench", ["chart"], ["Time"]),
         ("eval", ["chart"], []),
         ("zero3", ["zero3"], []),
@@ -100,7 +100,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
         ("run", ("timeline", "spans", 3, "end"), float("nan"), r"timeline.spans\[3\].end"),
         ("run", ("timeline", "spans", 3, "end"), -5, r"timeline.spans\[3\].end"),
         ("run", ("stream", "mode"), None, "stream.mode"),
-        ("plan", ("homes", "cpu", "weights"), "much", "homes.cpu.weights"),
+        ("plan", ("devices", "cpu", "weights"), "much", "homes.cpu.weights"),
         ("plan", ("modules",), None, "modules"),
         ("plan", ("prediction", "load_seconds"), 10**400, "prediction.load_seconds"),
         ("plan", ("prediction", "helps"), [["x"]], "prediction.helps"),

@@ -3,12 +3,12 @@
 import pytest
 from plots.conftest import MODULES
 
-from hfq.placement.plan import ModuleHome
+from hfq.placement.plan import ModuleDevice
 from hfq.plots.placement_map import gather_units, home_colour, placement_picture
 
 
 def test_modules_of_a_layer_are_one_part():
-    units = gather_units(ModuleHome(**module) for module in MODULES)
+    units = gather_units(ModuleDevice(**module) for module in MODULES)
     assert [unit.short for unit in units] == ["embed_tokens", "layers.0", "layers.1", "layers.2", "lm_head"]
     assert units[1].held == {"cpu": (4000, 2000)}
     assert units[2].modules == 2
@@ -25,17 +25,17 @@ def test_modules_of_a_layer_are_one_part():
     ],
 )
 def test_the_first_number_ends_the_name_of_a_part(module, unit):
-    assert gather_units([ModuleHome(module, "cpu", "cpu", 1, 0)])[0].name == unit
+    assert gather_units([ModuleDevice(module, "cpu", "cpu", 1, 0)])[0].name == unit
 
 
 def test_a_layer_in_two_homes_has_a_row_for_each():
-    modules = [ModuleHome("h.0.a", "cpu", "cuda:0", 5, 5), ModuleHome("h.0.b", "cuda:0", "cuda:0", 7, 0)]
+    modules = [ModuleDevice("h.0.a", "cpu", "cuda:0", 5, 5), ModuleDevice("h.0.b", "cuda:0", "cuda:0", 7, 0)]
     rows = placement_picture(modules).table.rows
     assert rows == [("h.0", "cpu, computes on cuda:0", "5", "0", "5"), ("h.0", "cuda:0", "0", "7", "7")]
 
 
 def test_alike_neighbours_stand_in_one_row():
-    rows = placement_picture([ModuleHome(**module) for module in MODULES]).table.rows
+    rows = placement_picture([ModuleDevice(**module) for module in MODULES]).table.rows
     assert [row[0] for row in rows] == [
         "model.embed_tokens",
         "model.layers.0",
@@ -46,5 +46,5 @@ def test_alike_neighbours_stand_in_one_row():
 
 
 def test_homes_have_colours_of_their_own():
-    homes = ("cpu", "disk", "nvme", "cuda:0", "cuda:1", "cuda:2")
-    assert len({home_colour(home) for home in homes}) == len(homes)
+    devices = ("cpu", "disk", "nvme", "cuda:0", "cuda:1", "cuda:2")
+    assert len({home_colour(home) for home in devices}) == len(devices)

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hfq
-from hfq import HfqConfig
+from hfq import HfqConfig, Recipe
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"
@@ -30,10 +30,8 @@ def gptq(tmp_path_factory, tokens):
     """(the folder, the report, what progress was told) of 4 bits in groups of 64."""
     seen = []
     folder = tmp_path_factory.mktemp("quantized") / "gptq"
-    config = HfqConfig(method="gptq", num_bits=4, group_size=64)
-    report = hfq.quantize(
-        SOURCE, config, output=folder, calibration=tokens, samples=SAMPLES, sequence_length=LENGTH, progress=seen.append
-    )
+    recipe = Recipe("gptq", bits=4, group_size=64)
+    report = hfq.quantize(SOURCE, recipe, output_dir=folder, dataset=tokens, num_calibration_samples=SAMPLES, max_seq_length=LENGTH, on_progress=seen.append)
     return folder, report, seen
 
 

@@ -6,7 +6,7 @@ from quantize.conftest import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
-from hfq import HfqConfig, SetupError
+from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
 
 COMMON = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64,
@@ -38,8 +38,8 @@ def source(tmp_path, kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
     tokens = [torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(30)]
-    config = HfqConfig(method="gptq", num_bits=8, group_size=32, act_order=kind == "qwen2")
-    report = hfq.quantize(source, config, output=tmp_path / "gptq", calibration=tokens, samples=30, sequence_length=40)
+    recipe = Recipe("gptq", bits=8, group_size=32, desc_act=kind == "qwen2")
+    report = hfq.quantize(source, recipe, output_dir=tmp_path / "gptq", dataset=tokens, num_calibration_samples=30, max_seq_length=40)
     linears = {"opt": 6, "gpt2": 4, "gpt_neox": 4, "mixtral": 4 + 4 * 3}.get(kind, 7)
     assert len(report.layers) == 2 * linears
     assert {layer.method for layer in report.layers} == {"gptq"}
@@ -60,17 +60,16 @@ def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
 def test_experts_that_are_stored_as_one_tensor_stay_floats_where_that_is_asked_for_alone(source, kind, tmp_path):
     options, out = {"method": "rtn", "group_size": 32}, tmp_path / "out"
     with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]"):
-        hfq.quantize(source, HfqConfig(**options), output=out)
+        hfq.quantize(source, Recipe(**options), output_dir=out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["floats"]
-    report = hfq.quantize(source, HfqConfig(**options, modules_to_not_convert=["mlp.experts"]), output=out)
+    report = hfq.quantize(source, Recipe(**options), output_dir=out, modules_to_not_convert=["mlp.experts"])
     assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("kind", ["mixtral"])
 def test_experts_that_no_token_reaches_are_rounded_and_reported(source, kind, tmp_path, caplog):
-    config = HfqConfig(method="gptq", num_bits=8, group_size=32)
-    report = hfq.quantize(source, config, output=tmp_path / "gptq", calibration=[torch.zeros(1, 4, dtype=torch.int64)], samples=1,
-                          sequence_length=4)  # fmt: skip
+    recipe = Recipe("gptq", bits=8, group_size=32)
+    report = hfq.quantize(source, recipe, output_dir=tmp_path / "gptq", dataset=[torch.zeros(1, 4, dtype=torch.int64)], num_calibration_samples=1, max_seq_length=4)  # fmt: skip
     nearest = [layer.name for layer in report.layers if layer.method == "rtn"]
     assert nearest
     assert all("experts" in name for name in nearest)

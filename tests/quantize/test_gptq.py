@@ -26,7 +26,7 @@ def solved(layer, **options):
     weight_format = recipe.weight_format([(ROWS, COLUMNS)])
     factor = factorize(layer[1].clone(), recipe, "layer")
     found = solve(layer[0], factor, weight_format, recipe)
-    reader = dataclasses.replace(weight_format, act_order=recipe.act_order and not recipe.static_groups)
+    reader = dataclasses.replace(weight_format, act_order=recipe.desc_act and not recipe.static_groups)
     return found, factor, reader.dequantize(reader.pack(found.codes, found.scales, found.zeros, found.g_idx))
 
 
@@ -54,8 +54,8 @@ def plain(layer, weight_format, order, damping, span):
 
 
 VARIANTS = [
-    {}, {"group_order": False}, {"act_order": True}, {"symmetric": False}, {"group_size": -1}, {"num_bits": 2}, {"num_bits": 3},
-    {"num_bits": 8}, {"damping": 0.3}, {"group_size": 8},
+    {}, {"act_group_aware": False}, {"desc_act": True}, {"sym": False}, {"group_size": -1}, {"bits": 2}, {"bits": 3},
+    {"bits": 8}, {"damp_percent": 0.3}, {"group_size": 8},
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_it_is_the_paper_s_algorithm(layer, options):
     found, factor, quantized = solved(layer, **options)
     recipe = Recipe(**{"group_size": 32, **options})
     span = COLUMNS if recipe.group_size == -1 else recipe.group_size
-    expected = plain(layer, recipe.weight_format([(ROWS, COLUMNS)]), factor.order.flip(0), recipe.damping, span)
+    expected = plain(layer, recipe.weight_format([(ROWS, COLUMNS)]), factor.order.flip(0), recipe.damp_percent, span)
     # the plain one computes in float64, so that a tie may fall the other way and move a few later codes
     assert (quantized - expected).abs().lt(1e-5).float().mean() > 0.98
     assert cost(layer, quantized) == pytest.approx(cost(layer, expected), rel=2e-3)
@@ -104,16 +104,16 @@ def test_obq_costs_less_than_rounding(layer):
 @pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_costs_less_than_rounding_and_a_clip_search_less_still(layer, num_bits, symmetric):
-    nearest = Recipe(num_bits=num_bits, group_size=32, symmetric=symmetric).weight_format([(ROWS, COLUMNS)])
+    nearest = Recipe(bits=num_bits, group_size=32, sym=symmetric).weight_format([(ROWS, COLUMNS)])
     rounded = cost(layer, nearest.dequantize(nearest.quantize(layer[0])))
-    options = {"num_bits": num_bits, "symmetric": symmetric, "damping": 0.01}
+    options = {"bits": num_bits, "sym": symmetric, "damp_percent": 0.01}
     searched = cost(layer, solved(layer, **options, clip_search=True)[2])
     assert searched < 0.8 * rounded
     if num_bits < 8:
         assert searched < cost(layer, solved(layer, **options, clip_search=False)[2])
 
 
-@pytest.mark.parametrize("options", [{}, {"act_order": True, "static_groups": True}, {"group_order": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"desc_act": True, "static_groups": True}, {"act_group_aware": False}], ids=str)
 def test_groups_stay_those_of_neighbours(layer, options):
     found, _, quantized = solved(layer, **options)
     assert torch.equal(found.g_idx, torch.arange(COLUMNS) // 32)
@@ -121,7 +121,7 @@ def test_groups_stay_those_of_neighbours(layer, options):
 
 
 def test_act_order_scatters_groups_by_activation(layer):
-    found, _, _ = solved(layer, act_order=True)
+    found, _, _ = solved(layer, desc_act=True)
     by_activation = layer[1].diagonal().argsort(descending=True, stable=True)
     assert torch.equal(found.g_idx[by_activation], torch.arange(COLUMNS) // 32)
 
@@ -146,7 +146,7 @@ def test_a_channel_without_activations_is_rounded_to_nearest():
 def test_damping_grows_until_the_hessian_factors(layer, caplog):
     hessian = layer[1].clone()
     hessian.diagonal().sub_(0.1 * hessian.diagonal().mean())  # rounding can do this to a singular one; here it is made sure
-    factor = factorize(hessian, Recipe(damping=0.001, group_size=32), "layer")
+    factor = factorize(hessian, Recipe(damp_percent=0.001, group_size=32), "layer")
     assert 0.001 < factor.damping <= 1
     assert "trying" in caplog.text
 

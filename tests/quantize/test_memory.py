@@ -8,9 +8,9 @@ from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import hfq
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.quantize import bound_nbytes, measure_memory
+from hfq.formats import FORMATS
 from hfq.formats.layouts.rounding import round_weight
 from hfq.quantization import decoder_layer as block
 from hfq.quantization.calibration_data import Calibration
@@ -26,7 +26,7 @@ def test_a_held_layer_computes_what_its_tensors_mean(bias):
     expected, weight = layer(inputs).detach(), layer.weight.detach()
     own = vars(layer).get("forward")
     layer.weight = nn.Parameter(torch.empty(64, 96, device="meta"))
-    hold(layer, {"weight": weight}, hfq.FORMATS["dense"]())
+    hold(layer, {"weight": weight}, FORMATS["dense"]())
     with torch.no_grad():
         torch.testing.assert_close(layer(inputs), expected)  # a bias is added after the sum, and not within it
         weight_format = Recipe(group_size=32).weight_format([(64, 96)])
@@ -42,7 +42,7 @@ def test_a_held_conv1d_computes_as_before():
     layer, inputs = Conv1D(64, 96), torch.ones(3, 96)
     with torch.no_grad():
         expected = layer(inputs)
-        hold(layer, {"weight": layer.weight.detach().t()}, hfq.FORMATS["dense"]())
+        hold(layer, {"weight": layer.weight.detach().t()}, FORMATS["dense"]())
         torch.testing.assert_close(layer(inputs), expected)
 
 
@@ -77,7 +77,7 @@ def test_parts_of_a_weight_are_rounded_to_what_the_whole_is(method, out_features
     layer, recipe = nn.Linear(256, out_features, bias=False), Recipe(method=method)
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
     weight, weight_format = layer.weight.detach(), recipe.weight_format([(out_features, 256)])
-    quantizer = block.BlockQuantizer(nn.Module(), {"layer": layer}, weight_format, recipe, None, None)
+    quantizer = block.DecoderLayerQuantizer(nn.Module(), {"layer": layer}, weight_format, recipe, None, None)
     packed, error = quantizer._rounded("layer", weight)
     expected = round_weight("layer", weight, weight_format)
     assert packed.keys() == expected.keys()
@@ -110,7 +110,7 @@ def test_the_bound_is_one_block_in_float32_activations_and_a_constant():
 def test_the_peak_is_one_block_activations_and_400_mib(tmp_path):
     """Of a model of 300 MB, whose weights in float32 would take more than half as much again."""
     path = make_checkpoint(tmp_path, Architecture.of_size(3e8), "bf16")
-    for recipe in ({"method": "fp8"}, {"method": "gptq", "num_bits": 4, "group_size": 128}):
+    for recipe in ({"method": "fp8"}, {"method": "gptq", "bits": 4, "group_size": 128}):
         found = measure_memory(path, tmp_path, recipe, threads=1)
         assert "error" not in found, found
         assert found["imports"] < found["peak_rss"] <= found["bound"], found

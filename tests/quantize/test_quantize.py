@@ -14,8 +14,9 @@ from quantize.conftest import LENGTH, SAMPLES, SOURCE, load
 from tiny_models import digests
 
 import hfq
-from hfq import HfqConfig
+from hfq import Recipe
 from hfq.checkpoint import Checkpoint
+from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
 from hfq.formats.gptq import Gptq
 
@@ -75,7 +76,7 @@ def test_it_computes_the_same_in_every_placement_and_close_to_the_floats(gptq, t
 
 def test_every_layer_is_better_than_rounding_to_nearest(gptq, tokens, tmp_path):
     """Of the first block, whose inputs are those of the float model."""
-    nearest = hfq.quantize(SOURCE, HfqConfig(method="rtn", group_size=64), output=tmp_path / "rtn")
+    nearest = hfq.quantize(SOURCE, Recipe("rtn", group_size=64), output_dir=tmp_path / "rtn")
     assert all(layer.method == "rtn" and layer.tokens is None for layer in nearest.layers)
     models = [load(path).model for path in (SOURCE, gptq[0], tmp_path / "rtn")]
     batch = torch.stack(tokens)
@@ -86,7 +87,7 @@ def test_every_layer_is_better_than_rounding_to_nearest(gptq, tokens, tmp_path):
 
 
 def test_rounding_is_the_format_s_own(tmp_path):
-    hfq.quantize(SOURCE, HfqConfig(method="rtn", num_bits=3, group_size=32, symmetric=False), output=tmp_path / "rtn")
+    hfq.quantize(SOURCE, Recipe("rtn", bits=3, group_size=32, sym=False), output_dir=tmp_path / "rtn")
     stored, name = tiny_models.stored_tensors(tmp_path / "rtn"), "model.layers.1.mlp.down_proj"
     weight = tiny_models.stored_tensors(SOURCE)[f"{name}.weight"]
     expected = Gptq(3, 32, False, "stored", g_idx_length=2).quantize(weight)
@@ -97,7 +98,7 @@ def test_rounding_is_the_format_s_own(tmp_path):
 
 
 def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
-    hfq.quantize(SOURCE, HfqConfig(method="fp8", modules_to_not_convert=["model.layers.0.mlp"]), output=tmp_path / "fp8")
+    hfq.quantize(SOURCE, Recipe("fp8"), output_dir=tmp_path / "fp8", modules_to_not_convert=["model.layers.0.mlp"])
     config = source_config(Checkpoint.open(tmp_path / "fp8"))
     assert config["quant_method"] == "fp8"
     assert config["weight_block_size"] == [128, 128]
@@ -111,8 +112,8 @@ def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
 
 
 def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
-    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(hfq.FORMATS["dense"]()), None)
-    hfq.quantize(source, HfqConfig(method="fp8"), output=tmp_path / "fp8")
+    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None)
+    hfq.quantize(source, Recipe("fp8"), output_dir=tmp_path / "fp8")
     checkpoint = Checkpoint.open(tmp_path / "fp8")
     config = source_config(checkpoint)
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "float-quantized")
@@ -129,9 +130,9 @@ def stop(progress):
     if progress.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 source, target, tokens = sys.argv[1:]
-config = hfq.HfqConfig(method="gptq", num_bits=4, group_size=64)
+recipe = hfq.Recipe("gptq", bits=4, group_size=64)
 tokens = list(torch.load(tokens))
-hfq.quantize(source, config, output=target, calibration=tokens, samples=12, sequence_length=64, progress=stop)
+hfq.quantize(source, recipe, target, dataset=tokens, num_calibration_samples=12, max_seq_length=64, on_progress=stop)
 """
 
 
@@ -151,10 +152,10 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path
     times = shards[1].stat().st_mtime_ns
     (begun / "model-00004-of-00005.safetensors").write_bytes(b"half")
     (begun / ".model-00004-of-00005.safetensors.x.tmp").write_bytes(b"half")
-    config = HfqConfig(method="gptq", num_bits=4, group_size=64)
+    recipe = Recipe("gptq", bits=4, group_size=64)
     with pytest.raises(hfq.SetupError, match="Another quantization"):
-        hfq.quantize(SOURCE, HfqConfig(method="rtn"), output=target)
-    report = hfq.quantize(SOURCE, config, output=target, calibration=tokens, samples=SAMPLES, sequence_length=LENGTH)
+        hfq.quantize(SOURCE, Recipe("rtn"), output_dir=target)
+    report = hfq.quantize(SOURCE, recipe, output_dir=target, dataset=tokens, num_calibration_samples=SAMPLES, max_seq_length=LENGTH)
     assert report.resumed == 1
     assert files_of(target) == files_of(gptq[0])
     assert (target / shards[1].name).stat().st_mtime_ns == times

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import hfq
-from hfq import HfqConfig, SetupError
+from hfq import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.quantization.decoder_layer import as_weight
@@ -18,7 +18,7 @@ from hfq.quantization.distillation import _Layer
 from hfq.quantization.gptq import factorize, solve
 from hfq.recipes.recipe import Recipe
 
-ROUNDED = {"method": "rtn", "num_bits": 2, "group_size": 64, "symmetric": False}
+ROUNDED = {"method": "rtn", "bits": 2, "group_size": 64, "sym": False}
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def recovered(tmp_path_factory, tokens):
 
     out, calibration = (
         tmp_path_factory.mktemp("recovered"),
-        {"calibration": tokens, "samples": SAMPLES, "sequence_length": LENGTH},
+        {"dataset": tokens, "num_calibration_samples": SAMPLES, "max_seq_length": LENGTH},
     )
-    config = HfqConfig(**ROUNDED, recovery=12)
+    recipe = Recipe(**ROUNDED, distill_steps=12)
     with pytest.raises(Stopped):
-        hfq.quantize(SOURCE, config, output=out / "stopped", progress=stop, **calibration)
-    resumed = hfq.quantize(SOURCE, config, output=out / "stopped", **calibration)
-    report = hfq.quantize(SOURCE, config, output=out / "trained", **calibration)
-    hfq.quantize(SOURCE, HfqConfig(**ROUNDED), output=out / "rounded")
+        hfq.quantize(SOURCE, recipe, output_dir=out / "stopped", on_progress=stop, **calibration)
+    resumed = hfq.quantize(SOURCE, recipe, output_dir=out / "stopped", **calibration)
+    report = hfq.quantize(SOURCE, recipe, output_dir=out / "trained", **calibration)
+    hfq.quantize(SOURCE, Recipe(**ROUNDED), output_dir=out / "rounded")
     assert (resumed.resumed, resumed.recovered) == (2, report.recovered)
     return out, report
 
@@ -73,7 +73,7 @@ def test_scales_norms_and_nothing_else_are_trained(recovered):
 
 @pytest.mark.parametrize("kind", ["groups", "act_order", "awq"])
 def test_rounded_scales_give_the_weight_that_readers_see(kind):
-    weight, recipe = torch.randn(64, 96), Recipe("awq" if kind == "awq" else "gptq", 4, 32, act_order=kind == "act_order")
+    weight, recipe = torch.randn(64, 96), Recipe("awq" if kind == "awq" else "gptq", 4, 32, desc_act=kind == "act_order")
     if kind == "act_order":
         inputs = torch.randn(200, 96) * torch.rand(96)
         solved = solve(weight, factorize(inputs.t() @ inputs, recipe, ""), Gptq(4, 32), recipe)
@@ -92,13 +92,13 @@ def test_rounded_scales_give_the_weight_that_readers_see(kind):
 
 
 @pytest.mark.parametrize(
-    "options", [{"method": "fp8", "recovery": 4}, {"method": "gptq", "recovery": -1}, {"method": "rtn", "recovery": True}]
+    "options", [{"method": "fp8", "distill_steps": 4}, {"method": "gptq", "distill_steps": -1}, {"method": "rtn", "distill_steps": True}]
 )
 def test_what_cannot_be_recovered_is_refused(options, tmp_path):
-    with pytest.raises(SetupError, match="recovery"):
-        HfqConfig(**options)
+    with pytest.raises(SetupError, match="distill_steps"):
+        Recipe(**options)
 
 
 def test_it_needs_a_calibration_set(tmp_path):
-    with pytest.raises(SetupError, match="recovery needs a calibration set"):
-        hfq.quantize(SOURCE, HfqConfig(method="rtn", recovery=1), output=tmp_path / "out")
+    with pytest.raises(SetupError, match="distill_steps requires calibration data"):
+        hfq.quantize(SOURCE, Recipe("rtn", distill_steps=1), output_dir=tmp_path / "out")

@@ -12,24 +12,25 @@ import torch
 from quantize.conftest import SOURCE
 
 import hfq
-from hfq import CheckpointError, FormatError, HfqConfig, SetupError
+from hfq import CheckpointError, FormatError, HfqConfig, Recipe, SetupError
 from hfq.checkpoint import writer
+from hfq.formats import FORMATS
 from hfq.quantization import driver
 from hfq.quantization.calibration_data import calibrate
 
-GPTQ = HfqConfig(method="gptq", group_size=64)
-RTN = HfqConfig(method="rtn", group_size=64)
+GPTQ = Recipe("gptq", group_size=64)
+RTN = Recipe("rtn", group_size=64)
 
 
 def refused(error, named, target, *arguments, **options):
     with pytest.raises(error, match=named):
-        hfq.quantize(*arguments, output=target, **options)
+        hfq.quantize(*arguments, output_dir=target, **options)
     assert not target.exists() or not list(target.glob("*.safetensors"))
 
 
 def made(folder, change=lambda tensors: None):
     """A random model of floats, changed."""
-    tensors = tiny_models.packed_tensors(hfq.FORMATS["dense"]())
+    tensors = tiny_models.packed_tensors(FORMATS["dense"]())
     change(tensors)
     return tiny_models.write_model(folder, tensors, None)
 
@@ -38,29 +39,29 @@ def made(folder, change=lambda tensors: None):
     ("options", "named"),
     [
         ({"method": "gtpq"}, "did you mean 'gptq'"),
-        ({"method": "gptq", "num_bits": 5}, "num_bits=5"),
-        ({"method": "gptq", "num_bits": True}, "num_bits=True"),
+        ({"method": "gptq", "bits": 5}, "bits=5"),
+        ({"method": "gptq", "bits": True}, "bits=True"),
         ({"method": "gptq", "group_size": 0}, "group_size=0"),
-        ({"method": "gptq", "damping": 0}, "damping=0"),
-        ({"method": "gptq", "symmetric": "no"}, "symmetric='no'"),
+        ({"method": "gptq", "damp_percent": 0}, "damp_percent=0"),
+        ({"method": "gptq", "sym": "no"}, "sym='no'"),
         ({"method": "gptq", "clip_search": 1}, "clip_search=1"),
         ({"method": "gptq", "static_groups": True}, "static_groups"),
-        ({"num_bits": 4}, "no method is given"),
-        ({"method": "gptq", "bits": 4}, "no option 'bits'"),
-        ({"method": "fp8", "num_bits": 4}, "method='fp8' has no num_bits"),
-        ({"method": "rtn", "act_order": True}, "method='rtn' has no act_order"),
+        ({"num_bits": 4}, "no option 'num_bits'"),
+        ({"method": "gptq", "sim": True}, "no option 'sim'; did you mean 'sym'"),
+        ({"method": "fp8", "bits": 4}, "method='fp8' has no bits"),
+        ({"method": "rtn", "desc_act": True}, "method='rtn' has no desc_act"),
         ({"method": "mxfp4", "group_size": 16}, "method='mxfp4' has no group_size"),
-        ({"method": "glm", "num_bits": 3}, "num_bits=3"),
+        ({"method": "w4a16", "bits": 3}, "bits=3"),
     ],
 )
 def test_a_recipe_is_checked_when_it_is_written_down(options, named):
     with pytest.raises(SetupError, match=named):
-        HfqConfig(**options)
+        HfqConfig(quantize_weights=options)
 
 
 def test_a_recipe_survives_a_round_trip():
-    config = HfqConfig(method="gptq", num_bits=3, symmetric=False)
-    assert HfqConfig(**config.options()).options() == config.options()
+    config = HfqConfig(quantize_weights=Recipe("gptq", bits=3, sym=False))
+    assert HfqConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_a_taken_folder_is_left_as_it_is(tmp_path):
@@ -73,7 +74,7 @@ def test_a_taken_folder_is_left_as_it_is(tmp_path):
 
 
 def test_without_a_method_nothing_is_done(tmp_path):
-    refused(SetupError, "not told a method", tmp_path / "out", SOURCE, HfqConfig())
+    refused(SetupError, "requires a recipe", tmp_path / "out", SOURCE, HfqConfig())
 
 
 def test_a_quantized_source_is_refused(tmp_path):
@@ -96,17 +97,17 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_pat
         "cannot hold a layer",
         tmp_path / "out",
         SOURCE,
-        HfqConfig(method=method, group_size=96),
-        calibration=["x"],
-        sequence_length=1,
+        Recipe(method, group_size=96),
+        dataset=["x"],
+        max_seq_length=1,
     )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_is_not_in_the_model_is_refused(tmp_path):
-    refused(SetupError, "matches nothing", tmp_path / "out", SOURCE, HfqConfig(method="rtn", modules_to_not_convert=["mpl"]))
+    refused(SetupError, "matches nothing", tmp_path / "out", SOURCE, Recipe("rtn"), modules_to_not_convert=["mpl"])
     refused(
-        SetupError, "No layer is left", tmp_path / "out", SOURCE, HfqConfig(method="rtn", modules_to_not_convert=["layers"])
+        SetupError, "No layer is left", tmp_path / "out", SOURCE, Recipe("rtn"), modules_to_not_convert=["layers"]
     )
 
 
@@ -123,9 +124,9 @@ def test_activations_that_are_not_finite_are_named(tmp_path):
         tmp_path / "out",
         source,
         GPTQ,
-        calibration=[torch.arange(64)[None]],
-        samples=1,
-        sequence_length=64,
+        dataset=[torch.arange(64)[None]],
+        num_calibration_samples=1,
+        max_seq_length=64,
     )
 
 
@@ -137,9 +138,9 @@ def test_a_layer_that_no_signal_reaches_is_named(tmp_path):
         tmp_path / "out",
         source,
         GPTQ,
-        calibration=[torch.arange(64)[None]],
-        samples=1,
-        sequence_length=64,
+        dataset=[torch.arange(64)[None]],
+        num_calibration_samples=1,
+        max_seq_length=64,
     )
 
 
@@ -164,9 +165,9 @@ def test_a_disk_that_fills_up_meanwhile_leaves_what_is_finished(tmp_path, monkey
         with pytest.raises(
             CheckpointError, match="finished are"
         ) as kept:  # as a notebook keeps the last error, and its frames
-            hfq.quantize(SOURCE, RTN, output=tmp_path / "out")
+            hfq.quantize(SOURCE, RTN, output_dir=tmp_path / "out")
     assert len(list((tmp_path / ".out.quantizing").glob("*.safetensors"))) == 2
-    assert hfq.quantize(SOURCE, RTN, output=tmp_path / "out").resumed == 1
+    assert hfq.quantize(SOURCE, RTN, output_dir=tmp_path / "out").resumed == 1
     assert kept.value.found == "No space left on device"
 
 
@@ -231,4 +232,4 @@ def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_pa
 
 
 def test_calibration_is_asked_for(tmp_path):
-    refused(SetupError, "needs a calibration set", tmp_path / "out", SOURCE, GPTQ)
+    refused(SetupError, "requires calibration data", tmp_path / "out", SOURCE, GPTQ)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfq.quantization import triangular_matrix
-from hfq.quantization.triangular_matrix import Triangle
+from hfq.quantization.triangular_matrix import TriangularMatrix
 
 SIZE = 50
 
@@ -20,7 +20,7 @@ def rows():
 
 
 def moments(rows):
-    matrix = Triangle.zeros(SIZE)
+    matrix = TriangularMatrix.zeros(SIZE)
     matrix.add_products(rows)
     return matrix
 
@@ -32,7 +32,7 @@ def whole(matrix):
 def test_sums_of_products_are_those_of_the_whole_matrix(rows):
     matrix, expected = moments(rows), rows.t() @ rows
     assert matrix.size == SIZE
-    assert Triangle.nbytes_of(SIZE) == 4 * (16 * 16 + 16 * 32 + 16 * 48 + 2 * 50)
+    assert TriangularMatrix.nbytes_of(SIZE) == 4 * (16 * 16 + 16 * 32 + 16 * 48 + 2 * 50)
     torch.testing.assert_close(whole(matrix), expected.tril())  # products of other shapes sum in another order
     assert torch.equal(matrix.diagonal(), whole(matrix).diagonal())
     matrix.add_to_diagonal(3.0)
@@ -47,7 +47,7 @@ def test_sums_of_products_are_those_of_the_whole_matrix(rows):
 def test_rows_and_columns_are_permuted(rows, order):
     square = rows.t() @ rows
     square = square.tril() + square.tril(-1).t()
-    permuted = Triangle.of(square.clone()).permute(order)
+    permuted = TriangularMatrix.of(square.clone()).permute(order)
     assert torch.equal(whole(permuted), square[order][:, order].tril())
     assert torch.equal(permuted.corner(16, 32), square[order][:, order][16:32, 16:32])  # whole on the diagonal
 

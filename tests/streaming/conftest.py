@@ -11,10 +11,10 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
-from hfq.modules.flat_buffer import map_row, read_tensor
-from hfq.modules.linear import PackedLinear
-from hfq.offload.offloader import Streamer, StreamOptions
-from hfq.offload.unit import Block, DenseParameter
+from hfq.modules.flat_buffer import map_tensors, read_tensor
+from hfq.modules.linear import QuantizedLinear
+from hfq.offload.offloader import Offloader, OffloadOptions
+from hfq.offload.unit import DenseParameter, OffloadUnit
 
 SIZE, MOST_LAYERS = 64, 8
 FORMATS = {"q": Fp8(strategy="block", block_structure=(24, 40)), "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE)}
@@ -59,7 +59,7 @@ class Stack:
 
     model: Chain
     reader: Reader
-    streamer: Streamer | None
+    offloader: Offloader | None
     nbytes: list[int]
     packed_nbytes: list[int]
 
@@ -68,8 +68,8 @@ class Stack:
 
     def read_nbytes(self) -> list[int]:
         """What one read of each block reads: from the start of its first page on; past the page cache, whole pages of the file."""
-        found, source = [], self.streamer.source
-        for layout in self.streamer.regions.layouts:
+        found, source = [], self.offloader.source
+        for layout in self.offloader.regions.layouts:
             (run,) = layout.runs
             end = run.source.offset + run.source.nbytes
             if source.mode == "direct" and source.files.supports_direct(run.source.file):
@@ -80,8 +80,8 @@ class Stack:
 
     def quiet(self) -> int:
         """The bytes read so far, once everything that was begun is read."""
-        for index in range(len(self.streamer.blocks)):
-            ticket = self.streamer.regions.ticket_of(index)
+        for index in range(len(self.offloader.units)):
+            ticket = self.offloader.regions.ticket_of(index)
             if ticket is not None:
                 ticket.wait()
         return self.reader.counters.bytes_read
@@ -129,14 +129,14 @@ def build(folder):
     `resident` names packed layers, as "0.q", that rest in memory all the same.
     """
 
-    def layer_of(checkpoint, reader, index, offload, dtype, resident) -> tuple[Layer, Block]:
+    def layer_of(checkpoint, reader, index, offload, dtype, resident) -> tuple[Layer, OffloadUnit]:
         linears = []
         for local, weight_format in FORMATS.items():
             prefix = f"{index}.{local}."
             infos = {n.removeprefix(prefix): i for n, i in checkpoint.tensors.items() if n.startswith(prefix)}
-            linears.append(PackedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference")))
+            linears.append(QuantizedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference")))
             if not offload or prefix[:-1] in resident:
-                linears[-1].hold(map_row(reader, infos))
+                linears[-1].hold(map_tensors(reader, infos))
         layer, slots = Layer(linears), []
         for name in DENSE:
             owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
@@ -144,20 +144,20 @@ def build(folder):
             slots.append(DenseParameter(owner, local, info))
             value = torch.empty(SIZE, dtype=dtype, device="meta") if offload else read_tensor(reader, info).to(dtype)
             owner._parameters[local] = nn.Parameter(value, requires_grad=False)
-        return layer, Block(str(index), layer, tuple(linears), tuple(slots))
+        return layer, OffloadUnit(str(index), layer, tuple(linears), tuple(slots))
 
     def build(
         offload: bool = True, dtype: torch.dtype = torch.float32, layers: int = 4,
-        options: StreamOptions = StreamOptions(), resident: tuple[str, ...] = (), device: str = "cpu",  # noqa: B008
+        options: OffloadOptions = OffloadOptions(), resident: tuple[str, ...] = (), device: str = "cpu",  # noqa: B008
     ) -> Stack:  # fmt: skip
         checkpoint = Checkpoint.open(folder)
         reader = Reader(checkpoint)
         pairs = [layer_of(checkpoint, reader, index, offload, dtype, resident) for index in range(layers)]
-        model, blocks = Chain(*(layer for layer, _ in pairs)), [block for _, block in pairs]
-        packed = [sum(info.nbytes for linear in block.packed for info in linear.infos.values()) for block in blocks]
-        sizes = [size + sum(slot.info.nbytes for slot in block.dense) for size, block in zip(packed, blocks, strict=True)]
-        streamer = Streamer(blocks, reader, device, options=options, root=model) if offload else None
+        model, units = Chain(*(layer for layer, _ in pairs)), [unit for _, unit in pairs]
+        packed = [sum(info.nbytes for linear in unit.packed for info in linear.infos.values()) for unit in units]
+        sizes = [size + sum(slot.info.nbytes for slot in unit.dense) for size, unit in zip(packed, units, strict=True)]
+        offloader = Offloader(units, reader, device, options=options, root=model) if offload else None
         reader.counters.bytes_read = 0
-        return Stack(model, reader, streamer, sizes, packed)
+        return Stack(model, reader, offloader, sizes, packed)
 
     return build

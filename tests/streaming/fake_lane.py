@@ -61,7 +61,7 @@ class FakeClock:
 
 
 class FakeLane:
-    """A `Lane` that keeps a log of what began and what was done: (what, first address, end), in their order.
+    """A `CopyStream` that keeps a log of what began and what was done: (what, first address, end), in their order.
 
     Args:
         is_host_the_device: Whether the device computes in the thread that asks for it, as a model on the CPU does; marks of copies

@@ -11,8 +11,8 @@ from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.errors import CheckpointError
 from hfq.offload import offload_buffers as regions_module
 from hfq.offload.byte_source import Source
-from hfq.offload.offload_buffers import AcceleratorRegions
-from hfq.offload.offloader import Streamer, StreamOptions
+from hfq.offload.offload_buffers import AcceleratorBuffers
+from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.reader_threads import Pool
 from hfq.offload.unit_layout import lay_out
 
@@ -32,13 +32,13 @@ def device(tmp_path, lane, monkeypatch):
     monkeypatch.setattr(regions_module, "CHUNK_NBYTES", 8192)
     noise = random.Random(0).randbytes(40_000)
     tensors = {}
-    for block in range(BLOCKS):
-        sizes = {"odd": ("U8", 1001 + block), "wide": ("F32", 12_000 + 4000 * block), "codes": ("U8", 5000)}
+    for unit in range(BLOCKS):
+        sizes = {"odd": ("U8", 1001 + unit), "wide": ("F32", 12_000 + 4000 * unit), "codes": ("U8", 5000)}
         for name, (dtype, nbytes) in sizes.items():
-            tensors[f"{block}.{name}"] = dtype, (nbytes // (4 if dtype == "F32" else 1),), noise[block : block + nbytes]
+            tensors[f"{unit}.{name}"] = dtype, (nbytes // (4 if dtype == "F32" else 1),), noise[unit : unit + nbytes]
     write_safetensors(tmp_path / "model.safetensors", tensors)
     checkpoint = Checkpoint.open(tmp_path)
-    blocks = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{block}.")] for block in range(BLOCKS)]
+    units = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")] for unit in range(BLOCKS)]
     pool = Pool()
 
     def make(resident=()):
@@ -53,19 +53,19 @@ def device(tmp_path, lane, monkeypatch):
             lane.note("read done", memory)
 
         monkeypatch.setattr(source, "read", noted)
-        return AcceleratorRegions([lay_out(infos) for infos in blocks], source, pool, lane, resident), blocks, tensors
+        return AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, lane, resident), units, tensors
 
     yield make
     pool.close()
 
 
-def use(regions, lane, infos, tensors, block: int, wrong: list, apart: bool = False) -> None:
+def use(regions, lane, infos, tensors, unit: int, wrong: list, buffer_overflows: bool = False) -> None:
     """Takes a block and gives the device a check of its bytes to compute."""
-    region = regions.take_apart(block) if apart else regions.take(block)
+    region = regions.take_apart(unit) if buffer_overflows else regions.take(unit)
 
     def check() -> None:
-        for info in infos[block]:
-            place = regions.layouts[block].places[info]
+        for info in infos[unit]:
+            place = regions.layouts[unit].places[info]
             if region[place : place + info.nbytes].numpy().tobytes() != tensors[info.name][2]:
                 wrong.append(info.name)
 
@@ -83,11 +83,11 @@ def test_every_pass_computes_from_the_right_bytes_and_nothing_is_used_too_early(
     regions, infos, tensors = device(resident)
     wrong: list[str] = []
     for step in range(4 * BLOCKS):
-        block, following = step % BLOCKS, (step + 1) % BLOCKS
-        assert regions.start(block, [])
-        assert regions.start(following, [block])
-        use(regions, lane, infos, tensors, block, wrong)
-        regions.give_back(block)
+        unit, following = step % BLOCKS, (step + 1) % BLOCKS
+        assert regions.start(unit, [])
+        assert regions.start(following, [unit])
+        use(regions, lane, infos, tensors, unit, wrong)
+        regions.give_back(unit)
     lane.close()
     assert wrong == []
     assert sum(what == "compute done" for what, *_ in lane.log) == 4 * BLOCKS
@@ -99,14 +99,14 @@ def test_any_order_with_dropped_and_separate_blocks_is_right(device, lane, seed)
     regions, infos, tensors = device((2,))
     dice, wrong = random.Random(seed), []
     for _ in range(25):
-        block, ahead = dice.randrange(BLOCKS), dice.sample(range(BLOCKS), 2)
-        assert regions.start(block, [])
-        without_room = [other for other in ahead if not regions.start(other, [block])]
-        use(regions, lane, infos, tensors, block, wrong)
-        for other in (block, *without_room):
+        unit, ahead = dice.randrange(BLOCKS), dice.sample(range(BLOCKS), 2)
+        assert regions.start(unit, [])
+        without_room = [other for other in ahead if not regions.start(other, [unit])]
+        use(regions, lane, infos, tensors, unit, wrong)
+        for other in (unit, *without_room):
             if dice.random() < 0.3:
-                use(regions, lane, infos, tensors, other, wrong, apart=True)
-        regions.give_back(block)
+                use(regions, lane, infos, tensors, other, wrong, buffer_overflows=True)
+        regions.give_back(unit)
         if dice.random() < 0.2:
             regions.drop(ahead[1])
     lane.close()
@@ -118,10 +118,10 @@ def test_blocks_that_rest_in_memory_are_read_once_and_pinned_like_the_staging(de
     regions, infos, tensors = device(range(BLOCKS))
     before = regions.source.nbytes_read
     wrong: list[str] = []
-    for block in 2 * [*range(BLOCKS)]:
-        regions.start(block, [])
-        use(regions, lane, infos, tensors, block, wrong)
-        regions.give_back(block)
+    for unit in 2 * [*range(BLOCKS)]:
+        regions.start(unit, [])
+        use(regions, lane, infos, tensors, unit, wrong)
+        regions.give_back(unit)
     assert regions.source.nbytes_read == before > 0
     assert regions.resident_nbytes == sum(layout.nbytes for layout in regions.layouts)
     assert sum(end - first for first, end in lane.pinned) == regions.resident_nbytes
@@ -143,10 +143,10 @@ def test_a_read_that_fails_is_raised_where_the_block_is_taken_and_tried_again(de
         assert regions.start(1, [])
         regions.ticket_of(1)._done.wait(20)
     assert regions.source.read == read
-    for block in (0, 1):
-        assert regions.start(block, [])
-        use(regions, lane, infos, tensors, block, wrong)
-        regions.give_back(block)
+    for unit in (0, 1):
+        assert regions.start(unit, [])
+        use(regions, lane, infos, tensors, unit, wrong)
+        regions.give_back(unit)
     lane.close()
     assert wrong == []
     assert lane.violations() == []
@@ -161,21 +161,21 @@ def random_tensor(*shape: int, seed: int = 1) -> torch.Tensor:
 def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, resident):
     lane = FakeLane(is_host_the_device=True)
     monkeypatch.setattr(
-        Streamer, "_make_regions",
-        lambda self, layouts: AcceleratorRegions(layouts, self.source, self.pool, lane, resident),
+        Offloader, "_make_regions",
+        lambda self, layouts: AcceleratorBuffers(layouts, self.source, self.pool, lane, resident),
     )  # fmt: skip
-    stack, expected = build(options=StreamOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
+    stack, expected = build(options=OffloadOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
     for passes in range(1, 6):
         assert torch.equal(stack.model(random_tensor(3, SIZE)), expected)
         sizes = stack.read_nbytes()
         once, ahead = sum(sizes[index] for index in resident), sum(sizes[index] for index in (0, 1) if index not in resident)
         # what rests in memory was read before the counter was set back
         assert stack.quiet() == passes * (sum(sizes) - once) + ahead
-    assert stack.streamer.schedule.mispredicts == 0
+    assert stack.offloader.schedule.prefetch_misses == 0
     stack.model.order = (3, 1, 1, 0)
     for _ in range(3):
         stack.model(random_tensor(3, SIZE))
-    stack.streamer.close()
+    stack.offloader.close()
     lane.close()
     assert lane.violations() == []
 

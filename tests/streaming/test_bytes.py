@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfq.offload.lockstep import run_in_lockstep
-from hfq.offload.offloader import StreamOptions
+from hfq.offload.offloader import OffloadOptions
 
 SIZE = 64
 MODES = ["direct", "buffered"]
@@ -20,22 +20,22 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layers", [3, 4, 6])
 def test_every_pass_reads_each_block_once(build, layers, mode):
-    stack = build(layers=layers, options=StreamOptions(mode, read_ahead_nbytes=0))
+    stack = build(layers=layers, options=OffloadOptions(mode, read_ahead_nbytes=0))
     sizes, activations = stack.read_nbytes(), random(3, SIZE)
     assert stack.quiet() == 0
     for passes in range(1, 6):
         stack.model(activations)
         ahead = sizes[0] + sizes[1]  # of the next pass
         assert stack.quiet() == passes * sum(sizes) + ahead
-    assert stack.streamer.passes == 5
-    assert (stack.streamer.schedule.mispredicts, stack.streamer.apart) == (0, 0)
-    assert stack.streamer.pass_nbytes == sum(stack.nbytes)
+    assert stack.offloader.passes == 5
+    assert (stack.offloader.schedule.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
+    assert stack.offloader.pass_nbytes == sum(stack.nbytes)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_what_fits_into_the_ring_is_read_once_only(build, layers, mode):
-    stack, activations = build(layers=layers, options=StreamOptions(mode)), random(3, SIZE)
+    stack, activations = build(layers=layers, options=OffloadOptions(mode)), random(3, SIZE)
     for _ in range(4):
         stack.model(activations)
     assert stack.quiet() == sum(stack.read_nbytes())
@@ -44,21 +44,21 @@ def test_what_fits_into_the_ring_is_read_once_only(build, layers, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     stack, resident, activations = (
-        build(layers=8, options=StreamOptions(mode)),
+        build(layers=8, options=OffloadOptions(mode)),
         build(offload=False, layers=8),
         random(3, SIZE),
     )
     sizes, started = stack.read_nbytes(), []
 
     def probe(layer):
-        started.append([index for index in range(8) if stack.streamer.regions.ticket_of(index) is not None])
+        started.append([index for index in range(8) if stack.offloader.regions.ticket_of(index) is not None])
 
     stack.model[0].probe = probe
     for passes in range(1, 5):
         assert torch.equal(stack.model(activations), resident.model(activations))
         assert sum(sizes) < stack.quiet() <= passes * sum(sizes) + sum(sizes) // 2 + max(sizes)
     assert all({0, 1, 2} <= set(indices) for indices in started)  # two blocks fit beside the one that computes
-    regions = stack.streamer.regions
+    regions = stack.offloader.regions
     assert regions.nbytes <= sum(layout.nbytes for layout in regions.layouts) // 2
 
 
@@ -66,7 +66,7 @@ def test_both_modes_give_the_same_bytes(build):
     activations = random(3, SIZE)
     expected = build(offload=False).model(activations)
     for mode in (*MODES, "auto"):
-        stack = build(options=StreamOptions(mode, threads=1))
+        stack = build(options=OffloadOptions(mode, threads=1))
         assert torch.equal(stack.model(activations), expected)
         assert torch.equal(stack.model(activations), expected)
 
@@ -77,10 +77,10 @@ def test_jobs_in_lockstep_read_what_one_pass_reads(build, count):
     batches = [random(2 + index, SIZE, seed=index) for index in range(count)]
     sizes = stack.read_nbytes()
     for passes in range(1, 4):
-        found = run_in_lockstep(stack.streamer, [lambda batch=batch: stack.model(batch) for batch in batches])
+        found = run_in_lockstep(stack.offloader, [lambda batch=batch: stack.model(batch) for batch in batches])
         assert all(torch.equal(one, resident.model(batch)) for one, batch in zip(found, batches, strict=True))
         assert stack.quiet() == passes * sum(sizes) + sizes[0] + sizes[1]
-    assert (stack.streamer.schedule.mispredicts, stack.streamer.apart) == (0, 0)
+    assert (stack.offloader.schedule.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
 
 
 ORDERS = {
@@ -98,14 +98,14 @@ def test_a_changed_order_is_right_at_once_and_learned_after_one_pass(build, name
     for passes in range(4):
         stack.model.order = resident.model.order = None if passes < 2 else ORDERS[name]
         assert torch.equal(stack.model(activations), resident.model(activations))
-        counted = stack.streamer.schedule.mispredicts
+        counted = stack.offloader.schedule.prefetch_misses
         assert (counted > 0) == (passes >= 2)
         assert passes < 3 or counted == learned
         learned = counted
     before = stack.quiet()
     for _ in range(3):
         assert torch.equal(stack.model(activations), resident.model(activations))
-    assert stack.streamer.schedule.mispredicts == learned
+    assert stack.offloader.schedule.prefetch_misses == learned
     most = sum(stack.read_nbytes()[index] for index in ORDERS[name])
     assert stack.quiet() - before <= 3 * most
 
@@ -117,7 +117,7 @@ def test_an_order_that_changes_with_every_pass_stays_right(build):
         order = torch.randint(6, (8,), generator=generator).tolist()
         stack.model.order = resident.model.order = order
         assert torch.equal(stack.model(activations), resident.model(activations))
-    assert stack.streamer.schedule.visits == 240
+    assert stack.offloader.schedule.unit_forwards == 240
 
 
 def nest(stack, outer: int, inner: int) -> None:
@@ -140,18 +140,18 @@ def test_a_block_within_another_is_read_beside_it(build, outer, inner):
     for _ in range(3):
         assert torch.equal(stack.model(activations), resident.model(activations))
         assert stack.is_offloaded()
-    found = run_in_lockstep(stack.streamer, [lambda seed=seed: stack.model(random(3, SIZE, seed=seed)) for seed in range(3)])
+    found = run_in_lockstep(stack.offloader, [lambda seed=seed: stack.model(random(3, SIZE, seed=seed)) for seed in range(3)])
     assert all(torch.equal(one, resident.model(random(3, SIZE, seed=seed))) for seed, one in enumerate(found))
     assert stack.is_offloaded()
 
 
 def test_memory_beside_the_ring_is_let_go_when_its_block_is_over(build, monkeypatch):
     stack, activations, made = build(), random(3, SIZE), []
-    first, seen, regions = stack.model[0], [], stack.streamer.regions
+    first, seen, regions = stack.model[0], [], stack.offloader.regions
     take_apart = regions.take_apart
 
-    def noted(block: int) -> torch.Tensor:
-        region = take_apart(block)
+    def noted(unit: int) -> torch.Tensor:
+        region = take_apart(unit)
         made.append(weakref.ref(region.untyped_storage()))
         return region
 
@@ -187,5 +187,5 @@ def test_a_block_that_calls_itself_and_a_chain_of_blocks_within_blocks(build):
         first.probe = probe
     for _ in range(3):
         assert torch.equal(stack.model(activations), resident.model(activations))
-    assert stack.streamer.apart > 0
+    assert stack.offloader.buffer_overflows > 0
     assert stack.is_offloaded()

@@ -4,8 +4,8 @@ import itertools
 import json
 import random
 
-from hfq.offload.spans import LANES, Span
 from hfq.offload.chrome_trace import chrome_trace
+from hfq.offload.spans import LANES, Span
 
 SPANS = [
     Span("compute", "layers.1", 0.003, 0.006),

@@ -84,7 +84,7 @@ def test_chunks_cover_a_run_from_its_first_page_to_its_last_byte():
 
 
 @st.composite
-def blocks(draw):
+def units(draw):
     """(files, tensors): tensors of odd sizes and gaps in up to three files of other bytes each."""
     files, infos = {}, []
     for number in range(draw(st.integers(1, 3))):
@@ -100,9 +100,9 @@ def blocks(draw):
 
 
 @settings(max_examples=50)
-@given(blocks(), st.sampled_from([0, 100, 64 << 10]))
-def test_every_place_holds_the_bytes_of_its_tensor_aligned_to_its_element(block, gap):
-    files, infos = block
+@given(units(), st.sampled_from([0, 100, 64 << 10]))
+def test_every_place_holds_the_bytes_of_its_tensor_aligned_to_its_element(unit, gap):
+    files, infos = unit
     layout = lay_out(infos, gap)
     region = filled(layout, files)
     for info in infos:

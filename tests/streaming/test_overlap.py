@@ -20,10 +20,10 @@ class Gates:
         self.began, self.entered, self.is_open = [0] * LAYERS, [0] * LAYERS, False
         self._changed = threading.Condition()
         self._offsets = {}
-        for index, layout in enumerate(stack.streamer.regions.layouts):
+        for index, layout in enumerate(stack.offloader.regions.layouts):
             for run in layout.runs:
                 self._offsets[run.source.offset // 4096] = index
-        self._read = stack.streamer.source.read
+        self._read = stack.offloader.source.read
 
     def block_of(self, wanted) -> int:
         return self._offsets[wanted.offset // 4096]
@@ -54,7 +54,7 @@ def gated(build, monkeypatch):
     """(stack, gates): computing block i waits until the read of the block that follows has begun, over the wrap, too."""
     stack = build(layers=LAYERS)
     gates = Gates(stack)
-    monkeypatch.setattr(stack.streamer.source, "read", gates.read)
+    monkeypatch.setattr(stack.offloader.source, "read", gates.read)
 
     def probe_of(index: int):
         def probe(layer):
@@ -68,7 +68,7 @@ def gated(build, monkeypatch):
         layer.probe = probe_of(index)
     yield stack, gates
     gates.open()
-    stack.streamer.close()
+    stack.offloader.close()
 
 
 def test_the_next_block_is_being_read_while_one_computes_also_over_the_wrap(gated, build):
@@ -94,7 +94,7 @@ def test_reads_and_computation_wait_for_each_other_and_neither_starves(gated, bu
             gates.wait(gates.entered, index - 1, gates.began[index])
         gates._read(wanted, target)
 
-    monkeypatch.setattr(stack.streamer.source, "read", read)
+    monkeypatch.setattr(stack.offloader.source, "read", read)
     activations = random(3, SIZE)
     expected = build(offload=False).model(activations)
     for _ in range(PASSES):
@@ -108,4 +108,4 @@ def test_blocks_that_are_called_without_the_model_are_read_ahead_as_well(gated):
         for layer in stack.model:
             layer(activations)
     assert gates.entered == [2] * LAYERS
-    assert stack.streamer.schedule.mispredicts == 0
+    assert stack.offloader.schedule.prefetch_misses == 0

@@ -21,14 +21,14 @@ def poisoned(build, monkeypatch):
 
     def make(layers: int = LAYERS, seed: int = 0):
         stack, dice = build(layers=layers), plain_random.Random(seed)
-        regions, source, read = stack.streamer.regions, stack.streamer.source, stack.streamer.source.read
+        regions, source, read = stack.offloader.regions, stack.offloader.source, stack.offloader.source.read
         give_back = regions.give_back
 
-        def poison(block: int) -> None:
-            give_back(block)
-            if block not in stack.streamer._in_use and regions.ticket_of(block) is not None:
-                region = regions._region(block)
-                regions.drop(block)
+        def poison(unit: int) -> None:
+            give_back(unit)
+            if unit not in stack.offloader._in_use and regions.ticket_of(unit) is not None:
+                region = regions._region(unit)
+                regions.drop(unit)
                 region.fill_(0xFF)
 
         def late(wanted, target) -> None:
@@ -69,7 +69,7 @@ def test_jobs_in_lockstep_are_right(poisoned, build):
     batches = [random(2, SIZE, seed=seed) for seed in range(3)]
     expected = [resident.model(resident.model(batch)) for batch in batches]
     for _ in range(15):
-        found = run_in_lockstep(stack.streamer, [lambda batch=batch: stack.model(stack.model(batch)) for batch in batches])
+        found = run_in_lockstep(stack.offloader, [lambda batch=batch: stack.model(stack.model(batch)) for batch in batches])
         assert all(map(torch.equal, found, expected))
 
 

@@ -10,13 +10,13 @@ from streaming.fake_lane import FakeLane
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import SetupError
 from hfq.offload.byte_source import Source
-from hfq.offload.offload_buffers import AcceleratorRegions
-from hfq.offload.offloader import StreamOptions
+from hfq.offload.offload_buffers import AcceleratorBuffers
+from hfq.offload.offloader import OffloadOptions
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.unit_layout import lay_out
 
-OPTIONS = StreamOptions("buffered", threads=2, read_ahead_nbytes=0)
+OPTIONS = OffloadOptions("buffered", threads=2, read_ahead_nbytes=0)
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def test_every_read_wait_and_block_of_a_pass_is_recorded(stack):
     with torch.no_grad():
         expected = stack.model(activations)
         stack.quiet()
-        before = stack.streamer.source.nbytes_read
-        with recording(stack.streamer) as recorder:
+        before = stack.offloader.source.nbytes_read
+        with recording(stack.offloader) as recorder:
             found = stack.model(activations)
             stack.quiet()
-        read = stack.streamer.source.nbytes_read - before
+        read = stack.offloader.source.nbytes_read - before
     assert torch.equal(found, expected)
     spans = recorder.spans()
     assert [span.name for span in spans if span.lane == "compute"] == ["0", "1", "2", "3"]
@@ -54,41 +54,41 @@ def test_outside_of_a_recording_nobody_notes_anything(stack, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("noted")
 
-    with recording(stack.streamer):
+    with recording(stack.offloader):
         pass
     for name in ("note", "note_read", "note_computed", "copying", "computing", "stamp"):
         monkeypatch.setattr(Recorder, name, refuse)
     with torch.no_grad():
         stack.model(torch.ones(2, SIZE))
     stack.quiet()
-    assert stack.streamer.recorder is stack.streamer.regions.recorder is stack.streamer.source.on_read is None
+    assert stack.offloader.recorder is stack.offloader.regions.recorder is stack.offloader.source.on_read is None
 
 
 def test_a_recording_ends_with_the_error_that_ends_it(stack):
-    with pytest.raises(RuntimeError), recording(stack.streamer):
+    with pytest.raises(RuntimeError), recording(stack.offloader):
         raise RuntimeError
-    assert stack.streamer.recorder is None
+    assert stack.offloader.recorder is None
 
 
 def test_a_second_recording_is_refused(stack):
-    with recording(stack.streamer), pytest.raises(SetupError, match="recorded already"), recording(stack.streamer):
+    with recording(stack.offloader), pytest.raises(SetupError, match="recorded already"), recording(stack.offloader):
         pass
-    assert stack.streamer.recorder is None
+    assert stack.offloader.recorder is None
 
 
 def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
     checkpoint, lane, pool = Checkpoint.open(folder), FakeLane(), Pool(2)
-    infos = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{block}.")] for block in range(3)]
-    regions = AcceleratorRegions([lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane)
+    infos = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")] for unit in range(3)]
+    regions = AcceleratorBuffers([lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane)
     recorder = regions.recorder = Recorder(regions.clock(), ["0", "1", "2"])
     try:
-        for block in range(3):
-            assert regions.start(block, [])
-            regions.take(block)
+        for unit in range(3):
+            assert regions.start(unit, [])
+            regions.take(unit)
             stamp = recorder.stamp()
             lane.compute(regions.buffer, lambda: None)
-            recorder.note_computed("compute", str(block), stamp)
-            regions.give_back(block)
+            recorder.note_computed("compute", str(unit), stamp)
+            regions.give_back(unit)
         spans = recorder.spans()
     finally:
         lane.close()
@@ -96,8 +96,8 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
     copies = [span for span in spans if span.lane == "copy"]
     assert {span.name for span in copies} == {"0", "1", "2"}
     assert all(before.end <= after.start for before, after in itertools.pairwise(copies))  # one after the other
-    for block in range(3):
-        sizes = [span.nbytes for span in copies if span.name == str(block)]
-        assert sum(sizes) >= regions.layouts[block].needed_nbytes
-        computed = next(span for span in spans if span.lane == "compute" and span.name == str(block))
-        assert max(span.end for span in copies if span.name == str(block)) <= computed.end
+    for unit in range(3):
+        sizes = [span.nbytes for span in copies if span.name == str(unit)]
+        assert sum(sizes) >= regions.layouts[unit].needed_nbytes
+        computed = next(span for span in spans if span.lane == "compute" and span.name == str(unit))
+        assert max(span.end for span in copies if span.name == str(unit)) <= computed.end

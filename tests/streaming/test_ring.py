@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfq.offload.buffer_allocator import Ring
-from hfq.placement.budget import ring_nbytes
+from hfq.offload.buffer_allocator import BufferAllocator
+from hfq.placement.budget import buffer_nbytes
 
 PAGE = 4096
 
 
-def place(ring: Ring, block: int, nbytes: int, kept=()) -> int | None:
+def place(ring: BufferAllocator, unit: int, nbytes: int, kept=()) -> int | None:
     """Gives a block a place as the streamer does; its offset, or None."""
-    found = ring.find(block, nbytes, kept)
+    found = ring.find(unit, nbytes, kept)
     if found is None:
         return None
     for other in found[1]:
         ring.forget(other)
-    ring.give(block, found[0], nbytes)
+    ring.give(unit, found[0], nbytes)
     return found[0]
 
 
@@ -27,11 +27,11 @@ def place(ring: Ring, block: int, nbytes: int, kept=()) -> int | None:
     ("sizes", "nbytes"), [([], 0), ([5], 5), ([5, 3], 8), ([1, 2, 3], 5), ([1, 1, 1, 9], 10), ([9, 1, 1, 8], 17)]
 )
 def test_the_ring_holds_the_two_largest_neighbours_over_the_wrap(sizes, nbytes):
-    assert ring_nbytes(sizes) == nbytes
+    assert buffer_nbytes(sizes) == nbytes
 
 
 def test_places_alternate_between_the_two_ends():
-    ring = Ring(3 * PAGE)
+    ring = BufferAllocator(3 * PAGE)
     assert place(ring, 0, PAGE) == 0
     assert place(ring, 1, 2 * PAGE, kept=[0]) == PAGE
     assert place(ring, 2, PAGE, kept=[1]) == 0
@@ -39,14 +39,14 @@ def test_places_alternate_between_the_two_ends():
 
 
 def test_the_place_that_costs_the_fewest_blocks_is_taken():
-    ring = Ring(4 * PAGE)
+    ring = BufferAllocator(4 * PAGE)
     assert place(ring, 0, PAGE) == 0
     assert ring.find(1, 2 * PAGE, []) == (2 * PAGE, [])
     assert ring.find(1, 4 * PAGE, []) == (0, [0])
 
 
 def test_no_room_beside_what_is_kept_changes_nothing():
-    ring = Ring(3 * PAGE)
+    ring = BufferAllocator(3 * PAGE)
     place(ring, 0, 2 * PAGE)
     assert ring.find(1, 2 * PAGE, [0]) is None
     assert ring.find(1, 4 * PAGE, []) is None
@@ -54,7 +54,7 @@ def test_no_room_beside_what_is_kept_changes_nothing():
 
 
 def test_forgotten_blocks_free_their_place():
-    ring = Ring(2 * PAGE)
+    ring = BufferAllocator(2 * PAGE)
     place(ring, 0, PAGE)
     place(ring, 1, PAGE)
     ring.forget(0)
@@ -69,13 +69,13 @@ sizes_in_pages = st.lists(st.integers(0, 9).map(lambda pages: pages * PAGE), min
 
 @given(sizes_in_pages, st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=2)), max_size=40))
 def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes):
-    ring, size_of = Ring(ring_nbytes(sizes)), dict(enumerate(sizes))
-    for block, kept in ((block % len(sizes), kept) for block, kept in wishes):
-        kept = {other for other in kept if other != block and other in size_of}
+    ring, size_of = BufferAllocator(buffer_nbytes(sizes)), dict(enumerate(sizes))
+    for unit, kept in ((unit % len(sizes), kept) for unit, kept in wishes):
+        kept = {other for other in kept if other != unit and other in size_of}
         before = {other: ring.place_of(other) for other in size_of}
-        found = place(ring, block, size_of[block], kept)
+        found = place(ring, unit, size_of[unit], kept)
         after = {other: ring.place_of(other) for other in size_of if ring.place_of(other) is not None}
-        assert found == (after.get(block) if found is not None else None)
+        assert found == (after.get(unit) if found is not None else None)
         assert all(ring.place_of(other) == before[other] for other in kept)
         spans = sorted((start, start + size_of[other]) for other, start in after.items() if size_of[other])
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
@@ -84,9 +84,9 @@ def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes
 
 @given(sizes_in_pages, st.integers(0, 6), st.integers(1, 3))
 def test_in_a_cyclic_order_every_block_finds_room_beside_the_one_before(sizes, first, rounds):
-    ring, count = Ring(ring_nbytes(sizes)), len(sizes)
+    ring, count = BufferAllocator(buffer_nbytes(sizes)), len(sizes)
     for step in range(first, first + rounds * count + 1):
-        block, before = step % count, (step - 1) % count
-        if ring.place_of(block) is None or count < 2:
-            assert place(ring, block, sizes[block], {before} - {block}) is not None
+        unit, before = step % count, (step - 1) % count
+        if ring.place_of(unit) is None or count < 2:
+            assert place(ring, unit, sizes[unit], {before} - {unit}) is not None
         assert step == first or ring.place_of(before) is not None

@@ -13,9 +13,9 @@ from hfq.checkpoint.direct_io import DirectFiles
 from hfq.errors import CheckpointError, SetupError
 from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.offload.embedding_rows import RowTable, can_read_rows
-from hfq.offload.offloader import Streamer
+from hfq.offload.offloader import Offloader
 from hfq.offload.reader_threads import Pool
-from hfq.offload.unit import Block, DenseParameter
+from hfq.offload.unit import DenseParameter, OffloadUnit
 
 ROWS, SIZE = 300, 10
 
@@ -70,7 +70,7 @@ def offloaded(table, cls=nn.Embedding, dtype=None, **options):
     resident.weight.requires_grad_(False)
     slot = DenseParameter(module, "weight", checkpoint.tensors["embed.weight"])
     reader = Reader(checkpoint)
-    return module, resident, Streamer([Block("embed", module, (), (slot,))], reader, "cpu"), reader
+    return module, resident, Offloader([OffloadUnit("embed", module, (), (slot,))], reader, "cpu"), reader
 
 
 def tokens_of(*numbers: int) -> torch.Tensor:
@@ -90,11 +90,11 @@ def tokens_of(*numbers: int) -> torch.Tensor:
     ids=lambda tokens: str(tokens.numel()),
 )
 def test_rows_are_those_of_the_table_and_each_is_read_once(table, tokens):
-    module, resident, streamer, reader = offloaded(table)
+    module, resident, offloader, reader = offloaded(table)
     assert torch.equal(module(tokens), resident(tokens))
     assert reader.counters.bytes_read == len(set(tokens.flatten().tolist())) * SIZE * table[0].element_size()
-    assert streamer.blocks == ()
-    assert streamer.regions.nbytes == 0
+    assert offloader.units == ()
+    assert offloader.regions.nbytes == 0
     assert module.weight.is_meta
 
 
@@ -146,10 +146,10 @@ def test_a_subclass_that_asks_its_parent_is_read_by_row_and_stays_what_it_is(tab
 
 @pytest.mark.parametrize("cls", [Normed, Wrapped])
 def test_a_subclass_that_reads_its_weight_is_streamed_whole(table, cls):
-    module, resident, streamer, reader = offloaded(table, cls)
+    module, resident, offloader, reader = offloaded(table, cls)
     tokens = tokens_of(4, 200)
     assert torch.equal(module(tokens), resident(tokens))
-    assert len(streamer.blocks) == 1
+    assert len(offloader.units) == 1
     assert reader.counters.bytes_read >= table[0].nbytes
     assert module.weight.is_meta
 
@@ -174,8 +174,8 @@ def test_a_token_out_of_range_is_named(table, numbers, found):
 
 
 def test_a_table_outlives_whoever_else_knew_its_streamer(table):
-    module, resident, streamer, _ = offloaded(table)
-    del streamer
+    module, resident, offloader, _ = offloaded(table)
+    del offloader
     gc.collect()
     many = torch.arange(ROWS)
     assert torch.equal(module(many), resident(many))

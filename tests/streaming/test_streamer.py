@@ -60,7 +60,7 @@ def test_all_blocks_share_one_buffer_of_two_neighbours(build):
         layer.probe = lambda layer: addresses.append(layer.q.packed_tensors()["weight"].data_ptr())
     stack.model(random(3, SIZE))
     stack.model(random(3, SIZE))
-    buffer, sizes = stack.streamer.regions.buffer, [layout.nbytes for layout in stack.streamer.regions.layouts]
+    buffer, sizes = stack.offloader.regions.buffer, [layout.nbytes for layout in stack.offloader.regions.layouts]
     assert buffer.numel() == max(size + sizes[index - 1] for index, size in enumerate(sizes))
     assert len(addresses) == 8
     assert all(buffer.data_ptr() <= address < buffer.data_ptr() + buffer.numel() for address in addresses)
@@ -77,7 +77,7 @@ def test_a_packed_layer_that_rests_in_memory_is_not_read(build):
     activations, layer = random(3, SIZE), stack.model[0]
     assert torch.equal(stack.model(activations), resident.model(activations))
     own = sum(info.nbytes for info in layer.q.infos.values())
-    assert stack.streamer.pass_nbytes == sum(stack.nbytes) - own
+    assert stack.offloader.pass_nbytes == sum(stack.nbytes) - own
     assert not layer.q.weight.is_meta
 
 

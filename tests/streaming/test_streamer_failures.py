@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hfq.errors import CheckpointError, SetupError
-from hfq.offload.offloader import StreamOptions
+from hfq.offload.offloader import OffloadOptions
 
 SIZE = 64
 
@@ -69,7 +69,7 @@ def test_an_interrupt_leaves_the_lock_free_for_another_thread(build):
 
 def test_a_streamer_cannot_be_copied_since_its_blocks_would_stay_behind(build):
     with pytest.raises(SetupError, match="cannot be copied"):
-        copy.deepcopy(build().streamer)
+        copy.deepcopy(build().offloader)
 
 
 @pytest.mark.xfail(strict=True, reason="hfq bug: the forward of a copied block is still that of the original")
@@ -105,7 +105,7 @@ def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, folder, is_first, mode):
-    stack, activations = build(layers=8, options=StreamOptions(mode, read_ahead_nbytes=0)), random(3, SIZE)
+    stack, activations = build(layers=8, options=OffloadOptions(mode, read_ahead_nbytes=0)), random(3, SIZE)
     file = folder / "model.safetensors"
     expected, content = stack.model(activations), file.read_bytes()
     stack.quiet()
@@ -116,7 +116,7 @@ def test_a_file_truncated_under_the_model_is_an_error_in_every_forward(build, fo
         with pytest.raises(CheckpointError, match="changed after it was validated") as caught:
             stack.model(activations)
         assert caught.value.file == str(file)
-        assert caught.value.what.startswith(f"{name}:")
+        assert caught.value.message.startswith(f"{name}:")
         assert stack.is_offloaded()
     assert isinstance(in_another_thread(lambda: stack.model(activations)), CheckpointError)
     with file.open("r+b") as stream:

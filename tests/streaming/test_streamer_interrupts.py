@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hfq import offload
-from hfq.offload.offloader import StreamOptions
+from hfq.offload.offloader import OffloadOptions
 
 SIZE = 64
 NO_STEPS = ("with ", "try:")
@@ -43,7 +43,7 @@ class Interruption:
 
 
 def test_after_an_interrupt_at_any_line_the_next_forward_is_right(build):
-    stack = build(layers=3, options=StreamOptions("buffered", threads=2, read_ahead_nbytes=0))
+    stack = build(layers=3, options=OffloadOptions("buffered", threads=2, read_ahead_nbytes=0))
     activations = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, whole = stack.model(activations), Interruption()
@@ -53,7 +53,7 @@ def test_after_an_interrupt_at_any_line_the_next_forward_is_right(build):
         for line, index in places.items():
             with contextlib.suppress(KeyboardInterrupt):
                 Interruption(index).run(lambda: stack.model(activations))
-            assert not stack.streamer.lock._is_owned(), line
+            assert not stack.offloader.lock._is_owned(), line
             assert torch.equal(stack.model(activations), expected), line
             assert stack.is_offloaded(), line
-            assert stack.streamer._in_use == (), line
+            assert stack.offloader._in_use == (), line

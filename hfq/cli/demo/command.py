@@ -39,8 +39,8 @@ def demo(
     for name, path in paths.items():
         report = inspect_checkpoint(Checkpoint.open(path))
         if not as_json:
-            dialects = ", ".join(f"{count} × {dialect}" for dialect, count in report["dialects"].items())
-            print(f"{path}: {dialects}, {report['bits_per_packed_weight']} bits per packed weight, {report['nbytes']:,} bytes")
+            variants = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items())
+            print(f"{path}: {variants}, {report['bits_per_packed_weight']} bits per packed weight, {report['nbytes']:,} bytes")
         rows += [_in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement) for placement in PLACEMENTS]
         exact = {row["logits_sha256"] for row in rows[-len(PLACEMENTS) :]}
         for row in rows[-len(PLACEMENTS) :]:

@@ -50,10 +50,10 @@ def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
         report = inspect_checkpoint(Checkpoint.open(path), kernels=True)
     except HfqError as error:
         found = f" (found: {error.found})" if error.found is not None else ""
-        yield Finding("checkpoint", "error", f"{error.what}{found}", error.fix)
+        yield Finding("checkpoint", "error", f"{error.message}{found}", error.fix)
         return
-    dialects = ", ".join(f"{count} × {dialect}" for dialect, count in report["dialects"].items()) or "not packed"
-    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {dialects}")
+    variants = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items()) or "not packed"
+    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {variants}")
     for note in report["odd"]:
         yield Finding("checkpoint", "note", note)
     chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"])

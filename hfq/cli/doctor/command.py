@@ -85,7 +85,7 @@ def config_findings(files: list[Path]) -> Iterator[Finding]:
         errors = check_config(file)
         for error in errors:
             found = f" (found: {error.found})" if error.found is not None else ""
-            yield Finding("configs", "error", f"{file.name}: {error.what}{found}", error.fix)
+            yield Finding("configs", "error", f"{file.name}: {error.message}{found}", error.fix)
         if not errors:
             yield Finding("configs", "ok", f"{file.name} leaves packed bytes as they are")
 

@@ -98,8 +98,8 @@ def plan(
         unused |= {"--profile": profile, "--out": out}
         _check_unused(unused, "plans a machine", "leave --zero out, or use --launcher zero3")
         given = None if path is None else Path(path)
-        homes = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
-        plan_zero(ZeroOptions(given, _stage(zero), *homes, lora_rank, lora_target or [], parameters, trainable), as_json)
+        devices = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
+        plan_zero(ZeroOptions(given, _stage(zero), *devices, lora_rank, lora_target or [], parameters, trainable), as_json)
         return
     unused = {"--optimizer": optimizer, "--lora-rank": lora_rank, "--lora-target": lora_target, "--trainable": trainable}
     unused |= {"--offload-param": offload_param != "none", "--offload-optimizer": offload_optimizer != "none"}

@@ -96,7 +96,7 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     path, revision = split_name(options.path) or (options.path, None)
     code = loading_code(path, model.sizes.dtype, limits, options.kv_dtype, revision)
     return {
-        "homes": _homes(estimate, weights, hardware),
+        "devices": _homes(estimate, weights, hardware),
         "moved": {
             "streamed_nbytes_a_step": estimate.work.streamed, "copied_nbytes_a_step": estimate.work.copied,
             "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
@@ -111,7 +111,7 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
 def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
     capacities = hardware.capacities()
     found: dict[str, dict[str, int | None]] = {}
-    for home, parts in estimate.homes(weights).items():
+    for home, parts in estimate.devices(weights).items():
         total = sum(parts.values())
         found[home] = {**parts, "total": total, "capacity": capacities.get(home)}
     return found
@@ -120,22 +120,22 @@ def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> d
 def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
     from hfq.placement.launch_configs import accelerate_yaml
-    from hfq.placement.multi_device import spread_units
+    from hfq.placement.multi_device import assign_units
 
     sizes = model.sizes
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     activations = activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype)
     capacities = {home: nbytes for home, nbytes in hardware.capacities().items() if home.startswith("cuda")}
-    spread = spread_units(sizes.units, capacities, kv, activations)
-    device_map = model.spread_map(spread.homes)
+    spread = assign_units(sizes.units, capacities, kv, activations)
+    device_map = model.spread_map(spread.devices)
     weights = model.weights_by_home(device_map, hardware.main)
-    homes = {}
+    devices = {}
     for home, capacity in capacities.items():
         parts = {"weights": weights.get(home, 0), "ring": 0, "experts": 0, "kv_cache": spread.kv.get(home, 0)}
         parts |= {"activations": activations}
-        homes[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
+        devices[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
-    return {"homes": homes, "device_map": device_map, "modules": model.modules(device_map), "files": files}
+    return {"devices": devices, "device_map": device_map, "modules": model.modules(device_map), "files": files}
 
 
 def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:

@@ -31,7 +31,7 @@ def print_report(report: dict) -> None:
             f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is not counted"
         )
     sections: dict[str, Callable[[Console, Any], None]] = {
-        "homes": _homes, "moved": _moved, "zero3": _zero3, "prediction": _prediction, "catalog": _catalog, "ladder": _ladder,
+        "devices": _homes, "moved": _moved, "zero3": _zero3, "prediction": _prediction, "catalog": _catalog, "ladder": _ladder,
     }  # fmt: skip
     for name, show in sections.items():
         if name in report:
@@ -46,11 +46,11 @@ def _machine(machine: dict) -> str:
     return f"{gpus}, {as_size(machine['cpu'])} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
 
 
-def _homes(console: Console, homes: dict) -> None:
+def _homes(console: Console, devices: dict) -> None:
     from rich.table import Table
 
     table = Table("home", *PARTS.values(), "total", "of")
-    for home, parts in homes.items():
+    for home, parts in devices.items():
         capacity = parts["capacity"]
         sizes = [as_size(parts[part]) for part in (*PARTS, "total")]
         table.add_row(home, *sizes, "no limit" if capacity is None else as_size(capacity))
@@ -84,11 +84,11 @@ def _prediction(console: Console, prediction: dict) -> None:
 def _zero3(console: Console, zero3: dict) -> None:
     from rich.table import Table
 
-    homes = list(zero3["per_rank"])
-    table = Table(f"ZeRO-3, {zero3['ranks']} ranks", *(f"{home} per rank" for home in homes))
+    devices = list(zero3["per_rank"])
+    table = Table(f"ZeRO-3, {zero3['ranks']} ranks", *(f"{home} per rank" for home in devices))
     for name, held in zero3["parts_per_rank"].items():
-        table.add_row(name, *(as_size(held.get(home, 0)) for home in homes))
-    table.add_row("total", *(as_size(zero3["per_rank"][home]) for home in homes))
+        table.add_row(name, *(as_size(held.get(home, 0)) for home in devices))
+    table.add_row("total", *(as_size(zero3["per_rank"][home]) for home in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
     rests, gathered = zero3["offload_param"].replace("none", "the devices"), as_size(zero3["gathered_nbytes_a_forward"])

@@ -144,8 +144,8 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
     console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
     chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
     table = Table(f"stage {setup.stage}", *(f"{home} per rank" for home in HOMES))
-    for name, homes in chosen.parts.items():
-        table.add_row(name, *(as_size(homes.get(home, 0)) for home in HOMES))
+    for name, devices in chosen.parts.items():
+        table.add_row(name, *(as_size(devices.get(home, 0)) for home in HOMES))
     console.print(table)
     stages = Table("stage", *(f"{home} per {who}" for who in ("rank", "node") for home in HOMES))
     for estimate in estimates:

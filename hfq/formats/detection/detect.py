@@ -12,18 +12,18 @@ from hfq.formats.layouts.fused_experts import split_experts
 from hfq.formats.unquantized import Dense
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["NotPackedError", "UnquantizedError", "detect_formats", "tensors_by_module"]
+__all__ = ["NotQuantizedFormatError", "UnquantizedError", "detect_formats", "tensors_by_module"]
 
 _DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
 _NESTED = ".weight."
 """Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of optimum-quanto."""
 
 
-class NotPackedError(FormatError):
+class NotQuantizedFormatError(FormatError):
     """No module of the checkpoint is packed in a dialect that hfq reads."""
 
 
-class UnquantizedError(NotPackedError):
+class UnquantizedError(NotQuantizedFormatError):
     """Nothing says that the checkpoint is quantized: it can be placed and streamed as it is."""
 
 
@@ -52,7 +52,7 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
 
     Raises:
         UnquantizedError: Nothing says that the checkpoint is quantized.
-        NotPackedError: No module is packed in a dialect that hfq reads.
+        NotQuantizedFormatError: No module is packed in a dialect that hfq reads.
         FormatError: A config contradicts the tensors.
     """
     load_plugin(config)
@@ -69,7 +69,7 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
     return found
 
 
-def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> NotPackedError:
+def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> NotQuantizedFormatError:
     file = next((info.range.file for tensors in modules.values() for info in tensors.values()), None)
     names = sorted({local for tensors in modules.values() for local in tensors})
     dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
@@ -81,7 +81,7 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
             "The checkpoint is not quantized.", file=file, expected=f"tensors packed as {_names()}",
             found=f"{found}; no quantization_config", fix="load it with transformers, or with HfqConfig as it is",
         )  # fmt: skip
-    return NotPackedError(
+    return NotQuantizedFormatError(
         f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.", file=file,
         expected=f"tensors packed as {_names()}", found=found,
         fix="load it with the library that wrote it, or re-export it in one of these dialects",

@@ -9,10 +9,10 @@ from hfq.errors import FormatError
 from hfq.formats.configs.compressed_tensors_config import format_of
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["REFUSED", "UnreadableDialectError", "refuse_unreadable", "refused"]
+__all__ = ["REFUSED", "UnsupportedFormatError", "refuse_unreadable", "refused"]
 
 
-class UnreadableDialectError(FormatError):
+class UnsupportedFormatError(FormatError):
     """The checkpoint is in a dialect that hfq knows by sight and does not read."""
 
 
@@ -73,9 +73,9 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
                 )
 
 
-def refused(dialect: str, file: str, tensor: str | None, found: str) -> UnreadableDialectError:
+def refused(dialect: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
     """The error for a checkpoint in one of the dialects of `REFUSED`."""
-    return UnreadableDialectError(
+    return UnsupportedFormatError(
         f"The checkpoint is in the dialect {dialect}, which hfq does not read; nothing was loaded.", file=file, tensor=tensor,
         expected="a dialect of docs/formats.md", found=found, fix=REFUSED[dialect][1],
     )  # fmt: skip

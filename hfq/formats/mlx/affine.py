@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, Dialect, Format, bounded_int
+from hfq.formats.base import FLOATS, Format, FormatVariant, bounded_int
 from hfq.formats.codecs.bit_packing import pack_stream, unpack_rows
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.value_checks import check_finite
@@ -62,8 +62,8 @@ class Mlx(MlxWords):
     """
 
     name = "mlx"
-    dialects = (
-        Dialect("MLX affine (8, 6, 5, 4, 3, 2, 1 bits)", "mlx-lm, transformers (metal)", "weight U32, scales, biases or qbiases",
+    variants = (
+        FormatVariant("MLX affine (8, 6, 5, 4, 3, 2, 1 bits)", "mlx-lm, transformers (metal)", "weight U32, scales, biases or qbiases",
                 ("mlx-4bit", "mlx-6bit", "mlx-8bit", "mlx-3bit-metal"), ("mlx-4bit-g64", "mlx-3bit-g32")),
     )  # fmt: skip
     num_bits: int = 4

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import Dialect
+from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.fp8_codes import widen_into
 from hfq.formats.codecs.groups import apply_groups, check_divides
 from hfq.formats.codecs.value_checks import check_finite
@@ -40,8 +40,8 @@ class MlxFp4(MlxWords, PackedFp4):
     """
 
     name = "mlx-fp4"
-    dialects = (
-        Dialect("MLX mxfp4, nvfp4", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp4", "mlx-nvfp4"), ("mlx-mxfp4", "mlx-nvfp4")),
+    variants = (
+        FormatVariant("MLX mxfp4, nvfp4", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp4", "mlx-nvfp4"), ("mlx-mxfp4", "mlx-nvfp4")),
     )  # fmt: skip
     mode: str = "mxfp4"
 
@@ -85,7 +85,7 @@ class MlxFp8(MlxWords):
     """mxfp8; see the file's docstring."""
 
     name = "mlx-fp8"
-    dialects = (Dialect("MLX mxfp8", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp8",), ("mlx-mxfp8",)),)
+    variants = (FormatVariant("MLX mxfp8", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp8",), ("mlx-mxfp8",)),)
     group_size: ClassVar[int] = 32
 
     @classmethod

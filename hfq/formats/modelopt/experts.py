@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import ActivationScheme, Dialect, Format
+from hfq.formats.base import ActivationScheme, Format, FormatVariant
 from hfq.formats.fp8 import Fp8
 from hfq.formats.layouts.fused_experts import TRANSPOSED
 from hfq.formats.nvfp4 import Nvfp4
@@ -44,8 +44,8 @@ class ModeloptExpert(Format):
     """
 
     name = "modelopt-experts"
-    dialects = (
-        Dialect(
+    variants = (
+        FormatVariant(
             "ModelOpt FP8, NVFP4 experts of gpt-oss, Llama 4", "nvidia-modelopt",
             "…_proj F8_E4M3 or U8, …_weight_scale, …_weight_scale_2, …_input_scale, …_bias",
             ("modelopt-experts-nvfp4", "modelopt-experts-fp8"), ("modelopt-fp8-gptoss", "modelopt-nvfp4-gptoss"),

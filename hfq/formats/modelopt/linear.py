@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from hfq.errors import FormatError
-from hfq.formats.base import FLOATS, ActivationScheme, Dialect, Format, bounded_int
+from hfq.formats.base import FLOATS, ActivationScheme, Format, FormatVariant, bounded_int
 from hfq.formats.codecs.groups import apply_groups, rows_of
 from hfq.formats.codecs.value_checks import check_finite
 from hfq.formats.layouts.scaled import Others, ScaledCodes, other_specs, other_tensors
@@ -35,10 +35,10 @@ class ModeloptInt8(ScaledCodes):
 
     name = "modelopt-int8"
     codes, scale = "weight", "weight_scale"
-    dialects = (
-        Dialect("ModelOpt W8A8 SmoothQuant", "nvidia-modelopt", "weight I8, weight_scale, pre_quant_scale, input_scale",
+    variants = (
+        FormatVariant("ModelOpt W8A8 SmoothQuant", "nvidia-modelopt", "weight I8, weight_scale, pre_quant_scale, input_scale",
                 ("modelopt-w8a8-sq",), ("modelopt-w8a8-sq",)),
-        Dialect("ModelOpt W8A8, W8A16 (not smoothed)", "nvidia-modelopt", "weight I8, weight_scale, input_scale",
+        FormatVariant("ModelOpt W8A8, W8A16 (not smoothed)", "nvidia-modelopt", "weight I8, weight_scale, input_scale",
                 ("modelopt-w8a8", "modelopt-w8a16"), ("modelopt-w8a8", "modelopt-w8a16")),
     )  # fmt: skip
 
@@ -77,8 +77,8 @@ class ModeloptInt4(Format):
     """
 
     name = "modelopt-int4"
-    dialects = (
-        Dialect("ModelOpt W4A16_AWQ, W4A8_AWQ", "nvidia-modelopt", "weight U8, weight_scale, pre_quant_scale, weight_scale_2",
+    variants = (
+        FormatVariant("ModelOpt W4A16_AWQ, W4A8_AWQ", "nvidia-modelopt", "weight U8, weight_scale, pre_quant_scale, weight_scale_2",
                 ("modelopt-int4",), ("modelopt-int4-awq",)),
     )  # fmt: skip
     group_size: int = 128

@@ -155,7 +155,7 @@ class CheckpointSwapper:
         raise PlacementError(
             "An optimizer on NVMe wants a trained parameter as a file of its own, and it rests in the checkpoint.",
             expected="frozen parameters in the checkpoint", found=f"parameter {param.ds_id}, {list(param.ds_shape)}, trained",
-            fix='pass HfqConfig(nvme="swap"), raise offload_param.max_in_cpu, or freeze the parameter',
+            fix='pass HfqConfig(nvme_source="swap_files"), raise offload_param.max_in_cpu, or freeze the parameter',
         )  # fmt: skip
 
     # how it is done

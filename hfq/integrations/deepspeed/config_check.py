@@ -73,7 +73,7 @@ def _check_deepspeed(config: Mapping[str, Any], file: Path) -> list[HfqError]:
     if isinstance(offload, Mapping) and offload.get("device") == "nvme" and not offload.get("nvme_path"):
         findings.append(SetupError(
             "Shards are to rest on NVMe, and no folder is named.", file=file, expected="offload_param.nvme_path", found="none",
-            fix='add "nvme_path"; with HfqConfig(nvme="in_place") nothing is written there',
+            fix='add "nvme_path"; with HfqConfig(nvme_source="checkpoint") nothing is written there',
         ))  # fmt: skip
     sections = [name for name in ("bf16", "bfloat16", "fp16") if _is_enabled(config.get(name))]
     if len(sections) > 1:

@@ -17,9 +17,9 @@ from hfq.checkpoint.execute_reads import read_all
 from hfq.formats import Format
 from hfq.loading.ranks import attempt, exchange, raise_together
 from hfq.loading.validation import check_bias
-from hfq.modules.flat_buffer import ArenaRow, arena_layout, read_tensor
-from hfq.modules.quantized_module import PackedModule
-from hfq.placement.zero.shards import ShardRead, ZeroRow
+from hfq.modules.flat_buffer import FlatBuffer, flat_layout, read_tensor
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.placement.zero.shards import FlatParameter, ShardRead
 from hfq.tensor_spec import Segment
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Shard:
         settle: Called when it is filled.
     """
 
-    row: ZeroRow
+    row: FlatParameter
     tensor: torch.Tensor
     stored: torch.dtype
-    module: PackedModule | None
+    module: QuantizedModule | None
     settle: Callable[[], None]
 
 
@@ -84,12 +84,12 @@ class ShardFiller:
         if self._nbytes >= _BATCH:
             self.flush()
 
-    def check_unread(self, module: PackedModule) -> None:
+    def check_unread(self, module: QuantizedModule) -> None:
         """Checks the small tensors of a row whose shards stay on disk, on one rank in turn."""
         if self._next_checker() == self._rank and self._error is None:
             _, self._error = attempt(self._check, module, self._read_small(module))
 
-    def read_whole(self, row: ZeroRow, target: torch.Tensor, module: PackedModule | None) -> None:
+    def read_whole(self, row: FlatParameter, target: torch.Tensor, module: QuantizedModule | None) -> None:
         """Fills a whole row on this rank, and checks it, where shards cannot be made."""
         memory = target.view(torch.uint8)
         reads = tuple(ShardRead(source, offset) for offset, source in row.parts)
@@ -146,7 +146,7 @@ class ShardFiller:
         dist.scatter(mine, parts, src=0)
         memory.copy_(mine)
 
-    def _check_filled(self, module: PackedModule, row: ZeroRow, memory: torch.Tensor) -> None:
+    def _check_filled(self, module: QuantizedModule, row: FlatParameter, memory: torch.Tensor) -> None:
         """Checks the small tensors of a row on the rank that has them all, else on one rank in turn."""
         small = {local: segment for local, segment in row_segments(module).items() if local != module.weight_format.codes_name}
         start = min((segment.offset for segment in small.values()), default=0)
@@ -161,31 +161,31 @@ class ShardFiller:
         first = row.bounds(self._rank, self._world)[0]
         cut = memory[start - first : stop - first].clone()  # views need their alignment
         moved = {local: Segment(s.offset - start, s.nbytes, s.dtype, s.shape) for local, s in small.items()}
-        _, self._error = attempt(self._check, module, ArenaRow(cut, moved).tensors())
+        _, self._error = attempt(self._check, module, FlatBuffer(cut, moved).tensors())
 
     def _next_checker(self) -> int:
         self._checked += 1
         return self._checked % self._world if not self._is_dealt else 0
 
-    def _read_small(self, module: PackedModule) -> dict[str, torch.Tensor]:
+    def _read_small(self, module: QuantizedModule) -> dict[str, torch.Tensor]:
         small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
         self.checked_read += sum(info.nbytes for info in small.values())
         return {local: read_tensor(self._loading.reader, info) for local, info in small.items()}
 
-    def _check(self, module: PackedModule, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, module: QuantizedModule, tensors: Mapping[str, torch.Tensor]) -> None:
         resolved = module.weight_format.resolve(module.name, tensors)
         check_bias(module.name, tensors.get("bias"), self._loading.match.packed[module.name].slot.has_bias)
         if resolved != module.weight_format:
             self._formats[module.name] = resolved
 
-    def _count(self, row: ZeroRow, nbytes: int) -> None:
+    def _count(self, row: FlatParameter, nbytes: int) -> None:
         self.packed_read += nbytes if row.is_packed else 0
         self.dense_read += 0 if row.is_packed else nbytes
 
 
-def row_segments(module: PackedModule) -> dict[str, Segment]:
+def row_segments(module: QuantizedModule) -> dict[str, Segment]:
     """Where each tensor of a packed module lies in its row."""
-    return arena_layout(module.infos)[0]
+    return flat_layout(module.infos)[0]
 
 
 def place_reads(reads: tuple[ShardRead, ...], memory: torch.Tensor) -> list[tuple[Any, memoryview]]:
@@ -200,9 +200,9 @@ def place_reads(reads: tuple[ShardRead, ...], memory: torch.Tensor) -> list[tupl
     return jobs
 
 
-def _views(module: PackedModule, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+def _views(module: QuantizedModule, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     small = {local: s for local, s in row_segments(module).items() if local != module.weight_format.codes_name}
-    return ArenaRow(whole, small).tensors()
+    return FlatBuffer(whole, small).tensors()
 
 
 def _holds(bounds: tuple[int, int], start: int, stop: int) -> bool:

@@ -20,13 +20,13 @@ from hfq.integrations.deepspeed.private_api import (
     missing_internals,
     partition_whole_model,
 )
-from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot
+from hfq.integrations.deepspeed.sharded_parameters import ShardedParameter
 from hfq.integrations.deepspeed.swap_buffers import plan_pool, swap_options
 from hfq.integrations.deepspeed.zero_config import ZeroConfig
 from hfq.loading.state import LoadState
-from hfq.modules.experts import PackedExperts
-from hfq.modules.flat_buffer import arena_layout
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.flat_buffer import flat_layout
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.zero.shards import ZeroPlan
 
 __all__ = ["ShardMaker"]
@@ -55,7 +55,7 @@ class ShardMaker:
 
     def __init__(self, loading: LoadState, zero: ZeroConfig, plan: ZeroPlan) -> None:
         self._loading, self._zero, self._plan = loading, zero, plan
-        self._is_dealt, self.missing, self.pool = loading.config.load == "broadcast", missing_internals(), ""
+        self._is_dealt, self.missing, self.pool = loading.config.reader_ranks == "rank0", missing_internals(), ""
         self.swapper: CheckpointSwapper | None = None
         options = self._options()
         if self.missing:
@@ -67,7 +67,7 @@ class ShardMaker:
             self.device = self._sharder.device
         self.filler = ShardFiller(loading, self._plan.rank, self._plan.world, self._is_dealt, self.device)
 
-    def make(self, slots: list[ZeroSlot]) -> None:
+    def make(self, slots: list[ShardedParameter]) -> None:
         """Makes and fills every parameter, then partitions those that transformers has loaded.
 
         Raises:
@@ -91,19 +91,19 @@ class ShardMaker:
         """The options for DeepSpeed, with a pool of swap buffers where anything is swapped."""
         if self._zero.home != "nvme":
             return swap_options(self._zero, None)
-        is_in_place = self._loading.config.nvme == "in_place" and not self.missing
-        experts = [module for module in self._loading.model.modules() if isinstance(module, PackedExperts)]
-        at_once = max((sum(isinstance(part, PackedModule) for part in module.modules()) for module in experts), default=1)
+        is_in_place = self._loading.config.nvme_source == "checkpoint" and not self.missing
+        experts = [module for module in self._loading.model.modules() if isinstance(module, QuantizedExperts)]
+        at_once = max((sum(isinstance(part, QuantizedModule) for part in module.modules()) for module in experts), default=1)
         least = 0 if is_in_place else least_swapped(self._zero)
         pool = plan_pool(self._plan, self._zero.dtype.itemsize, at_once, least)
         self.pool = f"; at most {pool.count} swap buffers of {pool.numel:,} elements, {pool.nbytes:,} bytes"
         if not is_in_place:
             return swap_options(self._zero, pool)
-        self.swapper = CheckpointSwapper(self._loading.reader, is_direct=self._loading.config.stream == "direct")
+        self.swapper = CheckpointSwapper(self._loading.reader, is_direct=self._loading.config.disk_io == "direct")
         self.swapper.window = pool.count
         return swap_options(self._zero, None)
 
-    def _make(self, slot: ZeroSlot) -> None:
+    def _make(self, slot: ShardedParameter) -> None:
         """Makes one parameter, and fills this rank's shard of it or lets it rest where it is stored."""
         parameter = self._sharder.new_parameter(slot.shape, slot.dtype, slot.requires_grad)
         is_swapped = self._is_swapped(slot)
@@ -120,7 +120,7 @@ class ShardMaker:
         if is_swapped:
             self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
 
-    def _is_swapped(self, slot: ZeroSlot) -> bool:
+    def _is_swapped(self, slot: ShardedParameter) -> bool:
         # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in (stage3.py:2841 of 0.19.8)
         if self._zero.home != "nvme" or slot.shape.numel() <= self._zero.kept_numel:
             return False
@@ -143,7 +143,7 @@ class ShardMaker:
         shard.zero_()
         shard[: own.numel()].copy_(own)
 
-    def _make_whole(self, slot: ZeroSlot) -> None:
+    def _make_whole(self, slot: ShardedParameter) -> None:
         """Makes one parameter that this rank holds whole, for DeepSpeed to partition."""
         tensor = torch.empty(slot.row.numel, dtype=slot.stored)
         self.filler.read_whole(slot.row, tensor, slot.module)
@@ -164,10 +164,10 @@ class ShardMaker:
         )
 
 
-def _hold(slot: ZeroSlot, parameter: nn.Parameter) -> None:
+def _hold(slot: ShardedParameter, parameter: nn.Parameter) -> None:
     """Puts a parameter into its places."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for owner, local in slot.places:
         owner._parameters[local] = parameter
     if slot.module is not None:
-        slot.module.hold_shard(parameter, arena_layout(slot.module.infos)[0], partial(is_gathered, parameter))
+        slot.module.hold_shard(parameter, flat_layout(slot.module.infos)[0], partial(is_gathered, parameter))

@@ -18,7 +18,7 @@ from torch import nn
 from hfq.errors import SetupError
 from hfq.import_hook import run_pending
 from hfq.integrations.deepspeed.zero_config import ZeroConfig
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.zero.memory import SMALLEST_SWAPPED
 
 __all__ = [
@@ -252,7 +252,7 @@ def _check_held(model: nn.Module, is_stage_3: bool) -> None:
         SetupError: Names the first packed module, and how to load it.
     """
     for module in model.modules():
-        if not isinstance(module, PackedModule) or module.held_as == "shard":
+        if not isinstance(module, QuantizedModule) or module.held_as == "shard":
             continue
         if is_stage_3:
             raise SetupError(
@@ -270,7 +270,7 @@ def _check_held(model: nn.Module, is_stage_3: bool) -> None:
             raise SetupError(
                 "DeepSpeed would cast packed tensors that lie one by one; no engine was made.", tensor=module.name,
                 expected="rows of bytes in memory", found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
-                fix='load the model with HfqConfig(backing="arena"), or "shared" for one copy on each node, and no part on disk',
+                fix='load the model with HfqConfig(cpu_memory="private"), or "shared" for one copy on each node, and no part on disk',
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`load="broadcast"`: ranks on nodes without the files get a folder that describes them, while rank 0 reads and deals out."""
+"""`reader_ranks="rank0"`: ranks on nodes without the files get a folder that describes them, while rank 0 reads and deals out."""
 
 from __future__ import annotations
 

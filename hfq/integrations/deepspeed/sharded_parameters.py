@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from hfq.formats.codecs.dtypes import torch_dtype
-from hfq.loading.matching.match import Match
+from hfq.loading.matching.match import CheckpointMatch
 from hfq.loading.matching.offload_units import stored_place
-from hfq.modules.flat_buffer import arena_layout
-from hfq.modules.quantized_module import PackedModule
-from hfq.placement.zero.shards import ZeroRow, packed_zero_row
+from hfq.modules.flat_buffer import flat_layout
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.placement.zero.shards import FlatParameter, flat_parameter
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
-__all__ = ["ZeroSlot", "find_slots"]
+__all__ = ["ShardedParameter", "find_sharded_parameters"]
 
 
 @dataclass
-class ZeroSlot:
+class ShardedParameter:
     """One parameter to be sharded.
 
     Attributes:
@@ -33,18 +33,18 @@ class ZeroSlot:
         places: For a dense parameter: the modules that hold it, under which names; several where it is tied.
     """
 
-    row: ZeroRow
+    row: FlatParameter
     shape: torch.Size
     dtype: torch.dtype
     stored: torch.dtype
     requires_grad: bool = False
-    module: PackedModule | None = None
+    module: QuantizedModule | None = None
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def find_slots(
-    model: nn.Module, match: Match, sharded: Mapping[str, bool], zero_dtype: torch.dtype
-) -> list[ZeroSlot]:
+def find_sharded_parameters(
+    model: nn.Module, match: CheckpointMatch, sharded: Mapping[str, bool], zero_dtype: torch.dtype
+) -> list[ShardedParameter]:
     """Lists the parameters that are sharded, in the order of the modules, which is the same on every rank.
 
     Args:
@@ -53,10 +53,10 @@ def find_slots(
         sharded: The unquantized parameters that hfq shards, by name, and True for those that may be trained.
         zero_dtype: The dtype that ZeRO runs in.
     """
-    slots: list[ZeroSlot] = []
-    tied: dict[int, ZeroSlot] = {}
+    slots: list[ShardedParameter] = []
+    tied: dict[int, ShardedParameter] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PackedModule):
+        if isinstance(module, QuantizedModule):
             slots.append(_packed_slot(name, module, zero_dtype))
             continue
         for local, parameter in module._parameters.items():
@@ -70,13 +70,13 @@ def find_slots(
     return slots
 
 
-def _packed_slot(name: str, module: PackedModule, dtype: torch.dtype) -> ZeroSlot:
-    row = packed_zero_row(f"{name}.packed_row", module.infos, arena_layout(module.infos), dtype.itemsize)
-    return ZeroSlot(row, torch.Size([row.numel]), dtype, dtype, module=module)
+def _packed_slot(name: str, module: QuantizedModule, dtype: torch.dtype) -> ShardedParameter:
+    row = flat_parameter(f"{name}.flat_buffer", module.infos, flat_layout(module.infos), dtype.itemsize)
+    return ShardedParameter(row, torch.Size([row.numel]), dtype, dtype, module=module)
 
 
-def _dense_slot(name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool) -> ZeroSlot:
+def _dense_slot(name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool) -> ShardedParameter:
     if info is None:
-        raise KeyError(name)  # `ShardedLoading.place` shards only what is stored
-    row = ZeroRow(name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ())
-    return ZeroSlot(row, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)
+        raise KeyError(name)  # `Zero3Loader.place` shards only what is stored
+    row = FlatParameter(name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ())
+    return ShardedParameter(row, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)

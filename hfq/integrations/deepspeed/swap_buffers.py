@@ -69,9 +69,9 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
         return zero.with_offload(nvme_path=zero.nvme_path or os.devnull, pin_memory=False)
     if zero.nvme_path is None:
         raise PlacementError(
-            'offload_param.device is nvme, HfqConfig(nvme="swap") is asked for, and no folder is named; nothing was loaded.',
+            'offload_param.device is nvme, HfqConfig(nvme_source="swap_files") is asked for, and no folder is named; nothing was loaded.',
             expected="zero_optimization.offload_param.nvme_path", found="none",
-            fix='name a folder on a fast disk, or pass HfqConfig(nvme="in_place"), which writes nothing',
+            fix='name a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), which writes nothing',
         )  # fmt: skip
     folder = os.path.join(zero.nvme_path, f"hfq-{next(_loads)}")
     return zero.with_offload(nvme_path=folder, buffer_count=pool.count, buffer_size=max(pool.numel, 1))

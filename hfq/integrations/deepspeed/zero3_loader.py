@@ -21,27 +21,27 @@ from transformers.utils import logging
 from hfq.errors import PlacementError, SetupError
 from hfq.integrations.deepspeed.make_parameters import ShardMaker
 from hfq.integrations.deepspeed.private_api import gather, gather_state, mark_leaf, watch_forwards
-from hfq.integrations.deepspeed.sharded_parameters import ZeroSlot, find_slots
+from hfq.integrations.deepspeed.sharded_parameters import ShardedParameter, find_sharded_parameters
 from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.integrations.deepspeed.zero_config import read_zero_config
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.offload_units import stored_place
-from hfq.loading.model_loader import Loading
+from hfq.loading.model_loader import ModelLoader
 from hfq.loading.ranks import meet, no_copy, raise_together
 from hfq.loading.saving import stored_state
-from hfq.modules.experts import PackedExperts
-from hfq.modules.flat_buffer import ArenaRow, arena_layout
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.flat_buffer import FlatBuffer, flat_layout
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.zero.shards import ZeroPlan, check_same_plan
 
-__all__ = ["ShardedLoading"]
+__all__ = ["Zero3Loader"]
 
 logger = logging.get_logger("hfq")
 
 
-class ShardedLoading(Loading):
-    """A load under ZeRO-3; see `Loading`.
+class Zero3Loader(ModelLoader):
+    """A load under ZeRO-3; see `ModelLoader`.
 
     Attributes:
         zero: The active ZeRO-3 config.
@@ -58,15 +58,15 @@ class ShardedLoading(Loading):
         self.rank, self.world = start_distributed()
         self.sharded: dict[str, bool] = {}
         self._gathered: dict[str, torch.Tensor] | None = None
-        if self.zero.home == "nvme" and config.load == "broadcast" and config.nvme == "in_place":
+        if self.zero.home == "nvme" and config.reader_ranks == "rank0" and config.nvme_source == "checkpoint":
             raise SetupError(
-                'HfqConfig(load="broadcast") cannot be used with shards that stay in the checkpoint; nothing was loaded.',
-                expected="files that every rank can read", found='offload_param.device nvme, nvme="in_place"',
-                fix='pass nvme="swap", or load="ranges"',
+                'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; nothing was loaded.',
+                expected="files that every rank can read", found='offload_param.device nvme, nvme_source="checkpoint"',
+                fix='pass nvme_source="swap_files", or reader_ranks="all"',
             )  # fmt: skip
         super().__init__(model, config, files, dtype)
 
-    def __deepcopy__(self, memo: dict) -> ShardedLoading:
+    def __deepcopy__(self, memo: dict) -> Zero3Loader:
         raise no_copy(f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3")  # a copy of a parameter would have none
 
     def place(
@@ -83,7 +83,7 @@ class ShardedLoading(Loading):
     def _complete_model(self) -> None:
         """Makes and fills all shards."""
         self._tie()
-        slots = find_slots(self.model, self.match, self.sharded, self.zero.dtype)
+        slots = find_sharded_parameters(self.model, self.match, self.sharded, self.zero.dtype)
         rows = tuple(slot.row for slot in slots)
         self.zero_plan = ZeroPlan(rows, self.rank, self.world, self.zero.home, self._settings())
         check_same_plan(meet(self.zero_plan.digests()))
@@ -143,7 +143,7 @@ class ShardedLoading(Loading):
             f"{filler.dense_read:,} dense bytes read{maker.pool}"
         )
 
-    def _entry(self, slot: ZeroSlot) -> PlanEntry:
+    def _entry(self, slot: ShardedParameter) -> PlanEntry:
         home = f"{self.zero.home} (shard {self.rank} of {self.world})"
         nbytes = slot.row.shard_numel(self.world) * slot.dtype.itemsize
         return PlanEntry(slot.row.name, home, str(self.maker.device), nbytes, slot.module is not None)
@@ -157,7 +157,7 @@ class ShardedLoading(Loading):
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have the same, beside the rows."""
-        options = {key: value for key, value in self.config.options().items() if key != "source"}
+        options = {key: value for key, value in self.config._options().items() if key != "_source"}
         sizes = sorted(
             (file.replace("\\", "/").rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers
         )
@@ -173,9 +173,9 @@ class ShardedLoading(Loading):
             for local, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[local] = moved = buffer.to(self.maker.device).contiguous()
-                    if self.config.load == "broadcast" and moved.numel():
+                    if self.config.reader_ranks == "rank0" and moved.numel():
                         dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
-            if isinstance(module, PackedExperts):
+            if isinstance(module, QuantizedExperts):
                 mark_leaf(module)
         is_under_way = watch_forwards(self.model, self._check_engine)
         for packed in self.packed.values():
@@ -190,7 +190,7 @@ class ShardedLoading(Loading):
             )  # fmt: skip
 
 
-def _fetch(module: PackedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
+def _fetch(module: QuantizedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
     """The tensors of a packed module whose weight other code reads during a forward, gathered for it."""
     if not is_under_way():
         raise PlacementError(
@@ -199,5 +199,5 @@ def _fetch(module: PackedModule, is_under_way: Any) -> Mapping[str, torch.Tensor
             fix="call deepspeed.initialize (or Accelerator.prepare) first; outside of a forward, on all ranks: "
             "with deepspeed.zero.GatheredParameters(list(module.parameters())): …",
         )  # fmt: skip
-    row = gather(module.packed_row)
-    return ArenaRow(row.view(torch.uint8), arena_layout(module.infos)[0]).tensors()
+    row = gather(module.flat_buffer)
+    return FlatBuffer(row.view(torch.uint8), flat_layout(module.infos)[0]).tensors()

@@ -41,7 +41,7 @@ def load(
 ) -> nn.Module:
     """Builds an FMS model from a checkpoint in transformers' layout, quantized in any dialect that hfq reads, or in none.
 
-    Packed layers are `PackedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned. Only layers whose rows
+    Packed layers are `QuantizedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned. Only layers whose rows
     FMS wants in another order (query and key, for RoPE) are copied, and stay packed. The model's tensors are frozen, and it is in
     evaluation mode.
 
@@ -54,7 +54,7 @@ def load(
             itself stores them as one.
         distributed_strategy: `"tp"` gives each rank of `group` its slice of every layer that FMS cuts; None the whole model.
         group: The process group for `"tp"`; by default all ranks.
-        config: hfq's options; `kernel`, `activations` and `backing` (`"auto"`, `"mapped"`, `"arena"`) are used.
+        config: hfq's options; `kernel` and `cpu_memory` (`"auto"`, `"mmap"`, `"private"`) are used.
 
     Returns:
         The FMS model, whose `forward` takes tokens and gives logits.

@@ -16,7 +16,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.argument_checks import check_sizes, open_local
-from hfq.loading.matching.match import Match, match_model
+from hfq.loading.matching.match import CheckpointMatch, match_model
 
 __all__ = ["TESTED", "Source", "read_source"]
 
@@ -41,7 +41,7 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    match: Match
+    match: CheckpointMatch
     architecture: str
     params: dict[str, Any]
     dtype: torch.dtype | None

@@ -17,10 +17,10 @@ from hfq.kernels.registry import choose_kernel
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.replace_modules import build_packed
 from hfq.loading.validation import check_bias
-from hfq.modules.flat_buffer import ArenaRow, is_mappable, map_row
-from hfq.modules.fused import FusedLinear
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.concat_linear import ConcatLinear
+from hfq.modules.flat_buffer import FlatBuffer, is_mappable, map_tensors
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import ByteRange, Cut, LayerSlice, TensorInfo
 
 __all__ = ["Layers", "rank_slice_of"]
@@ -48,13 +48,13 @@ class Layers:
         parts = [self._build_part(name, part) for part in self.layout.layers[name]]
         if len(parts) == 1:
             return parts[0]
-        linears = [part for part in parts if isinstance(part, PackedLinear)]
+        linears = [part for part in parts if isinstance(part, QuantizedLinear)]
         if len(linears) != len(parts):
             raise FormatError(
                 "FMS fuses packed tensors that are no linear layers; nothing was loaded.", tensor=name, expected="linear layers",
                 found=", ".join(type(part).__name__ for part in parts), fix="pass fused_weights=False",
             )  # fmt: skip
-        return FusedLinear(linears)
+        return ConcatLinear({str(index): linear for index, linear in enumerate(linears)})
 
     def sizes(self, name: str) -> tuple[int, int]:
         """(out, in) of the whole layer that FMS calls by this name."""
@@ -73,16 +73,16 @@ class Layers:
         Raises:
             FormatError: The values of a small tensor are impossible, or the dialect can be neither reordered nor cut there.
         """
-        modules = list(module.parts) if isinstance(module, FusedLinear) else [module]
+        modules = list(module.values()) if isinstance(module, ConcatLinear) else [module]
         for held, stored in zip(modules, self.layout.layers[name], strict=True):
             try:
                 self._fill_part(held, stored, device, part)
             except FormatError as error:  # a format knows no names
                 raise FormatError(
-                    error.what, tensor=error.tensor or stored.name, expected=error.expected, found=error.found, fix=error.fix
+                    error.message, tensor=error.tensor or stored.name, expected=error.expected, found=error.found, fix=error.fix
                 ) from error
 
-    def _build_part(self, name: str, part: Part) -> PackedModule:
+    def _build_part(self, name: str, part: Part) -> QuantizedModule:
         found = self._match.packed[part.name]
         if found.slot.kind not in ("linear", "embedding"):
             raise FormatError(
@@ -104,7 +104,7 @@ class Layers:
             weight_format, cuts = weight_format.shard(part, _described(stored.name, tensors), index)
             tensors = {local: _cut(tensors[local], cut) for local, cut in cuts.items()}
         module.weight_format = weight_format
-        if isinstance(module, PackedLinear):
+        if isinstance(module, QuantizedLinear):
             out_features, in_features = found.slot.out_features, found.slot.in_features
             if part is not None:
                 count = part.stop - part.start
@@ -114,16 +114,16 @@ class Layers:
         module.hold({local: tensor.to(device) for local, tensor in tensors.items()})
 
     def _read(self, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-        backing = self._config.backing
-        if backing != "arena" and is_mappable(infos):
-            return map_row(self.reader, infos)
-        if backing == "mapped":
+        cpu_memory = self._config.cpu_memory
+        if cpu_memory != "private" and is_mappable(infos):
+            return map_tensors(self.reader, infos)
+        if cpu_memory == "mmap":
             raise PlacementError(
                 "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=next(iter(infos.values())).name,
-                expected="tensors aligned to their own dtype", found="misaligned ones", fix='pass HfqConfig(backing="auto")',
+                expected="tensors aligned to their own dtype", found="misaligned ones", fix='pass HfqConfig(cpu_memory="auto")',
             )  # fmt: skip
         with torch.inference_mode(False):
-            return ArenaRow.read(self.reader, infos).tensors()
+            return FlatBuffer.read(self.reader, infos).tensors()
 
 
 def rank_slice_of(name: str, held: tuple[int, int], whole: tuple[int, int], rank: int, world: int) -> LayerSlice | None:

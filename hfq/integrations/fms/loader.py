@@ -20,11 +20,11 @@ from hfq.integrations.fms.fms_config import Source, read_source
 from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
 from hfq.integrations.fms.row_layout import Layout, find_layout
 from hfq.loading.config import HfqConfig
-from hfq.loading.quantize_on_load.requirements import refuse_packing
+from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
 from hfq.modules.flat_buffer import is_mappable, map_tensor, read_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["dense_tensors", "load_model", "make_skeleton"]
+__all__ = ["dense_tensors", "load_model", "make_meta_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load_model(
     _raise(problems, source)
     model.post_init()
     _check_complete(model, source)
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     formats = ", ".join(sorted({module.weight_format.describe() for module in packed}))
     reordered = sum(part.order is not None for parts in layout.layers.values() for part in parts)
     logger.info(
@@ -69,7 +69,7 @@ def _lay_out(
     """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has not said otherwise."""
     dense, first = dense_tensors(source, reader), None
     for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
-        model = make_skeleton(source, dtype, is_fused, strategy, group)
+        model = make_meta_model(source, dtype, is_fused, strategy, group)
         try:
             return model, find_layout(source.architecture, model.config, source.match, dense, source.head_dim)
         except FormatError as error:
@@ -77,7 +77,7 @@ def _lay_out(
     raise first  # type: ignore[misc]  # there was at least one attempt
 
 
-def make_skeleton(source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any) -> Any:
+def make_meta_model(source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any) -> Any:
     """FMS's model on meta, with plain linear layers.
 
     Raises:
@@ -229,9 +229,9 @@ def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) 
             "hfq.fms.load(distributed_strategy='tp') needs a process group.", expected="torch.distributed.init_process_group",
             found="none", fix="start the script with torchrun, and call init_process_group first",
         )  # fmt: skip
-    if not isinstance(config, HfqConfig) or config.backing == "shared":
+    if not isinstance(config, HfqConfig) or config.cpu_memory == "shared":
         raise SetupError(
-            "hfq.fms.load cannot use this config.", expected="HfqConfig with backing auto, mapped or arena",
-            found=repr(getattr(config, "backing", config))[:80], fix="correct or leave out config",
+            "hfq.fms.load cannot use this config.", expected="HfqConfig with cpu_memory auto, mmap or private",
+            found=repr(getattr(config, "cpu_memory", config))[:80], fix="correct or leave out config",
         )  # fmt: skip
-    refuse_packing(config, "hfq.fms.load")
+    refuse_quantize_on_load(config, "hfq.fms.load")

@@ -31,11 +31,11 @@ from hfq.errors import FormatError, PlacementError, SetupError
 from hfq.integrations.fms.attention import guard_attention
 from hfq.integrations.fms.fms_config import read_source
 from hfq.integrations.fms.fms_layers import Layers, rank_slice_of
-from hfq.integrations.fms.loader import dense_tensors, make_skeleton
+from hfq.integrations.fms.loader import dense_tensors, make_meta_model
 from hfq.integrations.fms.row_layout import find_layout, stored_name
 from hfq.loading.config import HfqConfig
-from hfq.loading.quantize_on_load.requirements import refuse_packing
-from hfq.modules.linear import PackedLinear
+from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
+from hfq.modules.linear import QuantizedLinear
 
 __all__ = ["ARCHITECTURES", "TYPE", "install"]
 
@@ -50,7 +50,7 @@ _options: list[HfqConfig] = []
 def install(config: HfqConfig | None) -> None:
     """See `hfq.fms.register`."""
     if config is not None:
-        refuse_packing(config, "hfq.fms.register")
+        refuse_quantize_on_load(config, "hfq.fms.register")
     is_installed = bool(_options)
     _options[:] = [config or HfqConfig()]
     if is_installed:
@@ -112,7 +112,7 @@ class _Unnamed(UninitializedModule):
             return nn.Linear(self.in_features, self.out_features, self.has_bias)
         module = self.placed.layers.build(name)
         if isinstance(
-            module, PackedLinear
+            module, QuantizedLinear
         ):  # until it is filled it holds nothing, so that FMS has nothing to allocate or to cast
             module.hold({})
             module.is_away, module.fetch = True, functools.partial(_refuse, name)
@@ -134,7 +134,7 @@ def _asking(original: Any) -> Any:
                 expected=", ".join(ARCHITECTURES), found=source.architecture, fix="call hfq.fms.load(path)",
             )  # fmt: skip
         reader = Reader(source.checkpoint)
-        plain = make_skeleton(source, None, False, None, None).config
+        plain = make_meta_model(source, None, False, None, None).config
         layout = find_layout(source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim)
         stored = {stored_name(source.match.packed[part.name]): name for name, parts in layout.layers.items() for part in parts}
         placed = Placed(Layers(source, layout, _options[0], reader), stored)
@@ -176,12 +176,12 @@ def _adapt(
 
 def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, Any]) -> set[str] | None:
     """Fills this rank's slices of the layers of one attention or MLP; dense ones are cut as FMS cuts them."""
-    dense = {short: info for short, info in infos.items() if not isinstance(info.linear_module, PackedLinear)}
+    dense = {short: info for short, info in infos.items() if not isinstance(info.linear_module, QuantizedLinear)}
     marks = {key for key in tensors if key.endswith(f".{TYPE}")}
     for info in infos.values():
         module = info.linear_module
         mark = f"{getattr(module, 'name', '')}.{TYPE}"
-        if isinstance(module, PackedLinear) and mark in marks:
+        if isinstance(module, QuantizedLinear) and mark in marks:
             placed: Placed = tp_module.linear_config[_LAYERS]
             placed.fill(module.name, tensors[mark].device, tp_module.rank, tp_module.world_size)
     others = {key: tensor for key, tensor in tensors.items() if key not in marks}

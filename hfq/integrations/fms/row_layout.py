@@ -15,7 +15,7 @@ import torch
 from fms.utils import serialization
 
 from hfq.errors import FormatError
-from hfq.loading.matching.match import Match, PackedMatch
+from hfq.loading.matching.match import CheckpointMatch, QuantizedModuleMatch
 
 __all__ = ["Layout", "Part", "find_layout", "stored_name"]
 
@@ -27,7 +27,7 @@ class Part:
     """Rows of an FMS layer that one stored layer gives.
 
     Attributes:
-        name: The stored layer's name in `Match.packed`.
+        name: The stored layer's name in `CheckpointMatch.packed`.
         order: int64 [out]: which stored row comes where; None where they are in their order.
     """
 
@@ -43,14 +43,14 @@ class Layout:
     dense: dict[str, torch.Tensor]
 
 
-def stored_name(found: PackedMatch) -> str:
+def stored_name(found: QuantizedModuleMatch) -> str:
     """The name of a packed layer on disk."""
     local, info = next(iter(found.infos.items()))
     return info.name.removesuffix(f".{local}")
 
 
 def find_layout(
-    architecture: str, model_config: Any, match: Match, dense: Mapping[str, torch.Tensor], head_dim: int | None
+    architecture: str, model_config: Any, match: CheckpointMatch, dense: Mapping[str, torch.Tensor], head_dim: int | None
 ) -> Layout:
     """Runs FMS's adapter for checkpoints of transformers over a model.
 
@@ -89,7 +89,7 @@ def find_layout(
     return Layout(layers, plain)
 
 
-def _parts(key: str, numbers: torch.Tensor, names: list[str], match: Match, head_dim: int | None) -> tuple[Part, ...]:
+def _parts(key: str, numbers: torch.Tensor, names: list[str], match: CheckpointMatch, head_dim: int | None) -> tuple[Part, ...]:
     owners = numbers // _LAYER - 1
     if not key.endswith(".weight") or bool((owners < 0).any()):
         raise _unfit(key, "packed and dense rows in one tensor", "packed layers alone (try fused_weights=False)")

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from hfq.checkpoint.header import parse_header, read_raw
-from hfq.checkpoint.headers_only import Hollow
+from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
 from hfq.checkpoint.index import JSON_LIMIT, parse_json, weight_map_of
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
@@ -65,7 +65,7 @@ class RemoteModel:
                 found=repr(info.sha)[:80], fix=f"check HF_ENDPOINT; or download the model: hf download {repo}",
             )  # fmt: skip
 
-    def fetch(self) -> Hollow:
+    def fetch(self) -> HeadersOnlyCheckpoint:
         """The JSON files and the headers, each validated as that of a local file.
 
         Raises:
@@ -74,7 +74,7 @@ class RemoteModel:
         self._check_files()
         texts = {name: self._text(name) for name in _TEXTS if name in self.sizes}
         shards = [SINGLE] if SINGLE in self.sizes else self._shards(texts[INDEX])
-        return Hollow(texts, dict(zip(shards, _in_threads(self._head, shards), strict=True)))
+        return HeadersOnlyCheckpoint(texts, dict(zip(shards, _in_threads(self._head, shards), strict=True)))
 
     def _check_files(self) -> None:
         if "config.json" not in self.sizes or not {SINGLE, INDEX} & self.sizes.keys():

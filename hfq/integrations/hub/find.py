@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfq.checkpoint.headers_only import Hollow
+from hfq.checkpoint.headers_only import HeadersOnlyCheckpoint
 from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.fetch import SINGLE, RemoteModel
@@ -109,7 +109,7 @@ def _is_whole(folder: Path) -> bool:
         return True  # opening it says what is wrong
 
 
-def _headers(repo: str, revision: str | None) -> tuple[Hollow, str, int]:
+def _headers(repo: str, revision: str | None) -> tuple[HeadersOnlyCheckpoint, str, int]:
     """The headers of a model, their commit, and the bytes that were fetched for them."""
     is_commit = revision is not None and _COMMIT.fullmatch(revision)
     kept = _kept(repo, str(revision)) if is_commit else None
@@ -128,15 +128,15 @@ def _archive(repo: str, commit: str) -> Path:
     return headers_cache() / f"{repo.replace('/', '--')}--{commit}.headers.zip"
 
 
-def _kept(repo: str, commit: str) -> Hollow | None:
+def _kept(repo: str, commit: str) -> HeadersOnlyCheckpoint | None:
     """What an earlier plan fetched; one that is damaged or cannot be read is none, and is replaced."""
     try:
-        return Hollow.unpack(_archive(repo, commit).read_bytes())
+        return HeadersOnlyCheckpoint.unpack(_archive(repo, commit).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def _keep(hollow: Hollow, repo: str, commit: str) -> None:
+def _keep(hollow: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
     archive = _archive(repo, commit)
     try:
         archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -12,10 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
 from hfq.loading.matching.target_modules import WEIGHT
-from hfq.modules.experts import PackedExperts
-from hfq.modules.linear import PackedLinear
-from hfq.modules.offloaded_parameter import AwayParameter
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.experts import QuantizedExperts
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.offloaded_parameter import OffloadedParameter
+from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = ["check_adapter", "check_replication", "is_fixed", "linears_of"]
 
@@ -28,8 +28,8 @@ _WRITING = ("kasa_config", "use_qalora")
 
 def is_fixed(module: nn.Module) -> bool:
     """Whether a module's weight must not be written: it is packed, or rests elsewhere than where it computes."""
-    is_away = any(isinstance(parameter, AwayParameter) for parameter in module._parameters.values())
-    return isinstance(module, PackedModule) or is_away or WEIGHT in module._modules
+    is_away = any(isinstance(parameter, OffloadedParameter) for parameter in module._parameters.values())
+    return isinstance(module, QuantizedModule) or is_away or WEIGHT in module._modules
 
 
 def linears_of(model: nn.Module, task_type: Any) -> set[str]:
@@ -37,12 +37,12 @@ def linears_of(model: nn.Module, task_type: Any) -> set[str]:
 
     PEFT counts what is an `nn.Linear` or a `Conv1D`, which packed layers are not.
     """
-    skipped = [name for name, module in model.named_modules() if isinstance(module, (BaseTunerLayer, PackedExperts))]
+    skipped = [name for name, module in model.named_modules() if isinstance(module, (BaseTunerLayer, QuantizedExperts))]
     head = _head_of(model, task_type)
     found = set()
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in skipped)
-        if isinstance(module, PackedLinear) and module is not head and not is_inside and not name.endswith(f".{WEIGHT}"):
+        if isinstance(module, QuantizedLinear) and module is not head and not is_inside and not name.endswith(f".{WEIGHT}"):
             found.add(name)
     return found
 
@@ -98,7 +98,7 @@ def _check_bias(config: Any, fixed: dict[str, nn.Module]) -> None:
     """A bias that is part of a packed row, or rests on disk, is not trained."""
     asked = getattr(config, "bias", "none")
     for name, module in fixed.items():
-        has_bias = "bias" in module.infos if isinstance(module, PackedModule) else module._parameters.get("bias") is not None
+        has_bias = "bias" in module.infos if isinstance(module, QuantizedModule) else module._parameters.get("bias") is not None
         if asked != "none" and has_bias and (asked == "all" or check_target_module_exists(config, name)):
             raise _refusal(
                 f"bias={asked!r} would train the bias of {name}, which is never rewritten.", "bias='none'", repr(asked),
@@ -114,7 +114,7 @@ def _check_targets(targeted: dict[str, nn.Module], experts: Iterable[str]) -> No
                 "LoRA on the experts of a packed mixture is not supported.", "layers outside of experts", name,
                 "leave experts out: target the attention layers, or pass exclude_modules",
             )  # fmt: skip
-        is_lora = isinstance(module, (PackedModule, nn.Linear, nn.Embedding, Conv1D))
+        is_lora = isinstance(module, (QuantizedModule, nn.Linear, nn.Embedding, Conv1D))
         if not is_lora or name.endswith(f".{WEIGHT}"):
             raise _refusal(
                 f"LoRA on {name} is not supported where its weight is packed alone, or rests on disk.",
@@ -155,7 +155,7 @@ def _check_parameters(config: Any, model: Any, fixed: dict[str, nn.Module]) -> N
 
 
 def _expert_names(model: nn.Module) -> Iterator[str]:
-    return (_plain(name) for name, module in model.named_modules() if isinstance(module, PackedExperts))
+    return (_plain(name) for name, module in model.named_modules() if isinstance(module, QuantizedExperts))
 
 
 def _head_of(model: Any, task_type: Any) -> nn.Module | None:

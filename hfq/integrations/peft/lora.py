@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hfq.errors import SetupError
 from hfq.integrations.peft.adapter_checks import check_adapter, check_replication, is_fixed, linears_of
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = [
     "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "gathering", "including", "keeping_devices", "refuse_merge",
@@ -51,14 +51,14 @@ class _Fixed:
         return self.get_base_layer().weight  # type: ignore[return-value]
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        if isinstance(module, PackedEmbedding):
+        if isinstance(module, QuantizedEmbedding):
             return module.num_embeddings, module.embedding_dim
-        if isinstance(module, PackedModule):
+        if isinstance(module, QuantizedModule):
             return module.in_features, module.out_features
         return super()._get_in_out_features(module)  # type: ignore[misc]
 
     def _get_base_layer_device_and_dtype(self, base: nn.Module) -> tuple[torch.device, torch.dtype]:
-        if isinstance(base, PackedModule):
+        if isinstance(base, QuantizedModule):
             return base.compute_device, base.dtype
         return super()._get_base_layer_device_and_dtype(base)  # type: ignore[misc]
 
@@ -92,9 +92,9 @@ def dispatching(original: Callable) -> Callable:
         if not is_fixed(base):
             return original(lora_config, adapter_name, target, **kwargs)
         kwargs.pop("parameter_name", None)
-        if isinstance(base, (PackedEmbedding, nn.Embedding)):
+        if isinstance(base, (QuantizedEmbedding, nn.Embedding)):
             return FixedLoraEmbedding(target, adapter_name, config=lora_config, **kwargs)
-        is_transposed = base.is_transposed if isinstance(base, PackedLinear) else isinstance(base, Conv1D)
+        is_transposed = base.is_transposed if isinstance(base, QuantizedLinear) else isinstance(base, Conv1D)
         if lora_config.fan_in_fan_out != is_transposed:
             warnings.warn(f"fan_in_fan_out is set to {is_transposed}, as the layers of this model are stored.", stacklevel=2)
             lora_config.fan_in_fan_out = is_transposed
@@ -174,8 +174,8 @@ def without_homes(original: Callable) -> Callable:
         try:
             return original(self, *args, **kwargs)
         finally:
-            for model, homes in hidden:
-                model.hf_device_map = homes
+            for model, devices in hidden:
+                model.hf_device_map = devices
 
     return load_adapter
 
@@ -210,8 +210,8 @@ def gathering(original: Callable) -> Callable:
 def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
     for module in list(model.modules()):
         is_loaded = getattr(vars(module).get("hf_quantizer"), "loading", None) is not None
-        homes = vars(module).get("hf_device_map") or {}
-        if is_loaded and any(str(home) in ("cpu", "disk") for home in homes.values()):
+        devices = vars(module).get("hf_device_map") or {}
+        if is_loaded and any(str(home) in ("cpu", "disk") for home in devices.values()):
             yield module
 
 

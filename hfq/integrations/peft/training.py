@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hfq.errors import SetupError
-from hfq.loading.loaded_model import loading_of
+from hfq.loading.loaded_model import loader_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +31,12 @@ def prepare_for_training(
     Raises:
         SetupError: hfq did not load the model, or it has adapters already.
     """
-    loading_of(model)
+    loader_of(model)
     if getattr(model, "peft_config", None):
         raise SetupError(
             "prepare_for_training was called on a model that has adapters, which it would freeze.",
             expected="a model without adapters", found=", ".join(model.peft_config),
-            fix="call hfq.prepare_for_training before get_peft_model",
+            fix="call prepare_model_for_kbit_training before get_peft_model",
         )  # fmt: skip
     for parameter in model.parameters():
         parameter.requires_grad = False

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfq.integrations.deepspeed.zero3_loader import ShardedLoading
+from hfq.integrations.deepspeed.zero3_loader import Zero3Loader
 from hfq.loading.config import HfqConfig
-from hfq.loading.model_loader import Loading
-from hfq.loading.quantize_on_load.quantizing_loader import PackingLoading
-from hfq.loading.quantize_on_load.requirements import check_packing
+from hfq.loading.model_loader import ModelLoader
+from hfq.loading.quantize_on_load.quantizing_loader import QuantizingLoader
+from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import is_zero3
-from hfq.loading.tensor_parallel.sliced_loader import SlicedLoading
+from hfq.loading.tensor_parallel.sliced_loader import SlicedLoader
 from hfq.loading.tensor_parallel.slices import check_alone, tensor_parallel_size
 
 __all__ = ["LOAD_KINDS", "LoadKind", "choose_loader"]
@@ -33,7 +33,7 @@ class LoadKind:
     """
 
     name: str
-    loader: type[Loading]
+    loader: type[ModelLoader]
     is_requested: Callable[[HfqConfig, Any], bool]
     check: Callable[[HfqConfig, Any], None]
     excludes: tuple[str, ...]
@@ -46,31 +46,31 @@ def _no_check(config: HfqConfig, model: Any) -> None:
 LOAD_KINDS = (
     LoadKind(
         "quantize on load",
-        PackingLoading,
-        lambda config, model: config.method is not None,
-        lambda config, model: check_packing(config, tensor_parallel_size(model) > 1),
+        QuantizingLoader,
+        lambda config, model: config.recipe is not None,
+        lambda config, model: check_quantize_on_load(config, tensor_parallel_size(model) > 1),
         excludes=("ZeRO-3", "tensor parallelism"),
     ),
     LoadKind(
         "ZeRO-3",
-        ShardedLoading,
+        Zero3Loader,
         lambda config, model: is_zero3(),
         _no_check,
         excludes=("quantize on load", "tensor parallelism"),
     ),
     LoadKind(
         "tensor parallelism",
-        SlicedLoading,
+        SlicedLoader,
         lambda config, model: tensor_parallel_size(model) > 1,
         lambda config, model: check_alone(),
         excludes=("quantize on load", "ZeRO-3"),
     ),
-    LoadKind("device map", Loading, lambda config, model: True, _no_check, excludes=()),
+    LoadKind("device map", ModelLoader, lambda config, model: True, _no_check, excludes=()),
 )
 """The kinds of load; the last one is what remains when no other is requested."""
 
 
-def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[Loading]:
+def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[ModelLoader]:
     """Returns the loader of the one kind that is requested.
 
     Args:

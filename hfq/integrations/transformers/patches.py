@@ -4,7 +4,7 @@ Tested with transformers 5.17.0 and 5.23.0.
 
 1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the checkpoint's
    ("The model is quantized with X but you are passing a HfqConfig config", `merge_quantization_configs`), and skips methods
-   it does not know with a warning. hfq takes the checkpoint's config as its `source` instead. `hfq.take_over` needs no patch.
+   it does not know with a warning. hfq takes the checkpoint's config as its `source` instead. `hfq.pretrained_config` needs no patch.
 2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before any quantizer is
    asked, so that a wrong path, a damaged shard or an impossible size surfaces as an error of another library, or as the end
    of the process. hfq validates a local folder first, and refuses by name the arguments it does not support. Loads wait for
@@ -38,8 +38,8 @@ from hfq.integrations.deepspeed.start_ranks import start_distributed
 from hfq.loading.argument_checks import check_arguments, check_sizes, open_local
 from hfq.loading.config import METHOD, HfqConfig
 from hfq.loading.context import load_context, opened_checkpoint, remember_checkpoint, within_load
-from hfq.loading.page_cache import reading_early
-from hfq.loading.quantize_on_load.requirements import check_packing
+from hfq.loading.page_cache import filling_page_cache
+from hfq.loading.quantize_on_load.requirements import check_quantize_on_load
 from hfq.loading.ranks import failing_together, is_zero3
 from hfq.loading.tensor_parallel.slices import asks_for_ranks, check_distributed, joining, noting_meshes
 
@@ -75,7 +75,7 @@ def _taking_over(original):
         stored = getattr(config, "quantization_config", None)
         chosen = _as_hfq(quantization_config) or (_as_hfq(stored) if quantization_config is None else None)
         if chosen is not None:
-            quantization_config = chosen.with_source(_take_source(config))
+            quantization_config = chosen._with_source(_take_source(config))
         return original(config, quantization_config, *args, **kwargs)
 
     return get_hf_quantizer
@@ -114,7 +114,7 @@ def _completing(original):
 
 def _as_hfq(config: Any) -> HfqConfig | None:
     if isinstance(config, dict) and config.get("quant_method") == METHOD:
-        return HfqConfig(**config)
+        return HfqConfig.from_dict(config)
     return config if isinstance(config, HfqConfig) else None
 
 
@@ -126,7 +126,7 @@ def _take_source(config: Any) -> dict | None:
             del owner.quantization_config
             hfq = _as_hfq(stored)
             if hfq is not None:
-                return hfq.source
+                return hfq._source
             return stored.to_dict() if hasattr(stored, "to_dict") else as_source(stored)
     return None
 
@@ -154,7 +154,7 @@ def _guard(owner: type) -> None:
         chosen = _as_hfq(asked)
         if load_context().is_active or chosen is None:
             return load(pretrained_model_name_or_path)
-        if chosen.load == "broadcast" and is_zero3():
+        if chosen.reader_ranks == "rank0" and is_zero3():
             with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together(start_distributed):
                 return _guarded(load, path, kwargs, chosen)
         if is_zero3():
@@ -171,9 +171,9 @@ def _guard(owner: type) -> None:
 def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chosen: HfqConfig) -> Any:
     """Runs one load for which hfq is responsible: checked first, alone, and with one kind of error."""
     check_arguments(kwargs)
-    check_distributed(kwargs, chosen.backing)
-    if chosen.method is not None:
-        check_packing(chosen, asks_for_ranks(kwargs))
+    check_distributed(kwargs, chosen.cpu_memory)
+    if chosen.recipe is not None:
+        check_quantize_on_load(chosen, asks_for_ranks(kwargs))
     checkpoint = open_local(path, kwargs)
     if checkpoint is not None:
         check_sizes(checkpoint)
@@ -184,9 +184,9 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         key_mapping=kwargs.get("key_mapping"),
         offload_folder=kwargs.get("offload_folder"),
     )
-    whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.method is not None else checkpoint
+    whole = None if is_zero3() or asks_for_ranks(kwargs) or chosen.recipe is not None else checkpoint
     try:
-        with context, _one_load, reading_early(whole, kwargs.get("device_map"), chosen.backing):
+        with context, _one_load, filling_page_cache(whole, kwargs.get("device_map"), chosen.cpu_memory):
             return load(path)
     except HfqError:
         raise

@@ -11,23 +11,25 @@ from hfq.loading.config import HfqConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["take_over"]
+__all__ = ["pretrained_config"]
 
 
-def take_over(path: str | os.PathLike, config: HfqConfig | None = None, **kwargs: Any) -> PreTrainedConfig:
+def pretrained_config(
+    model: str | os.PathLike, config: HfqConfig | None = None, **kwargs: Any
+) -> PreTrainedConfig:
     """The config of a quantized checkpoint, made to name hfq; the way to load one by public API alone.
 
-        AutoModelForCausalLM.from_pretrained(path, config=hfq.take_over(path))
+        AutoModelForCausalLM.from_pretrained(path, config=hfq.pretrained_config(path))
 
     Args:
-        path: The checkpoint's folder or its name on the hub.
+        model: The checkpoint's folder or its name on the hub.
         config: The options to load it with.
         kwargs: Passed on to `AutoConfig.from_pretrained`.
     """
     from transformers import AutoConfig
 
-    open_local(path, kwargs)
-    taken = AutoConfig.from_pretrained(path, **kwargs)
+    open_local(model, kwargs)
+    taken = AutoConfig.from_pretrained(model, **kwargs)
     source = getattr(taken, "quantization_config", None)
-    taken.quantization_config = (config or HfqConfig()).with_source(source).options()
+    taken.quantization_config = (config or HfqConfig())._with_source(source)._options()
     return taken

@@ -14,7 +14,7 @@ from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 if TYPE_CHECKING:
-    from hfq.loading.model_loader import Loading
+    from hfq.loading.model_loader import ModelLoader
 
 __all__ = ["HfqQuantizer", "register_with"]
 
@@ -22,14 +22,14 @@ _UNLIMITED = 1 << 62
 
 
 class HfqQuantizer(HfQuantizer):
-    """The hooks of `from_pretrained`; each hands over to `hfq.loading.model_loader.Loading`."""
+    """The hooks of `from_pretrained`; each hands over to `hfq.loading.model_loader.ModelLoader`."""
 
     quantization_config: HfqConfig
 
     def __init__(self, quantization_config: HfqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
-        self.loading: Loading | None = None
+        self.loading: ModelLoader | None = None
         self._dtype: torch.dtype | None = None
         self._max_memory: dict[int | str, int] | None = None
 
@@ -82,13 +82,13 @@ class HfqQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
         # imported here, since transformers imports this file while it imports itself
         from hfq.integrations.transformers.load_kinds import choose_loader
-        from hfq.loading.meta_model import SkeletonReached
+        from hfq.loading.meta_model import MetaModelReached
 
         loader = choose_loader(self.quantization_config, model)
         self.loading = loader(model, self.quantization_config, checkpoint_files, self._dtype)
         self.quantization_config = self.loading.config
         if load_context().stops_at_meta_model:
-            raise SkeletonReached(self.loading)
+            raise MetaModelReached(self.loading)
         if not isinstance(device_map, str):
             self._place_model(device_map)
         return model

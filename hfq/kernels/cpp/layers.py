@@ -18,7 +18,7 @@ from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.cpp import nibble_layers
 from hfq.kernels.cpp.layer_struct import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
-from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.layer_tensors import LayerTensors
 
 __all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
 
@@ -61,14 +61,14 @@ def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -
     describe a layer takes longer than to multiply by a small one. Formats of which a layer's numbers are read, and not only their
     places, are described anew each time.
     """
-    if type(tensors) is not HeldTensors:
+    if type(tensors) is not LayerTensors:
         return _found_again(weight_format, tensors)
-    answer = tensors.answers.get("native")
+    answer = tensors.answers.get("cpp")
     if isinstance(answer, tuple) and answer[0] is weight_format:
         return answer[1]
     layer = _describe(weight_format, tensors)
     if not isinstance(weight_format, _READ):
-        tensors.answers["native"] = weight_format, layer
+        tensors.answers["cpp"] = weight_format, layer
     return layer
 
 

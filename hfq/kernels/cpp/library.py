@@ -1,6 +1,6 @@
 """Loads the compiled part, once for a process: whether it is there is settled before the first model is, and never changes.
 
-`HFQ_NATIVE=0` switches it off. The build begins in the background with the first `HfqConfig` and is waited for where the first model
+`HFQ_DISABLE_CPP=1` switches it off. The build begins in the background with the first `HfqConfig` and is waited for where the first model
 chooses its kernels, so that all models of a process multiply alike.
 """
 
@@ -17,8 +17,8 @@ from hfq.kernels.cpp.openmp_team import team
 
 __all__ = ["ABI", "SWITCH", "library", "reason_missing", "start"]
 
-SWITCH = "HFQ_NATIVE"
-"""The environment variable that switches the compiled part off: "0"."""
+SWITCH = "HFQ_DISABLE_CPP"
+"""The environment variable that switches the compiled part off: "1"."""
 
 ABI = 7
 """What `hfq_abi` of kernels.cpp must return."""
@@ -45,7 +45,7 @@ class _Once:
             except BuildError as error:
                 self.reason = str(error)
                 if is_wanted():
-                    logger.warning("hfq multiplies in plain torch, which is slower: %s. (%s=0 silences this.)", error, SWITCH)
+                    logger.warning("hfq multiplies in plain torch, which is slower: %s. (%s=1 silences this.)", error, SWITCH)
             self.is_settled = True
 
 
@@ -75,7 +75,7 @@ def reason_missing() -> str | None:
 
 def is_wanted() -> bool:
     """Whether the environment leaves it on."""
-    return os.environ.get(SWITCH, "1") != "0"
+    return os.environ.get(SWITCH, "0") in ("", "0")
 
 
 def _forget() -> None:
@@ -90,7 +90,7 @@ if hasattr(os, "register_at_fork"):
 
 def _load() -> ctypes.CDLL:
     if not is_wanted():
-        raise BuildError(f"{SWITCH}=0")
+        raise BuildError(f"{SWITCH}={os.environ[SWITCH]}")
     if sys.byteorder != "little":
         raise BuildError("it reads little-endian words only")
     try:

@@ -26,7 +26,7 @@ from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, qu
 from hfq.kernels.cpp.int8_library import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpu import panels
-from hfq.kernels.layer_tensors import HeldTensors
+from hfq.kernels.layer_tensors import LayerTensors
 
 __all__ = ["BATCH_NBYTES", "linear", "reason_against"]
 
@@ -131,7 +131,7 @@ def _fused_weight(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> RoundedWeight | None:
     """The weight as `rounded_linear` reads it, kept with tensors that a module holds; None where it cannot."""
-    answers = tensors.answers if type(tensors) is HeldTensors else {}
+    answers = tensors.answers if type(tensors) is LayerTensors else {}
     answer = answers.get("int8")
     if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
         return answer[2]

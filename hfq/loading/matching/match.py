@@ -18,24 +18,24 @@ from hfq.loading.matching.target_modules import (
     HALVES,
     WEIGHT,
     FusedExperts,
-    PackedMatch,
-    Slot,
+    QuantizedModuleMatch,
+    TargetModule,
     expert_of,
     find_experts,
     half_of,
-    slot_of,
+    target_module_of,
 )
 from hfq.loading.matching.tied_weights import shared_heads
 from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
-__all__ = ["Match", "PackedMatch", "match_model"]
+__all__ = ["CheckpointMatch", "QuantizedModuleMatch", "match_model"]
 
 _CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$")
 _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass
-class Match:
+class CheckpointMatch:
     """What is packed, and what is dense: name in the model → where it is stored.
 
     `merged` are dense parameters that transformers makes of several stored tensors; `experts` the fused experts that the
@@ -43,7 +43,7 @@ class Match:
     no place for, and `kept` those of them that a save writes back, as the scales of a quantized KV cache.
     """
 
-    packed: dict[str, PackedMatch] = field(default_factory=dict)
+    packed: dict[str, QuantizedModuleMatch] = field(default_factory=dict)
     dense: dict[str, TensorInfo] = field(default_factory=dict)
     merged: dict[str, list[str]] = field(default_factory=dict)
     experts: dict[str, FusedExperts] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Match:
 
 def match_model(
     model: PreTrainedModel, checkpoint: Checkpoint, source: Mapping, key_mapping: dict[str, str] | None = None
-) -> Match:
+) -> CheckpointMatch:
     """Finds the place of every stored tensor in the model, and the stored tensor of every place.
 
     Args:
@@ -119,7 +119,7 @@ class _Matcher:
     """Places one stored module after the other."""
 
     def __init__(self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool) -> None:
-        self.match, self._names, self._formats = Match(), names, formats
+        self.match, self._names, self._formats = CheckpointMatch(), names, formats
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
         self._experts = find_experts(self._submodules)
         if has_halves:
@@ -163,7 +163,7 @@ class _Matcher:
             if self.match.is_packed(name):
                 self.match.problems.append(f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed")
 
-    def _half(self, module: str) -> Slot | None:
+    def _half(self, module: str) -> TargetModule | None:
         """The place of a stored layer that is a half of one of the model, as gptqmodel 7.7 writes those of Phi-3 and GLM."""
         owner, _, local = module.rpartition(".")
         if local not in HALVES:
@@ -197,7 +197,7 @@ class _Matcher:
         elif target is None:
             match.unused += [info.name for info in tensors.values()]
         else:
-            slot = slot_of(name, target)
+            slot = target_module_of(name, target)
             if slot is None:
                 kind = type(target).__name__
                 match.problems.append(
@@ -213,7 +213,7 @@ class _Matcher:
                 self._add_dense(own)
                 self._place(module, slot, found, {local: info for local, info in tensors.items() if local not in own})
 
-    def _place(self, module: str, slot: Slot, found: Format, tensors: Mapping[str, TensorInfo]) -> None:
+    def _place(self, module: str, slot: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]) -> None:
         """Puts a stored module into its slot, and lists what does not fit."""
         match = self.match
         if slot.name in match.packed:
@@ -223,7 +223,7 @@ class _Matcher:
             found = found.sized(slot.in_features, slot.out_features)
             specs = {spec.name: spec for spec in found.tensor_specs(slot.in_features, slot.out_features)}
         except FormatError as error:
-            match.problems.append(f"{module}: {error.what} Expected {error.expected}, found {error.found}")
+            match.problems.append(f"{module}: {error.message} Expected {error.expected}, found {error.found}")
             return
         for spec in specs.values():
             info = tensors.get(spec.name)
@@ -236,7 +236,7 @@ class _Matcher:
                 match.kept.append(info.name)
             elif local not in specs:
                 match.problems.append(f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}")
-        match.packed[slot.name] = PackedMatch(slot, found, {local: tensors[local] for local in specs if local in tensors})
+        match.packed[slot.name] = QuantizedModuleMatch(slot, found, {local: tensors[local] for local in specs if local in tensors})
 
     def _add_dense(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names
@@ -265,7 +265,7 @@ class _Matcher:
                 match.problems.append(f"{info.name}: expected {list(place.shape)}, found {info}")
 
 
-def _check_ties(match: Match, model: PreTrainedModel) -> None:
+def _check_ties(match: CheckpointMatch, model: PreTrainedModel) -> None:
     for target, source in model.all_tied_weights_keys.items():
         for name in (target, source):
             if name.rpartition(".")[0] in match.packed:
@@ -274,7 +274,7 @@ def _check_ties(match: Match, model: PreTrainedModel) -> None:
                 )
 
 
-def _find_missing(match: Match, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures) -> None:
+def _find_missing(match: CheckpointMatch, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures) -> None:
     """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is new."""
     ties = model.all_tied_weights_keys
     groups = [{source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())]

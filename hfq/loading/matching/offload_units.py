@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfq.loading.matching.match import Match
-from hfq.modules.quantized_module import PackedModule
-from hfq.offload.unit import Block, DenseParameter
+from hfq.loading.matching.match import CheckpointMatch
+from hfq.modules.quantized_module import QuantizedModule
+from hfq.offload.unit import DenseParameter, OffloadUnit
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["find_blocks", "stored_place"]
+__all__ = ["find_offload_units", "stored_place"]
 
 
-def find_blocks(
-    model: PreTrainedModel, match: Match, packed: Mapping[str, PackedModule], hidden: Iterable[str], homes: Mapping[str, str]
-) -> list[Block]:
+def find_offload_units(
+    model: PreTrainedModel, match: CheckpointMatch, packed: Mapping[str, QuantizedModule], hidden: Iterable[str], devices: Mapping[str, str]
+) -> list[OffloadUnit]:
     """The blocks of a model, each with its parts that do not rest where they compute.
 
     Args:
@@ -25,7 +25,7 @@ def find_blocks(
         match: Where its tensors are stored.
         packed: The packed modules that move, by name; experts among them are read when they are routed to, and not before.
         hidden: The dense tensors that transformers did not load, by name.
-        homes: Where every tensor rests.
+        devices: Where every tensor rests.
     """
     dense: dict[str, list[DenseParameter]] = {}
     for name in sorted(hidden):
@@ -33,12 +33,12 @@ def find_blocks(
         owner, info = model.get_submodule(module), stored_place(name, model, match)
         parameter = owner._parameters.get(local)
         if info is not None and parameter is not None:
-            dense.setdefault(module, []).append(DenseParameter(owner, local, info, homes[name]))
+            dense.setdefault(module, []).append(DenseParameter(owner, local, info, devices[name]))
     packed = {name: module for name, module in packed.items() if match.packed[name].slot.kind != "expert"}
     return list(_collect("", model, set(model._no_split_modules or ()), packed, dense))
 
 
-def stored_place(name: str, model: PreTrainedModel, match: Match) -> TensorInfo | None:
+def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> TensorInfo | None:
     """Where a parameter is stored: under its own name, or under a name that it is tied to."""
     if name in match.dense:
         return match.dense[name]
@@ -51,22 +51,22 @@ def _collect(
     name: str,
     module: nn.Module,
     whole: set[str],
-    packed: Mapping[str, PackedModule],
+    packed: Mapping[str, QuantizedModule],
     dense: Mapping[str, list[DenseParameter]],
-) -> Iterable[Block]:
+) -> Iterable[OffloadUnit]:
     children = list(module.named_children())
     takes_weights = isinstance(module, nn.MultiheadAttention)  # of its child, which it never calls
     if type(module).__name__ in whole or not children or takes_weights:
         linears = tuple(linear for key, linear in packed.items() if _is_within(key, name))
         slots = tuple(slot for key, slots in dense.items() if _is_within(key, name) for slot in slots)
         if linears or slots:
-            yield Block(name, module, linears, slots)
+            yield OffloadUnit(name, module, linears, slots)
         return
     if name in dense:
-        yield Block(name, module, (), tuple(dense[name]))
+        yield OffloadUnit(name, module, (), tuple(dense[name]))
     for local, child in children:
         yield from _collect(f"{name}.{local}" if name else local, child, whole, packed, dense)
 
 
-def _is_within(module: str, block: str) -> bool:
-    return module == block or module.startswith(f"{block}.")
+def _is_within(module: str, unit: str) -> bool:
+    return module == unit or module.startswith(f"{unit}.")

@@ -14,22 +14,22 @@ from hfq.formats import ActivationScheme, Format
 from hfq.kernels.activations import READABLE_DTYPES
 from hfq.kernels.registry import choose_kernel, explain_kernels
 from hfq.loading.config import HfqConfig
-from hfq.loading.matching.match import Match, PackedMatch
+from hfq.loading.matching.match import CheckpointMatch, QuantizedModuleMatch
 from hfq.loading.matching.target_modules import PROJECTIONS, gate_of, halves_of, pack_weight
-from hfq.modules.concat_linear import JoinedLinear
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.experts import PackedExperts, SortedExperts
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.concat_linear import ConcatLinear
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.experts import QuantizedExperts, SortedExperts
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["build_packed", "swap_packed"]
+__all__ = ["build_packed", "replace_modules"]
 
 logger = logging.get_logger("hfq")
 
 
-def swap_packed(
-    model: nn.Module, match: Match, config: HfqConfig, dtypes: Mapping[str, torch.dtype]
-) -> dict[str, PackedModule]:
+def replace_modules(
+    model: nn.Module, match: CheckpointMatch, config: HfqConfig, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, QuantizedModule]:
     """Replaces every module that the checkpoint stores packed, and gives the new ones by name.
 
     Args:
@@ -39,7 +39,7 @@ def swap_packed(
         dtypes: The dtype of each tensor of the skeleton once loaded.
 
     Raises:
-        SetupError: `activations="checkpoint"` asks for a quantization of activations that hfq does not do.
+        SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
     """
     packed = {}
     for name, found in match.packed.items():
@@ -52,7 +52,7 @@ def swap_packed(
         elif found.slot.kind not in ("expert", "half"):
             replaced = model.get_submodule(name)
             module.train(replaced.training)
-            if isinstance(module, PackedEmbedding):
+            if isinstance(module, QuantizedEmbedding):
                 module.padding_idx = replaced.padding_idx  # type: ignore[assignment]
             setattr(model.get_submodule(parent), local, module)
             _stand_for(replaced, module)
@@ -60,7 +60,7 @@ def swap_packed(
         owner = model.get_submodule(name.rpartition(".")[0])
         halves = {local: packed[f"{name}.{local}"] for local in halves_of(owner)}
         replaced = model.get_submodule(name)
-        joined = JoinedLinear(halves).train(replaced.training)  # type: ignore[arg-type]
+        joined = ConcatLinear(halves).train(replaced.training)  # type: ignore[arg-type]
         setattr(owner, name.rpartition(".")[2], joined)
         _stand_for(replaced, joined)
     for name, experts in match.experts.items():
@@ -68,12 +68,12 @@ def swap_packed(
             {
                 local: layer
                 for local in PROJECTIONS
-                if isinstance(layer := packed.get(f"{name}.{expert}.{local}"), PackedLinear)
+                if isinstance(layer := packed.get(f"{name}.{expert}.{local}"), QuantizedLinear)
             }
             for expert in range(experts.count)
         ]
         takes_turns = experts.is_interleaved and not experts.is_halved  # halves are what was cut, one after the other
-        kind = SortedExperts if experts.is_sorted else PackedExperts
+        kind = SortedExperts if experts.is_sorted else QuantizedExperts
         swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
     _tell_of_others(packed, config.kernel)
@@ -86,12 +86,12 @@ def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
     replaced.__dict__["forward"] = module.__call__
 
 
-def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:
+def _tell_of_others(packed: Mapping[str, QuantizedModule], asked: str) -> None:
     """Says which layers another kernel multiplies than the one that was named."""
     left = {
         name: module
         for name, module in packed.items()
-        if isinstance(module, PackedLinear) and asked not in (module.kernel.name, module.accelerated.name)
+        if isinstance(module, QuantizedLinear) and asked not in (module.kernel.name, module.accelerated.name)
     }
     if asked != "auto" and left:
         first, module = next(iter(left.items()))
@@ -101,7 +101,7 @@ def _tell_of_others(packed: Mapping[str, PackedModule], asked: str) -> None:
                        ", ".join(sorted({other.kernel.name for other in left.values()})), first, reason)  # fmt: skip
 
 
-def build_packed(name: str, found: PackedMatch, config: HfqConfig) -> PackedModule:
+def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
     """The module, on meta, that holds one packed layer.
 
     Args:
@@ -110,27 +110,27 @@ def build_packed(name: str, found: PackedMatch, config: HfqConfig) -> PackedModu
         config: The user's options.
 
     Raises:
-        SetupError: `activations="checkpoint"` asks for a quantization of activations that hfq does not do.
+        SetupError: `quantize_activations=True` asks for a quantization of activations that hfq does not do.
     """
     slot = found.slot
     if slot.kind == "embedding":
-        return PackedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
+        return QuantizedEmbedding(name, slot.out_features, slot.in_features, found.format, found.infos)
     scheme = _scheme(found.format, config)
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(
-            'HfqConfig(activations="checkpoint") cannot be used with this checkpoint; nothing was loaded.', found=scheme.dtype,
+            'HfqConfig(quantize_activations=True) cannot be used with this checkpoint; nothing was loaded.', found=scheme.dtype,
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
-            fix='pass HfqConfig(activations="none"): the weights are used exactly, the activations as they are',
+            fix='pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations as they are',
         )  # fmt: skip
     layer = found.format, slot.in_features, slot.out_features
     kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
     accelerated = choose_kernel(config.kernel, *layer, "cuda", scheme) if torch.cuda.is_available() else None
-    return PackedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated)
+    return QuantizedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated)
 
 
 def _scheme(weight_format: Format, config: HfqConfig) -> ActivationScheme | None:
     """How a layer's activations are rounded: not at all, or as the checkpoint asks, with the user's threshold of outliers."""
-    scheme = weight_format.activation_scheme if config.activations == "checkpoint" else None
-    if scheme is None or scheme.outlier_threshold is None or config.outlier_threshold is None:
+    scheme = weight_format.activation_scheme if config.quantize_activations else None
+    if scheme is None or scheme.outlier_threshold is None or config.llm_int8_threshold is None:
         return scheme
-    return dataclasses.replace(scheme, outlier_threshold=float(config.outlier_threshold))
+    return dataclasses.replace(scheme, outlier_threshold=float(config.llm_int8_threshold))

@@ -20,15 +20,15 @@ __all__ = [
     "PROJECTIONS",
     "WEIGHT",
     "FusedExperts",
-    "PackedMatch",
-    "Slot",
+    "QuantizedModuleMatch",
+    "TargetModule",
     "expert_of",
     "find_experts",
     "gate_of",
     "half_of",
     "halves_of",
     "pack_weight",
-    "slot_of",
+    "target_module_of",
 ]
 
 WEIGHT = "packed_weight"
@@ -52,7 +52,7 @@ _PROJECTIONS = {
 
 
 @dataclass(frozen=True)
-class Slot:
+class TargetModule:
     """One place for one packed layer.
 
     Attributes:
@@ -72,10 +72,10 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class PackedMatch:
+class QuantizedModuleMatch:
     """One layer that the checkpoint holds packed."""
 
-    slot: Slot
+    slot: TargetModule
     format: Format
     infos: dict[str, TensorInfo]
 
@@ -108,11 +108,11 @@ class FusedExperts:
     has_gate: bool = True
     is_sorted: bool = False
 
-    def slot(self, expert: int, projection: str) -> Slot:
+    def slot(self, expert: int, projection: str) -> TargetModule:
         """The place of one projection of one expert."""
         sizes = {"gate_up_proj": (self.hidden, 2 * self.intermediate), "down_proj": (self.intermediate, self.hidden)}
         in_features, out_features = sizes.get(projection, (self.hidden, self.intermediate))
-        return Slot(f"{self.name}.{expert}.{projection}", "expert", in_features, out_features, self.has_bias)
+        return TargetModule(f"{self.name}.{expert}.{projection}", "expert", in_features, out_features, self.has_bias)
 
     def projections(self, is_fused: bool) -> tuple[str, ...]:
         """The names of an expert's layers."""
@@ -121,23 +121,23 @@ class FusedExperts:
         return ("gate_up_proj", "down_proj") if is_fused else ("gate_proj", "up_proj", "down_proj")
 
 
-def slot_of(name: str, module: nn.Module | None) -> Slot | None:
+def target_module_of(name: str, module: nn.Module | None) -> TargetModule | None:
     """The place that a module of the model is, or None where nothing packed can stand in for it."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return Slot(name, "linear", module.in_features, module.out_features, module.bias is not None)
+        return TargetModule(name, "linear", module.in_features, module.out_features, module.bias is not None)
     if isinstance(module, Conv1D):
         in_features, out_features = module.weight.shape
-        return Slot(name, "conv1d", in_features, out_features, module.bias is not None)
+        return TargetModule(name, "conv1d", in_features, out_features, module.bias is not None)
     if type(module) is nn.Embedding and module.max_norm is None:
-        return Slot(name, "embedding", module.embedding_dim, module.num_embeddings, False)
+        return TargetModule(name, "embedding", module.embedding_dim, module.num_embeddings, False)
     parameters = module._parameters if module is not None else {}
     weight = parameters.get("weight")
     if weight is not None and weight.dim() == 2:
-        return Slot(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
+        return TargetModule(f"{name}.{WEIGHT}", "weight", weight.shape[1], weight.shape[0], False)
     return None
 
 
-def half_of(name: str, module: nn.Module | None, local: str) -> Slot | None:
+def half_of(name: str, module: nn.Module | None, local: str) -> TargetModule | None:
     """The place of one half of a fused linear layer, or None where the module is not one.
 
     Args:
@@ -145,10 +145,10 @@ def half_of(name: str, module: nn.Module | None, local: str) -> Slot | None:
         module: The fused layer.
         local: Which half, of `HALVES`.
     """
-    whole = slot_of(name, module)
+    whole = target_module_of(name, module)
     if whole is None or whole.kind != "linear" or whole.out_features % 2:
         return None
-    return Slot(f"{name}.{local}", "half", whole.in_features, whole.out_features // 2, whole.has_bias)
+    return TargetModule(f"{name}.{local}", "half", whole.in_features, whole.out_features // 2, whole.has_bias)
 
 
 def halves_of(owner: nn.Module) -> tuple[str, ...]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from hfq.loading.matching.target_modules import PackedMatch, slot_of
+from hfq.loading.matching.target_modules import QuantizedModuleMatch, target_module_of
 
 __all__ = ["shared_heads"]
 
 
 def shared_heads(
-    model: PreTrainedModel, packed: Mapping[str, PackedMatch], dense: Mapping[str, object]
-) -> dict[str, PackedMatch]:
+    model: PreTrainedModel, packed: Mapping[str, QuantizedModuleMatch], dense: Mapping[str, object]
+) -> dict[str, QuantizedModuleMatch]:
     """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is left to share.
 
     A multiplication with the head reads the rows that a lookup takes: what is stored once is saved once.
@@ -33,7 +33,7 @@ def shared_heads(
         missing, stored = (source, target) if target in packed else (target, source)
         if stored not in packed or missing in packed or f"{missing}.weight" in dense:
             continue
-        slot, match = slot_of(missing, model.get_submodule(missing)), packed[stored]
+        slot, match = target_module_of(missing, model.get_submodule(missing)), packed[stored]
         if (
             slot is None
             or slot.has_bias

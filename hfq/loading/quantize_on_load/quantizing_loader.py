@@ -19,45 +19,50 @@ from torch import nn
 from transformers.utils import logging
 
 from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.temporary_file import PrivateFile
+from hfq.checkpoint.temporary_file import TemporaryFile
 from hfq.errors import FormatError, PlacementError
 from hfq.formats.gptq import Gptq
 from hfq.formats.layouts.rounding import round_weight
 from hfq.loading.config import HfqConfig
 from hfq.loading.context import load_context
-from hfq.loading.model_loader import Loading
-from hfq.loading.quantize_on_load.virtual_checkpoint import FloatLayer, Packing, lay_out_rows, plan_packing
+from hfq.loading.model_loader import ModelLoader
+from hfq.loading.quantize_on_load.virtual_checkpoint import (
+    FloatLayer,
+    VirtualCheckpoint,
+    lay_out_layers,
+    plan_virtual_checkpoint,
+)
 from hfq.loading.read_weights import progress_bar
 from hfq.loading.validation import open_files
 from hfq.modules.flat_buffer import read_tensor
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["PackingLoading"]
+__all__ = ["QuantizingLoader"]
 
 logger = logging.get_logger("hfq")
 
 
-class PackingLoading(Loading):
-    """A load that packs; see the file's docstring, and `Loading`.
+class QuantizingLoader(ModelLoader):
+    """A load that packs; see the file's docstring, and `ModelLoader`.
 
     Attributes:
         packing: What is packed, and how.
     """
 
-    packing: Packing
+    packing: VirtualCheckpoint
 
     def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
         return self._saved(model, folder, is_main_process)
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
-        if config.source is not None:
+        if config._source is not None:
             raise FormatError(
                 "The config says that the model is quantized already; nothing was loaded.", file="config.json",
-                expected="a model of floats", found=f"quant_method={config.source.get('quant_method')!r}",
-                fix="leave method out to load it, or pass the float checkpoint that it was made of",
+                expected="a model of floats", found=f"quant_method={config._source.get('quant_method')!r}",
+                fix="leave quantize_weights out to load it, or pass the float checkpoint that it was made of",
             )  # fmt: skip
-        self.packing = plan_packing(self.model, open_files(files), config, load_context().key_mapping)
+        self.packing = plan_virtual_checkpoint(self.model, open_files(files), config, load_context().key_mapping)
         return self.packing.checkpoint, self.packing.source
 
     def _load_rows(self) -> None:
@@ -77,15 +82,15 @@ class PackingLoading(Loading):
             text = json.dumps(self.packing.source, indent=2) + "\n"
             Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
 
-    def _pack(self) -> dict[str, PrivateFile]:
+    def _pack(self) -> dict[str, TemporaryFile]:
         """Packs every layer into the file of its home, one after the other."""
         started, by_home = time.perf_counter(), self._by_home()
-        files: dict[str, PrivateFile] = {}
+        files: dict[str, TemporaryFile] = {}
         for home, modules in by_home.items():
             layers = [layer for _, layer in modules]
             label = _label(home)
-            placed, nbytes = lay_out_rows(layers, self.packing.format, label)
-            files[home] = PrivateFile(self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None)
+            placed, nbytes = lay_out_layers(layers, self.packing.format, label)
+            files[home] = TemporaryFile(self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None)
             for module, layer in modules:
                 self._rebind(module, layer, placed)
         with progress_bar(sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing") as progress:
@@ -100,17 +105,17 @@ class PackingLoading(Loading):
         )  # fmt: skip
         return files
 
-    def _by_home(self) -> dict[str, list[tuple[PackedModule, FloatLayer]]]:
+    def _by_home(self) -> dict[str, list[tuple[QuantizedModule, FloatLayer]]]:
         """The packed modules of each home with the layers that they are made of, in the order of the model."""
         made = {}
         for name, module in self.packed.items():
             stored = next(iter(module.infos.values())).name.rpartition(".")[0]
             if stored in self.packing.layers:
                 made[stored] = name, module
-        found: dict[str, list[tuple[PackedModule, FloatLayer]]] = {}
+        found: dict[str, list[tuple[QuantizedModule, FloatLayer]]] = {}
         for stored, layer in self.packing.layers.items():
             name, module = made[stored]
-            home = self.homes[f"{name}.{next(iter(module.infos))}"]
+            home = self.devices[f"{name}.{next(iter(module.infos))}"]
             if home == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
                     "A layer that is packed while loading rests on disk, and nothing says in which folder; nothing was loaded.",
@@ -120,14 +125,14 @@ class PackingLoading(Loading):
             found.setdefault(home, []).append((module, layer))
         return found
 
-    def _rebind(self, module: PackedModule, layer: FloatLayer, placed: dict[str, TensorInfo]) -> None:
+    def _rebind(self, module: QuantizedModule, layer: FloatLayer, placed: dict[str, TensorInfo]) -> None:
         """Says where a layer's tensors lie, now that this is settled, to all who ask."""
         own = {local: placed[f"{layer.stored}.{local}"] for local in module.infos}
         module.infos.update(own)
         self.match.packed[module.name].infos.update(own)
         self.checkpoint.tensors.update({info.name: info for info in own.values()})
 
-    def _pack_layer(self, module: PackedModule, layer: FloatLayer, file: PrivateFile) -> None:
+    def _pack_layer(self, module: QuantizedModule, layer: FloatLayer, file: TemporaryFile) -> None:
         weight = read_tensor(self.reader, layer.weight).to(torch.float32)
         tensors = round_weight(layer.name, weight.t() if layer.is_transposed else weight, self.packing.format)
         del weight

@@ -5,14 +5,13 @@ from __future__ import annotations
 from hfq.errors import SetupError
 from hfq.loading.config import HfqConfig
 from hfq.loading.ranks import is_zero3
-from hfq.recipes.recipe import Recipe
 
-__all__ = ["check_packing", "refuse_packing"]
+__all__ = ["check_quantize_on_load", "refuse_quantize_on_load"]
 
 _WRITTEN = "write a quantized checkpoint with hfq.quantize, and load that"
 
 
-def check_packing(config: HfqConfig, has_ranks: bool) -> None:
+def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
     """Refuses a method that needs calibration, and loads that several processes share.
 
     Args:
@@ -22,12 +21,15 @@ def check_packing(config: HfqConfig, has_ranks: bool) -> None:
     Raises:
         SetupError: Names what cannot go with packing.
     """
+    recipe = config.recipe
+    if recipe is None:
+        return
     problems = {
-        f"method={config.method!r}, which needs a calibration set": (Recipe.of(config.options()).needs_calibration, _WRITTEN),
+        f"method={recipe.method!r}, which needs calibration data": (recipe.needs_calibration, _WRITTEN),
         "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
         "tensor parallelism": (has_ranks, _WRITTEN),
-        f"backing={config.backing!r}": (
-            config.backing in ("arena", "shared"), "leave backing out: what is packed lies in memory of this process",
+        f"cpu_memory={config.cpu_memory!r}": (
+            config.cpu_memory in ("private", "shared"), "leave cpu_memory out: what is packed lies in memory of this process",
         ),
     }  # fmt: skip
     for what, (is_so, fix) in problems.items():
@@ -38,14 +40,14 @@ def check_packing(config: HfqConfig, has_ranks: bool) -> None:
             )  # fmt: skip
 
 
-def refuse_packing(config: HfqConfig, caller: str) -> None:
+def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
     """For loads that cannot pack at all.
 
     Raises:
         SetupError: The config names a method.
     """
-    if config.method is not None:
+    if config.recipe is not None:
         raise SetupError(
             f"{caller} loads what is quantized already, and the config says how to quantize; nothing was loaded.",
-            expected="no method", found=f"method={config.method!r}", fix=_WRITTEN,
+            expected="no quantize_weights", found=f"method={config.recipe.method!r}", fix=_WRITTEN,
         )  # fmt: skip

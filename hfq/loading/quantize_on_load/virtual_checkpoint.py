@@ -19,13 +19,13 @@ from hfq.formats import Format
 from hfq.formats.configs.source_config import check_floats
 from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.loading.config import HfqConfig
-from hfq.loading.matching.match import Match, match_model
+from hfq.loading.matching.match import CheckpointMatch, match_model
 from hfq.loading.matching.quantizable_layers import check_unfused, find_blocks, find_linears, find_skipped, size_of
 from hfq.recipes.recipe import Recipe
 from hfq.tensor_spec import ByteRange, TensorInfo
 from hfq.version import __version__
 
-__all__ = ["FloatLayer", "Packing", "lay_out_rows", "plan_packing"]
+__all__ = ["FloatLayer", "VirtualCheckpoint", "lay_out_layers", "plan_virtual_checkpoint"]
 
 _ALIGNMENT = 64
 _UNPLACED = "(packed while loading)"
@@ -53,7 +53,7 @@ class FloatLayer:
 
 
 @dataclass(frozen=True)
-class Packing:
+class VirtualCheckpoint:
     """What a load packs.
 
     Attributes:
@@ -71,9 +71,9 @@ class Packing:
     source: dict[str, Any]
 
 
-def plan_packing(
+def plan_virtual_checkpoint(
     model: PreTrainedModel, floats: Checkpoint, config: HfqConfig, key_mapping: dict[str, str] | None = None
-) -> Packing:
+) -> VirtualCheckpoint:
     """Chooses what is packed as `hfq.quantize` does; nothing is read.
 
     Args:
@@ -87,7 +87,7 @@ def plan_packing(
         FormatError: The checkpoint is quantized already, does not match, or a layer cannot be packed.
     """
     check_floats(floats, "nothing was loaded")
-    recipe, match = Recipe.of(config.options()), match_model(model, floats, {}, key_mapping)
+    recipe, match = config.recipe or Recipe(), match_model(model, floats, {}, key_mapping)
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
     if not layers:
         raise SetupError(
@@ -100,12 +100,12 @@ def plan_packing(
     source = recipe.quantization_config(weight_format, _dense(model, match, layers), __version__)
     replaced = {info.name for layer in layers.values() for info in (layer.weight, layer.bias) if info is not None}
     tensors = {name: info for name, info in floats.tensors.items() if name not in replaced}
-    tensors |= lay_out_rows(layers.values(), weight_format, _UNPLACED)[0]
+    tensors |= lay_out_layers(layers.values(), weight_format, _UNPLACED)[0]
     made = Checkpoint(floats.root, {**floats.config, "quantization_config": source}, dict(floats.headers), tensors)
-    return Packing(recipe, weight_format, layers, made, source)
+    return VirtualCheckpoint(recipe, weight_format, layers, made, source)
 
 
-def lay_out_rows(layers: Iterable[FloatLayer], weight_format: Format, file: str) -> tuple[dict[str, TensorInfo], int]:
+def lay_out_layers(layers: Iterable[FloatLayer], weight_format: Format, file: str) -> tuple[dict[str, TensorInfo], int]:
     """Where the tensors of packed layers lie in a file of their own: by stored name, and the file's bytes.
 
     Raises:
@@ -124,7 +124,7 @@ def lay_out_rows(layers: Iterable[FloatLayer], weight_format: Format, file: str)
     return placed, end
 
 
-def _layers(model: PreTrainedModel, match: Match, floats: Checkpoint, patterns: list[str] | None) -> Iterator[FloatLayer]:
+def _layers(model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None) -> Iterator[FloatLayer]:
     """The linear layers of the blocks, experts that are stored one by one among them."""
     experts = {name: found for name, found in match.packed.items() if found.slot.kind == "expert"}
     skipped = set(find_skipped(model, patterns, _with_parents(experts)))
@@ -161,14 +161,14 @@ def _with_parents(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _dense(model: PreTrainedModel, match: Match, layers: Mapping[str, FloatLayer]) -> list[str]:
+def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, FloatLayer]) -> list[str]:
     """The stored names of linear layers that stay floats."""
     names = {*find_linears(model, ""), *(name for name, found in match.packed.items() if found.slot.kind == "expert")}
     names -= {layer.name for layer in layers.values()}
     return sorted(_stored_module(name, match) for name in names)
 
 
-def _stored_module(name: str, match: Match) -> str:
+def _stored_module(name: str, match: CheckpointMatch) -> str:
     """The name that a layer has in the checkpoint; its own where it is not stored, as a tied head."""
     info = match.packed[name].infos["weight"] if name in match.packed else match.dense.get(f"{name}.weight")
     return info.name.removesuffix(".weight") if info is not None else name

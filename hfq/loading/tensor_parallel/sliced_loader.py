@@ -22,27 +22,27 @@ from transformers.utils import logging
 from hfq.errors import FormatError, SetupError
 from hfq.formats import Format
 from hfq.loading.config import HfqConfig
-from hfq.loading.model_loader import Loading
+from hfq.loading.model_loader import ModelLoader
 from hfq.loading.ranks import attempt, exchange, meet, no_copy, raise_together
 from hfq.loading.read_weights import ReadReport
 from hfq.loading.saving import stored_state
 from hfq.loading.tensor_parallel.slices import find_slices, generic, passed_rules
 from hfq.loading.validation import check_bias
-from hfq.modules.flat_buffer import ArenaRow, read_tensor
-from hfq.modules.linear import PackedLinear
-from hfq.modules.quantized_module import PackedModule
+from hfq.modules.flat_buffer import FlatBuffer, read_tensor
+from hfq.modules.linear import QuantizedLinear
+from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.plan import Plan, PlanEntry
 from hfq.placement.tensor_parallel import TensorPart
 from hfq.placement.zero.shards import check_same_plan
 from hfq.tensor_spec import Cut, LayerSlice, row_layout
 
-__all__ = ["SlicedLoading"]
+__all__ = ["SlicedLoader"]
 
 logger = logging.get_logger("hfq")
 
 
-class SlicedLoading(Loading):
-    """A load whose packed layers are shared by the ranks of a tensor parallel run; see `Loading`.
+class SlicedLoader(ModelLoader):
+    """A load whose packed layers are shared by the ranks of a tensor parallel run; see `ModelLoader`.
 
     Attributes:
         rank: This rank.
@@ -60,7 +60,7 @@ class SlicedLoading(Loading):
         self._settled: dict[str, dict[str, Any]] = {}
         self._rules = dict(model.tp_plan)
 
-    def __deepcopy__(self, memo: dict) -> SlicedLoading:
+    def __deepcopy__(self, memo: dict) -> SlicedLoader:
         raise no_copy(
             f"{len(self.slices)} layers cut for {self.world} ranks"
         )  # transformers' hooks call the layers they were made for
@@ -86,7 +86,7 @@ class SlicedLoading(Loading):
                 raise_together(error)
         self._index.clear()
         self._check_settled()
-        self.homes = dict.fromkeys([*self._packed_names, *self._tensor_names()], self.main)
+        self.devices = dict.fromkeys([*self._packed_names, *self._tensor_names()], self.main)
         read = self.reader.counters.bytes_read - before
         self.read_report = ReadReport(time.perf_counter() - started, 0, 0, read, 0, 1)
         self._edit_rules()
@@ -119,7 +119,7 @@ class SlicedLoading(Loading):
         """All ranks must save together, since dense parameters are gathered; rank 0 alone writes."""
         return super().saved_like_source(model, folder, is_main_process and self.rank == 0)
 
-    def _cut(self, name: str, module: PackedModule) -> None:
+    def _cut(self, name: str, module: QuantizedModule) -> None:
         """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along the input needs is read."""
         slot, part, infos = self.match.packed[name].slot, self.slices.get(name), module.infos
         cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
@@ -131,27 +131,27 @@ class SlicedLoading(Loading):
                 module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
             except FormatError as error:  # a format knows no names
                 raise FormatError(
-                    error.what, tensor=error.tensor or name, expected=error.expected, found=error.found, fix=error.fix
+                    error.message, tensor=error.tensor or name, expected=error.expected, found=error.found, fix=error.fix
                 ) from error
         self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
 
-    def _read(self, name: str, module: PackedModule) -> None:
+    def _read(self, name: str, module: QuantizedModule) -> None:
         """Reads this rank's part of one row, checks its values, and gives it to the module."""
         found, part, slot = module.weight_format, self.slices.get(name), self.match.packed[name].slot
         row = self._fill(self.parts[name], self._index.get(name, {}))
         small = {local: tensor for local, tensor in row.tensors().items() if local != found.codes_name}
         module.weight_format = found.resolve(name, small)
         check_bias(name, small.get("bias"), slot.has_bias)
-        module.hold_row(ArenaRow(row.buffer.to(self.main), row.segments))
+        module.hold_buffer(FlatBuffer(row.buffer.to(self.main), row.segments))
         self._settled[name] = _changes(found, module.weight_format)
-        if part is not None and isinstance(module, PackedLinear):
+        if part is not None and isinstance(module, QuantizedLinear):
             module.local_in_features = part.stop - part.start if part.axis == "in" else slot.in_features
             module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # what transformers' hooks ask for
 
-    def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> ArenaRow:
+    def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> FlatBuffer:
         segments, nbytes = row_layout((local, part.info.dtype, part.shape) for local, part in parts.items())
         with torch.inference_mode(False):
-            row = ArenaRow(torch.empty(nbytes, dtype=torch.uint8), segments)
+            row = FlatBuffer(torch.empty(nbytes, dtype=torch.uint8), segments)
         memory = memoryview(row.buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
         for local, part in parts.items():
             if local in index:
@@ -182,13 +182,13 @@ class SlicedLoading(Loading):
             for local in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
                 if f"{experts}.{local}" not in names and f"{experts}.{local}" not in kept:
                     rules.pop(f"{experts}.{local}", None)
-        rules |= {f"{generic(name)}.packed_row": "replicate" for name in self.packed if generic(name) in {**rules, **kept}}
+        rules |= {f"{generic(name)}.flat_buffer": "replicate" for name in self.packed if generic(name) in {**rules, **kept}}
         self.model._tp_plan = rules
 
     def _digests(self) -> dict[str, str]:
         """What all ranks must agree on before they read."""
         files = sorted((file.rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers)
-        options = {key: value for key, value in self.config.options().items() if key != "source"}
+        options = {key: value for key, value in self.config._options().items() if key != "_source"}
         cuts = [(name, part.axis, part.size) for name, part in self.slices.items()]
         formats = [(name, repr(module.weight_format)) for name, module in self.packed.items()]
         found = {

@@ -16,13 +16,13 @@ from transformers.utils import logging
 
 from hfq.errors import PlacementError, SetupError
 from hfq.loading.ranks import is_zero3
-from hfq.modules.embedding import PackedEmbedding
-from hfq.modules.linear import PackedLinear
+from hfq.modules.embedding import QuantizedEmbedding
+from hfq.modules.linear import QuantizedLinear
 from hfq.placement.tensor_parallel import rank_slice
 from hfq.tensor_spec import LayerSlice
 
 if TYPE_CHECKING:
-    from hfq.loading.matching.match import Match
+    from hfq.loading.matching.match import CheckpointMatch
     from hfq.loading.state import LoadState
 
 __all__ = [
@@ -80,7 +80,7 @@ def joining(kwargs: Mapping[str, Any]) -> Callable[[], None]:
     return join
 
 
-def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:
+def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     """Refuses what cannot go together with tensor parallelism, before anything is opened.
 
     Raises:
@@ -103,8 +103,8 @@ def check_distributed(kwargs: Mapping[str, Any], backing: str) -> None:
         "enable_expert_parallel": (bool(get("enable_expert_parallel")), "leave it out; experts are cut like other layers"),
         "device_map": (kwargs.get("device_map") is not None, f"leave one of device_map and {asked} out"),
         "an active ZeRO-3 config": (is_zero3(), f"leave {asked} out: ZeRO-3 shards the model itself"),
-        f'HfqConfig(backing="{backing}")': (
-            backing in ("mapped", "shared"), 'pass backing="auto": each rank reads its slices into its own memory',
+        f'HfqConfig(cpu_memory="{cpu_memory}")': (
+            cpu_memory in ("mmap", "shared"), 'pass cpu_memory="auto": each rank reads its slices into its own memory',
         ),
         "transformers without transformers.distributed": (not _knows_ranks(), "pip install 'transformers>=5.23'"),
     }  # fmt: skip
@@ -179,7 +179,7 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
         part = rank_slice(axis, size, rank, world)
         if part is None or rank_slice(axis, size, world - 1, world) is None:  # on all ranks alike
             raise _uncuttable(name, f"{size} {axis}put features", f"at least one for each of {world} ranks")
-        if axis == "in" and isinstance(module, PackedLinear):
+        if axis == "in" and isinstance(module, QuantizedLinear):
             _check_scheme(module, part)
         found[name] = part
     return found
@@ -190,14 +190,14 @@ def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | N
     style = plan.get(generic(owner))
     if style is None or style in _WHOLE:
         return None
-    if style not in _AXES or isinstance(module, PackedEmbedding) or owner != name:
+    if style not in _AXES or isinstance(module, QuantizedEmbedding) or owner != name:
         packed = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
         what = f"tp_plan's {style!r} for a packed {packed}"
         raise _uncuttable(owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}")
     return _AXES[style]
 
 
-def _expert_axis(name: str, plan: Mapping[str, str], match: Match) -> str | None:
+def _expert_axis(name: str, plan: Mapping[str, str], match: CheckpointMatch) -> str | None:
     """Gate and up projections are cut along the output, down projections along the input; the sum is that of the experts."""
     experts, projection = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
     styles = {local: plan.get(generic(f"{experts}.{local}")) for local in _EXPERTS}
@@ -226,7 +226,7 @@ def _check_heads(name: str, style: str | None, config: Any, world: int) -> None:
         raise _uncuttable(name, f"{heads} heads", f"a multiple of {world} ranks")
 
 
-def _check_scheme(module: PackedLinear, part: LayerSlice) -> None:
+def _check_scheme(module: QuantizedLinear, part: LayerSlice) -> None:
     """A scale taken from a whole token cannot be taken from a slice of it."""
     scheme = module.scheme
     is_local = scheme is None or scheme.scale_name is not None
@@ -234,9 +234,9 @@ def _check_scheme(module: PackedLinear, part: LayerSlice) -> None:
         is_local = part.is_aligned(scheme.group_size or part.size)
     if not is_local:
         raise SetupError(
-            'HfqConfig(activations="checkpoint") cannot be used with a layer whose input is cut; nothing was loaded.',
+            'HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut; nothing was loaded.',
             tensor=module.name, expected="static scales, or groups that are not cut", found=f"scales for each {scheme.strategy}",  # type: ignore[union-attr]
-            fix='pass HfqConfig(activations="none")',
+            fix='pass HfqConfig(quantize_activations=False)',
         )  # fmt: skip
 
 

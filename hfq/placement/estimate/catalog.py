@@ -100,12 +100,12 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
         try:
             found = estimate_placement(sizes, machine.hardware, workload, machine.profile)
         except PlacementError as error:
-            refused.append(entry | {"refused": error.found or error.what})
+            refused.append(entry | {"refused": error.found or error.message})
             continue
         rate = found.prediction.tokens_per_second or float("inf")
         ranked.append(entry | {
             "tokens_per_second": rate, "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
-            "dominant": TERMS[found.prediction.dominant], "homes": dict(found.budget.resting),
+            "dominant": TERMS[found.prediction.dominant], "devices": dict(found.budget.resting),
         })  # fmt: skip
     ranked.sort(key=lambda entry: (entry["cost_of_a_million_tokens"], entry["name"]))
     return ranked + refused

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfq.errors import PlacementError
-from hfq.placement.budget import Budget, Unit, plan_homes, ring_nbytes
+from hfq.placement.budget import Budget, Unit, buffer_nbytes, plan_devices
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.kv_cache import Activations, KvLayer, activation_nbytes, kv_nbytes
 from hfq.placement.estimate.profile import Profile
@@ -82,7 +82,7 @@ class Estimate:
     work: Work
     prediction: Prediction
 
-    def homes(self, resting: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
+    def devices(self, resting: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
         """{home: {part: bytes}}: `weights`, `ring`, `experts` (their cache), `kv_cache`, `activations`.
 
         Args:
@@ -127,7 +127,7 @@ def estimate_placement(
     try:
         if capacities[main] <= 0:
             raise PlacementError("The KV cache and the activations alone do not fit.", fix="-")
-        budget = plan_homes(sizes.units, capacities, main, expert_cache_nbytes)
+        budget = plan_devices(sizes.units, capacities, main, expert_cache_nbytes)
     except PlacementError as error:
         raise _does_not_fit(error, sizes, hardware, workload, (kv, activations)) from error
     rings = _rings(sizes.units, budget)
@@ -136,25 +136,25 @@ def estimate_placement(
 
 
 def _rings(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
-    streamed = [unit.streamed_nbytes for unit in units if unit.is_streamed and budget.homes[unit.name] != budget.main]
-    return {home: ring_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
+    streamed = [unit.streamed_nbytes for unit in units if unit.is_offloaded and budget.devices[unit.name] != budget.main]
+    return {home: buffer_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
 
 
 def list_stages(
-    units: Sequence[Unit], homes: Mapping[str, str], main: str, routed: float = 1.0
+    units: Sequence[Unit], devices: Mapping[str, str], main: str, routed: float = 1.0
 ) -> tuple[tuple[int, int], ...]:
     """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which they compute.
 
     Args:
         units: The parts of the model.
-        homes: The home of each.
+        devices: The home of each.
         main: Where they compute.
         routed: The share of its experts that a token is routed to.
     """
     computing = [unit for unit in units if unit.kind in ("block", "other", "experts")]
     shares = {"experts": routed}
     return tuple(
-        (int(unit.nbytes * shares.get(unit.kind, 1.0)), unit.streamed_nbytes if unit.is_streamed and homes[unit.name] != main else 0)
+        (int(unit.nbytes * shares.get(unit.kind, 1.0)), unit.streamed_nbytes if unit.is_offloaded and devices[unit.name] != main else 0)
         for unit in computing
     )  # fmt: skip
 
@@ -163,8 +163,8 @@ def _work(
     sizes: ModelSizes, budget: Budget, hardware: Hardware, workload: Workload, held: tuple[int, int], free_memory: int | None
 ) -> Work:
     kv, ring = held
-    away = [unit for unit in sizes.units if budget.homes[unit.name] != budget.main]
-    on_disk = [unit for unit in away if budget.homes[unit.name] == "disk"]
+    away = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
+    on_disk = [unit for unit in away if budget.devices[unit.name] == "disk"]
     streamed, copied = (_moved(units, sizes.routed, workload.batch) for units in (on_disk, away))
     free = hardware.cpu - budget.taken("cpu") if free_memory is None else free_memory
     resting = sum(nbytes for home, nbytes in budget.resting.items() if home != "disk")
@@ -172,13 +172,13 @@ def _work(
     return Work(
         sizes.weights, streamed, 0 if is_on_cpu else copied, kv, workload.batch, sizes.layers, resting,
         is_cached=streamed <= free * _SHARE_OF_MEMORY, is_on_cpu=is_on_cpu, calls=sizes.calls,
-        stages=list_stages(sizes.units, budget.homes, budget.main, sizes.routed), ring=ring,
+        stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed), ring=ring,
     )  # fmt: skip
 
 
 def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
     """What a step moves of these units: blocks whole, of experts those that are routed to."""
-    whole = sum(unit.streamed_nbytes for unit in units if unit.is_streamed)
+    whole = sum(unit.streamed_nbytes for unit in units if unit.is_offloaded)
     experts = sum(unit.nbytes for unit in units if unit.kind == "experts")
     return whole + int(experts * min(1.0, routed * batch))
 
@@ -193,7 +193,7 @@ def _does_not_fit(
     return PlacementError(
         "The model does not fit this machine; nothing was loaded.", expected=error.expected or "room for weights beside these",
         found=f"{hardware.capacities()[main]:,} B on {main}, of which KV cache {taken[0]:,} B and activations {taken[1]:,} B",
-        problems=[error.what], fix=fix,
+        problems=[error.message], fix=fix,
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _fits(sizes: ModelSizes, hardware: Hardware, workload: Workload) -> bool:
     capacities = hardware.capacities()
     try:
         capacities[hardware.main] -= sum(_taken(sizes, workload))
-        plan_homes(sizes.units, capacities, hardware.main)
+        plan_devices(sizes.units, capacities, hardware.main)
     except PlacementError:
         return False
     return capacities[hardware.main] > 0

@@ -40,8 +40,8 @@ class Hardware:
 
     def capacities(self) -> dict[str, int]:
         """The bytes that each home may hold, by its name in a device map; no entry means no limit."""
-        homes = {f"cuda:{index}": nbytes for index, nbytes in enumerate(self.gpus)} | {"cpu": self.cpu}
-        return homes if self.disk is None else homes | {"disk": self.disk}
+        devices = {f"cuda:{index}": nbytes for index, nbytes in enumerate(self.gpus)} | {"cpu": self.cpu}
+        return devices if self.disk is None else devices | {"disk": self.disk}
 
 
 def parse_size(text: str | int | float, what: str, least: int = 1) -> int:

@@ -12,7 +12,7 @@ from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
 from hfq.placement.estimate.profile import Profile
 from hfq.placement.estimate.roofline import Prediction, Work, predict
 from hfq.placement.launch_configs import LIVE_ELEMENTS
-from hfq.placement.zero.memory import HOMES, Home, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
+from hfq.placement.zero.memory import HOMES, CpuExecution, ModelStates, ZeroMemory, ZeroSetup, estimate_zero
 
 __all__ = ["ZeroFit", "fit_zero3", "gathering_work", "predict_zero3"]
 
@@ -29,20 +29,20 @@ class ZeroFit:
     """
 
     memory: ZeroMemory
-    parts: Mapping[str, Mapping[Home, int]]
+    parts: Mapping[str, Mapping[CpuExecution, int]]
     gathered: int
     ranks_on_cpu: bool
 
-    def per_rank(self) -> dict[Home, int]:
+    def per_rank(self) -> dict[CpuExecution, int]:
         """The bytes of one rank in each home."""
-        return {home: sum(homes.get(home, 0) for homes in self.parts.values()) for home in HOMES}
+        return {home: sum(devices.get(home, 0) for devices in self.parts.values()) for home in HOMES}
 
     def to_dict(self) -> dict:
         """The fit as JSON-ready data."""
         setup = self.memory.setup
         return {
             "ranks": setup.ranks, "ranks_per_node": setup.on_a_node, "offload_param": setup.offload_param,
-            "per_rank": self.per_rank(), "parts_per_rank": {name: dict(homes) for name, homes in self.parts.items()},
+            "per_rank": self.per_rank(), "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
             "gathered_nbytes_a_forward": self.gathered, "ranks_on_cpu": self.ranks_on_cpu,
         }  # fmt: skip
 
@@ -102,7 +102,7 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
         sizes: The model.
         workload: What each rank does.
     """
-    resting = sum(nbytes for homes in fit.memory.parts.values() for nbytes in homes.values())
+    resting = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     return Work(
         sizes.weights, 0, 0, kv, workload.batch, sizes.layers, resting, is_on_cpu=fit.ranks_on_cpu, calls=sizes.calls,
@@ -139,7 +139,7 @@ def _fit(states: ModelStates, sizes: ModelSizes, workload: Workload, setup: Zero
         "gathered weights, at most": min(whole, LIVE_ELEMENTS * states.itemsize),
         "KV cache": kv, "activations": activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype),
     }  # fmt: skip
-    parts: dict[str, Mapping[Home, int]] = dict(memory.parts)
+    parts: dict[str, Mapping[CpuExecution, int]] = dict(memory.parts)
     parts |= {name: {"device": nbytes} for name, nbytes in adding.items()}
     return ZeroFit(memory, parts, whole, not hardware.gpus)
 

@@ -23,8 +23,8 @@ from hfq.errors import PlacementError, nearest
 
 __all__ = ["HOMES", "OPTIMIZERS", "STAGES", "ModelStates", "ZeroMemory", "ZeroSetup", "estimate_zero", "shard_numel"]
 
-Home = Literal["device", "cpu", "nvme"]
-HOMES: tuple[Home, ...] = ("device", "cpu", "nvme")
+CpuExecution = Literal["device", "cpu", "nvme"]
+HOMES: tuple[CpuExecution, ...] = ("device", "cpu", "nvme")
 STAGES = (0, 1, 2, 3)
 
 OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 4, "momentum": 8, "adam": 12, "adam8bit": 6}
@@ -118,14 +118,14 @@ class ZeroMemory:
     """
 
     setup: ZeroSetup
-    parts: Mapping[str, Mapping[Home, int]]
+    parts: Mapping[str, Mapping[CpuExecution, int]]
     largest_row_nbytes: int
 
-    def per_rank(self) -> dict[Home, int]:
+    def per_rank(self) -> dict[CpuExecution, int]:
         """The bytes of one rank in each home."""
-        return {home: sum(homes.get(home, 0) for homes in self.parts.values()) for home in HOMES}
+        return {home: sum(devices.get(home, 0) for devices in self.parts.values()) for home in HOMES}
 
-    def per_node(self) -> dict[Home, int]:
+    def per_node(self) -> dict[CpuExecution, int]:
         """The bytes of all ranks of one node in each home (`device`: of all of its devices together)."""
         return {home: nbytes * self.setup.on_a_node for home, nbytes in self.per_rank().items()}
 
@@ -133,7 +133,7 @@ class ZeroMemory:
         """The estimate as JSON-ready data."""
         return {
             "stage": self.setup.stage, "per_rank": self.per_rank(), "per_node": self.per_node(),
-            "parts_per_rank": {name: dict(homes) for name, homes in self.parts.items()},
+            "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
             "largest_row_nbytes": self.largest_row_nbytes,
         }  # fmt: skip
 
@@ -159,7 +159,7 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     frozen = [numel * states.itemsize for numel in states.frozen]
     trained = [numel * states.itemsize for numel in states.trained]
     groups = {"packed weights": states.packed, "frozen weights": frozen, "trained weights": trained}
-    parts: dict[str, dict[Home, int]] = {}
+    parts: dict[str, dict[CpuExecution, int]] = {}
     swapped: list[int] = []
     for name, rows in groups.items():
         held = [shard_numel(nbytes, shards, states.itemsize) * states.itemsize for nbytes in rows]
@@ -173,7 +173,7 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     parts["swap buffers"] = _rest([_buffers(swapped, states, setup.buffer_count)], "cpu")
     gathers = setup.stage == 3 and not states.is_sum
     gathered = max((*states.packed, *frozen, *trained), default=0) if gathers else 0
-    return ZeroMemory(setup, {name: homes for name, homes in parts.items() if homes}, gathered)
+    return ZeroMemory(setup, {name: devices for name, devices in parts.items() if devices}, gathered)
 
 
 def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
@@ -194,16 +194,16 @@ def _buffers(swapped: list[int], states: ModelStates, count: int) -> int:
     return min(count, len(swapped)) * largest
 
 
-def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[Home, int]:
+def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED) -> dict[CpuExecution, int]:
     """The bytes of these shards in each home; those too small for NVMe rest in CPU memory."""
-    homes: dict[Home, int] = {}
+    devices: dict[CpuExecution, int] = {}
     for nbytes in shards:
-        home: Home = "device"
+        home: CpuExecution = "device"
         if offload != "none":
             home = "nvme" if offload == "nvme" and nbytes >= smallest else "cpu"
         if nbytes:
-            homes[home] = homes.get(home, 0) + nbytes
-    return homes
+            devices[home] = devices.get(home, 0) + nbytes
+    return devices
 
 
 def _refused(name: str, found: object, expected: str, fix: str) -> PlacementError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hfq.errors import PlacementError
 from hfq.tensor_spec import ByteRange, Segment, TensorInfo
 
-__all__ = ["ShardRead", "ZeroPlan", "ZeroRow", "check_same_plan", "packed_zero_row"]
+__all__ = ["ShardRead", "ZeroPlan", "FlatParameter", "check_same_plan", "flat_parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ShardRead:
 
 
 @dataclass(frozen=True)
-class ZeroRow:
+class FlatParameter:
     """One parameter that ZeRO-3 cuts into equal shards, one for each rank; the last is padded.
 
     Attributes:
@@ -68,9 +68,9 @@ class ZeroRow:
         return tuple(found)
 
 
-def packed_zero_row(
+def flat_parameter(
     name: str, infos: Mapping[str, TensorInfo], layout: tuple[Mapping[str, Segment], int], itemsize: int
-) -> ZeroRow:
+) -> FlatParameter:
     """The row of a packed module.
 
     Args:
@@ -81,7 +81,7 @@ def packed_zero_row(
     """
     segments, nbytes = layout
     parts = tuple((segment.offset, infos[local].range) for local, segment in segments.items() if segment.nbytes)
-    return ZeroRow(name, nbytes, itemsize, parts, is_packed=True)
+    return FlatParameter(name, nbytes, itemsize, parts, is_packed=True)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ZeroPlan:
         settings: What else all ranks must agree on: {what it is: its value}.
     """
 
-    rows: tuple[ZeroRow, ...]
+    rows: tuple[FlatParameter, ...]
     rank: int
     world: int
     home: str
