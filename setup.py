@@ -18,7 +18,15 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],  # the latter adds verbs to optimum-cli
-    package_data={"hfq": ["py.typed", "kernels/cpp/*.cpp", "kernels/cpp/*.h", "placement/estimate/*.yaml", "plots/*.jinja"]},
+    package_data={
+        "hfq": [
+            "py.typed",
+            "kernels/cpp/src/*.cpp",
+            "kernels/cpp/src/*.h",
+            "placement/estimate/*.yaml",
+            "plots/*.jinja",
+        ]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 __all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
 _NAMES = ("c++", "g++", "clang++")
 SECONDS = 300.0

@@ -27,7 +27,7 @@ __all__ = [
     "takes_any_rows",
 ]
 
-SOURCE = Path(__file__).with_name("int8.cpp")
+SOURCE = Path(__file__).parent / "src" / "int8.cpp"
 
 _WEIGHT, _PRODUCT = struct.Struct("=6q3f"), struct.Struct("=7q")
 """`Weight` and `Product` of int8.cpp."""

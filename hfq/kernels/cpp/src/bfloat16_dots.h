@@ -1,5 +1,5 @@
 // Products of few rows of activations in bfloat16 with rows of floats of 8 bits, by AVX-512's dot products of bfloat16. Included by
-// tiles.h, whose instructions, tables and order of activations it takes: codes are unpacked to registers and multiplied there.
+// bfloat16.h, whose instructions, tables and order of activations it takes: codes are unpacked to registers and multiplied there.
 
 namespace {
 namespace dotted {

@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-#include "amx.h"
+#include "amx_tiles.h"
 
 namespace {
 
@@ -39,7 +39,7 @@ enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 
 // Zero points of rows: GROUP_WORDS has nibbles along the groups, `zero_words` words a row; OUTPUT_WORDS nibbles less 8 along the
 // outputs, [outputs / 8, groups] words; BYTES are signed and lie as the scales do; ADDED are floats that are added.
 // GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). Where there is an `index` of no bytes, it is the channels, int32, in the order of their
-// groups: the layer is sorted (sorted.h). Rows of words are `row_nbytes` apart.
+// groups: the layer is sorted (act_order.h). Rows of words are `row_nbytes` apart.
 // AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
 struct Layer {
     const char *codes, *scales, *zeros, *index, *values, *integers, *nested_scales, *nested_values;
@@ -99,7 +99,7 @@ const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of
 const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h), of which three floats each are kept
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
-const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (tiles.h)
+const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (bfloat16.h)
 const int64_t SORTED_SCRATCH = 3 << 20;  // and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
 const int64_t MOST_STRIP = 64;
 const int64_t MOST_GROUPS = 1024;
@@ -465,7 +465,7 @@ struct Panel {
 #undef HFQ_PASS
 #undef HFQ_NAME
 
-#include "tiles.h"
+#include "bfloat16.h"
 #include "vnni.h"
 #endif
 
@@ -2312,7 +2312,7 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
         for (int64_t i = 0; i < count; i++) put(call, row + m, n + i, y[m * wide + i]);
 }
 
-#include "sorted.h"
+#include "act_order.h"
 
 static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
     const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "processor.h"
+#include "cpu_features.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
 #if (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)) && !defined(HFQ_EMULATE)  // GCC 11, clang 11

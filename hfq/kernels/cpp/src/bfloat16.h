@@ -1,4 +1,4 @@
-// Products by tiles (amx.h) of activations in bfloat16, or in float16 as the sum of two of it. Included by kernels.cpp, after its instruction sets.
+// Products by tiles (amx_tiles.h) of activations in bfloat16, or in float16 as the sum of two of it. Included by kernels.cpp, after its instruction sets.
 //
 // Codes become bfloat16 without a loss: floats of 8 and 4 bits as they are, integers less their zero points. Products of two bfloat16
 // are exact in float32, in which a tile sums them; the sum of a group is multiplied with its scale, and groups are added up, in float32.
@@ -127,7 +127,7 @@ struct Packing {
     const char *x;
     int64_t rows, x_stride, depth;
     int32_t dtype;
-    bool apart;  // each row by itself, for dots.h: [64 channels][row][64]
+    bool apart;  // each row by itself, for bfloat16_dots.h: [64 channels][row][64]
     bool halved;
     char *out;
     float *factors;  // two for each row, which take off again what it was multiplied with
@@ -686,7 +686,7 @@ struct Job {
     bool divides;   // sums by their scales
     bool by_tiles;  // or else by vectors
     bool halved;    // the rows are few, and their sums take two lanes each
-    bool apart;     // multiplied row by row (dots.h)
+    bool apart;     // multiplied row by row (bfloat16_dots.h)
 };
 
 inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
@@ -1221,7 +1221,7 @@ Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_str
 }  // namespace tiled
 }  // namespace
 
-#include "dots.h"
+#include "bfloat16_dots.h"
 
 #if defined(HFQ_AMX)
 #ifdef __clang__

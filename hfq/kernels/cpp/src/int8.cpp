@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-#include "amx.h"
+#include "amx_tiles.h"
 
 namespace {
 
