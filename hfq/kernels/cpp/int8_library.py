@@ -30,7 +30,7 @@ __all__ = [
 SOURCE = Path(__file__).parent / "src" / "int8.cpp"
 
 _WEIGHT, _PRODUCT = struct.Struct("=6q3f"), struct.Struct("=7q")
-"""`Weight` and `Product` of int8.cpp."""
+"""`Weight` and `Product` of src/int8.cpp."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`Layer` of kernels.cpp, and the numbers that stand for its kinds."""
+"""`Layer` of src/layer.h, and the numbers that stand for its kinds."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
 E4M3, E5M2, NIBBLES, INT8, QUADS, GPTQ, AWQ = range(7)
 PRODUCT = struct.Struct("=7q")
-"""`Product` of kernels.cpp: the addresses of layer and activations, their dtype, rows and stride, the result's address, threads."""
+"""`Product` of src/kernels.cpp: the addresses of layer and activations, their dtype, rows and stride, the result's address, threads."""
 
 NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
 
 
 class NativeLayer(ctypes.Structure):
-    """`Layer` of kernels.cpp, field by field."""
+    """`Layer` of src/layer.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "index", "values", "integers")),

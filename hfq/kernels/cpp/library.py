@@ -21,7 +21,7 @@ SWITCH = "HFQ_DISABLE_CPP"
 """The environment variable that switches the compiled part off: "1"."""
 
 ABI = 7
-"""What `hfq_abi` of kernels.cpp must return."""
+"""What `hfq_abi` of src/kernels.cpp must return."""
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
     y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
 
-The compiled part (native/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512 VNNI) or tiles (AMX), it
+The compiled part (native/src/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512 VNNI) or tiles (AMX), it
 rounds, multiplies and scales any number of rows in one call. Without a compiler torch's `_int_mm` does so for many rows, where there
 are dot products, and `_weight_int8pack_mm` multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which holds
 every one of them, sums in float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of

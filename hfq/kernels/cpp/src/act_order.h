@@ -1,6 +1,6 @@
-// Columns whose channels' groups are scattered (GPTQ's act-order), with the channels in the order of their groups: a lossless permutation,
-// of activations once and of the words strip by strip, after which a strip is as any other layer. Included by kernels.cpp in the namespace of
-// each instruction set.
+// Columns whose channels' groups are scattered (GPTQ's act-order), with the channels in the order of their groups: a
+// lossless permutation, of activations once and of the words strip by strip, after which a strip is as any other layer.
+// Included by instruction_set.h in the namespace of each instruction set.
 //
 // A word's codes are of different groups, so each channel's codes are brought into a row of bytes of its own, and new words are made of
 // these rows in the groups' order.

@@ -1,0 +1,161 @@
+// Activations as bfloat16, in the order that tiles and vectors read them in. Included by bfloat16.h, in its namespace.
+//
+// [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right one [pair of channels][row][2].
+// A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads. Up to HALF rows of a right
+// factor that vectors are multiplied with are halved: [four channels][row][4], so that a row's sums take two lanes.
+
+struct Packing {
+    const Layer *layer;
+    const char *x;
+    int64_t rows, x_stride, depth;
+    int32_t dtype;
+    bool apart;  // each row by itself, for bfloat16_dots.h: [64 channels][row][64]
+    bool halved;
+    char *out;
+    float *factors;  // two for each row, which take off again what it was multiplied with
+    alignas(64) int16_t order[64];
+};
+
+inline int64_t steps(const Layer &layer) { return up(layer.in_features, 2 * CHANNELS) / CHANNELS; }
+
+// Where the tiles of a block begin whose channels begin at k, of the channels' share of `depth`.
+inline int64_t place_of(const Layer &layer, int64_t rows, int64_t depth, int64_t block, int64_t k) {
+    const int64_t start = k / depth * depth, count = least(depth, steps(layer) * CHANNELS - start);
+    return 2 * (start * rows + block * BLOCK * count + (k - start) * least(BLOCK, rows - block * BLOCK));
+}
+
+inline int64_t packed_floats(const Layer &layer, int64_t rows) { return rows * steps(layer) * CHANNELS / 2 + 2 * rows + 512; }
+
+// Rows of very small or large numbers are multiplied by a power of two, as two factors: subnormal numbers would count as zeros.
+void normalize(const char *x, int64_t count, float *by, float *back) {
+    uint16_t largest = 0;
+    int64_t k = 0;
+#if defined(HFQ_AMX)
+    __m512i found = _mm512_setzero_si512();
+    for (; k + 32 <= count; k += 32) found = _mm512_max_epu16(found, _mm512_and_si512(_mm512_loadu_si512(x + 2 * k), _mm512_set1_epi16(0x7FFF)));
+    uint16_t lanes[32];
+    _mm512_storeu_si512(lanes, found);
+    for (uint16_t lane : lanes) largest = (uint16_t)most(largest, lane);
+#endif
+    for (; k < count; k++) largest = (uint16_t)most(largest, load16(x + 2 * k) & 0x7FFF);
+    const int exponent = largest >> 7, power = !largest || exponent == 255 || (exponent > 100 && exponent < 180) ? 0 : 127 - exponent;
+    const int halves[2] = {power / 2, power - power / 2};
+    for (int i = 0; i < 2; i++) {
+        by[i] = as_float((uint32_t)(127 + halves[i]) << 23);
+        back[i] = as_float((uint32_t)(127 - halves[i]) << 23);
+    }
+}
+
+#if defined(HFQ_AMX)
+// 32 bfloat16 times two powers of two.
+static inline __m512i scaled(__m512i x, const float *by) {
+    const __m512 first = _mm512_set1_ps(by[0]), second = _mm512_set1_ps(by[1]);
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xFFFF0000)));
+    even = _mm512_mul_ps(_mm512_mul_ps(even, first), second), odd = _mm512_mul_ps(_mm512_mul_ps(odd, first), second);
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xFFFF0000)));
+}
+#endif
+
+// 64 channels of a block of `count` rows, of which `left` are there, to two tiles.
+static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t count, int64_t left, const float (*by)[2], char *const *outs) {
+    const bool is_left = has_columns(*to.layer);
+#if defined(HFQ_AMX)
+    const __m512i first = _mm512_load_si512(to.order), second = _mm512_load_si512(to.order + 32);
+    const __mmask32 low = left >= 32 ? ~0u : (1u << left) - 1, high = left >= 64 ? ~0u : left > 32 ? (1u << (left - 32)) - 1 : 0;
+    __m512i tiles[2][16] = {};
+    for (int64_t m = 0; m < count; m++, x += 2 * stride) {
+        __m512i a = _mm512_maskz_loadu_epi16(low, x), b = _mm512_maskz_loadu_epi16(high, x + 64);
+        if (by[m][0] != 1 || by[m][1] != 1) a = scaled(a, by[m]), b = scaled(b, by[m]);
+        tiles[0][m] = _mm512_permutex2var_epi16(a, first, b), tiles[1][m] = _mm512_permutex2var_epi16(a, second, b);
+    }
+    for (int t = 0; t < 2; t++) {
+        char *out = outs[t];
+        if (is_left)
+            for (int64_t m = 0; m < count; m++) _mm512_storeu_si512(out + 64 * m, tiles[t][m]);
+        else if (to.halved) {
+            alignas(64) char row[64];
+            for (int64_t m = 0; m < count; m++) {
+                _mm512_store_si512(row, tiles[t][m]);
+                for (int i = 0; i < 8; i++) memcpy(out + 8 * (count * i + m), row + 8 * i, 8);
+            }
+        } else {
+            if (count > 1) amx::transpose(tiles[t]);
+            if (count == 1) _mm512_storeu_si512(out, tiles[t][0]);
+            else
+                for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(out + 4 * count * i, (__mmask16)((1u << count) - 1), tiles[t][i]);
+        }
+    }
+#else
+    for (int t = 0; t < 2; t++)
+        for (int64_t m = 0; m < count; m++)
+            for (int i = 0; i < 32; i++) {
+                const int64_t k = to.order[32 * t + i], lanes = to.halved ? 4 : 2;
+                const int64_t place = is_left ? 32 * m + i : lanes * count * (i / lanes) + lanes * m + i % lanes;
+                const float value = k < left ? float_at(x + 2 * m * stride, BF16, k) * by[m][0] * by[m][1] : 0;
+                const uint16_t half = (uint16_t)(as_bits(value) >> 16);
+                memcpy(outs[t] + 2 * place, &half, 2);
+            }
+#endif
+}
+
+// Rows of bfloat16 that a row of activations is packed as.
+inline int64_t rows_of(int32_t dtype) { return dtype == F16 ? 2 : 1; }
+
+// Float16 as two bfloat16, whose sum it is: of its 11 bits the first 8, rounded, and the rest.
+void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest) {
+    int64_t k = 0;
+#if defined(HFQ_AMX)
+    for (; k + 16 <= count; k += 16) {
+        const __m512 value = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + 2 * k)));
+        const __m256i high = (__m256i)_mm512_cvtneps_pbh(value);
+        const __m512 taken = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+        const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(65504), _CMP_LE_OQ);
+        _mm256_storeu_si256((__m256i *)(first + k), high);
+        _mm256_storeu_si256((__m256i *)(rest + k), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, value, taken)));
+    }
+#endif
+    for (; k < count; k++) {
+        const float value = float_at(x, F16, k);
+        first[k] = float_to_bfloat(value);
+        rest[k] = float_to_bfloat(value - value == 0 ? value - as_float((uint32_t)first[k] << 16) : 0);
+    }
+}
+
+// Whether a block's activations are brought together before they are packed, and the floats that takes.
+inline bool is_brought(const Layer &layer, int32_t dtype) { return is_sorted(layer) || dtype == F16; }
+inline int64_t brought_floats(const Layer &layer, int32_t dtype) { return is_brought(layer, dtype) ? up((BLOCK + 1) * layer.in_features, 2) / 2 : 0; }
+
+// Packed rows from `first` on, in the order of the layer's channels and in bfloat16.
+void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) {
+    const Layer &layer = *of.layer;
+    const int64_t size = layer.in_features, each = rows_of(of.dtype);
+    const int32_t *order = is_sorted(layer) ? (const int32_t *)layer.index : nullptr;
+    uint16_t *row = out + BLOCK * size;
+    for (int64_t m = 0; m < count; m += each, out += each * size) {
+        const char *x = of.x + 2 * ((first + m) / each) * of.x_stride;
+        if (order) {
+            uint16_t *to = each == 1 ? out : row;
+            for (int64_t k = 0; k < size; k++) to[k] = load16(x + 2 * order[k]);
+            x = (const char *)to;
+        }
+        if (each == 2) split_halves(x, size, out, out + size);
+    }
+}
+
+// One block of rows.
+void pack_block(const void *context, int64_t block, float *scratch) {
+    const Packing &to = *(const Packing *)context;
+    const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first), size = to.layer->in_features;
+    const bool is_there = !is_brought(*to.layer, to.dtype);
+    const char *x = is_there ? to.x + 2 * first * to.x_stride : (const char *)scratch;
+    const int64_t stride = is_there ? to.x_stride : size;
+    if (!is_there) bring_rows(to, first, count, (uint16_t *)scratch);
+    float by[BLOCK][2];
+    for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
+    for (int64_t k = 0; k < size; k += 64) {
+        char *outs[2];
+        for (int t = 0; t < 2; t++)
+            outs[t] = to.out + (to.apart ? 2 * (k * to.rows + block * 2 * CHANNELS + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
+        pack_two(to, x + 2 * k, stride, count, size - k, by, outs);
+    }
+}

@@ -1,0 +1,217 @@
+// One product, and how its sums are made by tiles or by vectors. Included by bfloat16.h, in its namespace.
+
+struct Job {
+    const Layer *layer;
+    const char *x;
+    const float *factors;
+    int64_t rows, depth, lead;
+    Cut cut;
+    char *y;
+    int64_t y_stride;
+    int32_t dtype;  // of x, as it was, and of y
+    bool divides;   // sums by their scales
+    bool by_tiles;  // or else by vectors
+    bool halved;    // the rows are few, and their sums take two lanes each
+    bool apart;     // multiplied row by row (bfloat16_dots.h)
+};
+
+inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
+
+// total += sums * scales, of 16 rows of a tile; a scale for each of them, or for each column.
+template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divides, float *total) {
+#if defined(HFQ_AMX)
+    const __m512 columns = _mm512_loadu_ps(scales);
+    if (LEFT && divides) {
+        for (int i = 0; i < 16; i++) {
+            const __m512 value = _mm512_div_ps(_mm512_load_ps(sums + 16 * i), _mm512_set1_ps(scales[i]));
+            _mm512_store_ps(total + 16 * i, _mm512_add_ps(_mm512_load_ps(total + 16 * i), value));
+        }
+        return;
+    }
+    HFQ_UNROLL
+    for (int i = 0; i < 16; i++) {
+        const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : columns;
+        _mm512_store_ps(total + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(sums + 16 * i), scale, _mm512_load_ps(total + 16 * i)));
+    }
+#else
+    for (int i = 0; i < 256; i++) {
+        const float scale = scales[LEFT ? i / 16 : i % 16];
+        total[i] += divides ? sums[i] / scale : sums[i] * scale;
+    }
+#endif
+}
+
+// What a pair of tiles of weights is multiplied with: a block of activations, [32 channels] tiles, or null.
+struct Factor {
+    const char *at;
+    int64_t pitch, step, rows;
+};
+
+// Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next leave. So tiles multiply
+// while codes are unpacked and sums added up.
+template <bool LEFT> struct TileFlow {
+    const bool divides;
+    float (*sums)[256];
+    amx::Tiles tiles;
+    struct Sums {
+        int count = 0;  // of tiles
+        const float *scales = nullptr;
+        float *totals = nullptr;
+    } inside, outside;
+    TileFlow(const Job &job, Kept &kept) : divides(job.divides), sums(kept.sums) {}
+
+    HFQ_INLINE void move() {
+        for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
+        outside = inside, inside.count = 0;
+        if (outside.count > 0) amx::store<0>(sums[0]), amx::store<1>(sums[1]);
+        if (outside.count > 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
+    }
+
+    // totals, [block][two tiles] += the products of a pair of weights, [32 channels][two tiles] of `count`, and one or two blocks.
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+        move();
+        amx::zero<0>(), amx::zero<1>();
+        if (other.at) amx::zero<2>(), amx::zero<3>();
+        for (int64_t s = 0; s < count; s++, codes += 2 * amx::TILE) {
+            amx::load<4>(codes), amx::load<6>(x.at + s * x.step, x.pitch);
+            if (LEFT) amx::dot_bfloats<0, 4, 6>(); else amx::dot_bfloats<0, 6, 4>();
+            amx::load<5>(codes + amx::TILE);
+            if (LEFT) amx::dot_bfloats<1, 5, 6>(); else amx::dot_bfloats<1, 6, 5>();
+            if (!other.at) continue;
+            amx::load<7>(other.at + s * other.step, other.pitch);
+            if (LEFT) amx::dot_bfloats<2, 4, 7>(), amx::dot_bfloats<3, 5, 7>();
+            else amx::dot_bfloats<2, 7, 4>(), amx::dot_bfloats<3, 7, 5>();
+        }
+        inside.count = other.at ? 4 : 2, inside.scales = scales, inside.totals = totals;
+    }
+
+    void finish() { move(), move(); }
+};
+
+#if defined(HFQ_AMX)
+// sums += columns' pairs times one pair, in one instruction, for which compilers take two.
+static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pair) {
+    struct __attribute__((packed, may_alias)) Pair { uint32_t bits; };
+    __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(columns), "m"(*(const Pair *)pair));
+}
+#endif
+
+// The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are multiplied with those of the
+// 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
+template <bool LEFT> struct VectorFlow {
+    const bool divides, halved;
+    VectorFlow(const Job &job, Kept &) : divides(job.divides), halved(job.halved) {}
+
+    // As below, of one tile and up to HALF rows.
+    static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales, bool divides, float *totals) {
+#if defined(HFQ_AMX)
+        const char *right = x.at;
+        __m512 sums[16][1] = {};
+        for (int64_t s = 0; s < count; s++, left += 2 * amx::TILE, right += x.step) {
+            HFQ_UNROLL
+            for (int four = 0; four < 8; four++) {
+                const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + four * x.pitch);
+                HFQ_UNROLL
+                for (int i = 0; i < 16; i++) {
+                    int64_t row;
+                    memcpy(&row, left + 64 * i + 8 * four, 8);
+                    sums[i][0] = _mm512_dpbf16_ps(sums[i][0], columns, (__m512bh)_mm512_set1_epi64(row));
+                }
+            }
+        }
+        add_up<16, 1>(sums, scales, divides, totals);
+#else
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < 16; j++) {
+                float sum = 0;
+                for (int64_t k = 0; k < 32 * count; k++) {
+                    if (k / 2 % 2 != j % 2) continue;
+                    const char *a = left + k / 32 * 2 * amx::TILE + 64 * i + 2 * (k % 32), *b = x.at + k / 32 * x.step + k % 32 / 4 * x.pitch + 8 * (j / 2) + 2 * (k % 4);
+                    sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
+                }
+                totals[16 * i + j] += divides ? sum / scales[i] : sum * scales[i];
+            }
+#endif
+    }
+
+#if defined(HFQ_AMX)
+    template <int COUNT, int TILES> static HFQ_INLINE void add_up(const __m512 (*sums)[TILES], const float *scales, bool divides, float *totals) {
+        HFQ_UNROLL
+        for (int t = 0; t < TILES; t++) {
+            const __m512 all = LEFT ? _mm512_setzero_ps() : _mm512_loadu_ps(scales + BLOCK * t);
+            HFQ_UNROLL
+            for (int i = 0; i < COUNT; i++) {
+                float *total = totals + 256 * t + 16 * i;
+                const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : all, before = _mm512_load_ps(total);
+                const __m512 after = LEFT && divides ? _mm512_add_ps(before, _mm512_div_ps(sums[i][t], scale)) : _mm512_fmadd_ps(sums[i][t], scale, before);
+                _mm512_store_ps(total, after);
+            }
+        }
+    }
+#endif
+
+    // totals += COUNT rows of the left factor times 16 columns of TILES right ones.
+    template <int COUNT, int TILES>
+    static HFQ_INLINE void dot(const char *left, int64_t left_pitch, int64_t left_step, const char *right, int64_t right_pitch, int64_t right_step,
+                               int64_t count, const float *scales, bool divides, float *totals) {
+#if defined(HFQ_AMX)
+        __m512 sums[COUNT][TILES] = {};
+        for (int64_t s = 0; s < count; s++, left += left_step, right += right_step) {
+            HFQ_UNROLL
+            for (int pair = 0; pair < 16; pair++) {
+                __m512bh columns[TILES];
+                HFQ_UNROLL
+                for (int t = 0; t < TILES; t++) columns[t] = (__m512bh)_mm512_loadu_si512(right + pair * right_pitch + t * amx::TILE);
+                if (TILES == 1) {
+                    HFQ_UNROLL
+                    for (int i = 0; i < COUNT; i++) dot_pairs(sums[i][0], columns[0], left + i * left_pitch + 4 * pair);
+                    continue;
+                }
+                HFQ_UNROLL
+                for (int i = 0; i < COUNT; i++) {
+                    const __m512bh row = (__m512bh)_mm512_set1_epi32((int)load32(left + i * left_pitch + 4 * pair));
+                    HFQ_UNROLL
+                    for (int t = 0; t < TILES; t++) sums[i][t] = _mm512_dpbf16_ps(sums[i][t], columns[t], row);
+                }
+            }
+        }
+        add_up<COUNT, TILES>(sums, scales, divides, totals);
+#else
+        for (int t = 0; t < TILES; t++)
+            for (int i = 0; i < COUNT; i++)
+                for (int j = 0; j < 16; j++) {
+                    float sum = 0, scale = scales[LEFT ? i : BLOCK * t + j], &total = totals[256 * t + 16 * i + j];
+                    for (int64_t k = 0; k < 32 * count; k++) {
+                        const char *a = left + k / 32 * left_step + i * left_pitch + 2 * (k % 32);
+                        const char *b = right + k / 32 * right_step + k % 32 / 2 * right_pitch + t * amx::TILE + 4 * j + 2 * (k % 2);
+                        sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
+                    }
+                    total += divides ? sum / scale : sum * scale;
+                }
+#endif
+    }
+
+    void multiply(const char *codes, Factor x, int64_t count, const float *scales, float *totals) {
+        if (LEFT) {
+            for (int64_t t = 0; t < 2; t++)
+                if (halved) dot_halves(codes + t * amx::TILE, x, count, scales + BLOCK * t, divides, totals + 256 * t);
+                else dot<16, 1>(codes + t * amx::TILE, 64, 2 * amx::TILE, x.at, x.pitch, x.step, count, scales + BLOCK * t, divides, totals + 256 * t);
+        } else if (x.rows <= 4) {
+            dot<4, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else if (x.rows <= 8) {
+            dot<8, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else if (x.rows <= 12) {
+            dot<12, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
+        } else {
+            for (int64_t t = 0; t < 2; t++)
+                dot<16, 1>(x.at, x.pitch, x.step, codes + t * amx::TILE, 64, 2 * amx::TILE, count, scales + BLOCK * t, divides, totals + 256 * t);
+        }
+    }
+
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+        multiply(codes, x, count, scales, totals);
+        if (other.at) multiply(codes, other, count, scales, totals + 2 * 256);
+    }
+
+    void finish() {}
+};

@@ -1,0 +1,286 @@
+// A packed layer, one multiplication by it, and how the fields of both are read.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, INT8 = 3, QUADS = 4, GPTQ = 5, AWQ = 6 };
+enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3, E4M3_SCALED = 4, NESTED = 5 };
+enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
+enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 4 };
+
+// One packed layer; hfq/kernels/cpp/layers.py fills it in.
+// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step with
+// g = index[k] or, without an index, k / block_in.
+//   NIBBLES: two codes a byte, the lower half first unless `high_first`; `values` are the 16 floats that they stand for. Where those
+//   are integers, times a power of two, `integers` are 16 bytes, value / unit + offset; with zero points the unit is 1, the offset 15.
+//   INT8: times `shared`. QUADS (AWQ's gemv_fast): four rows share a word of 16 bits, and W = code * scale + zero.
+// Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves: nested_values[code] *
+// nested_scales[place / nested_size] + shared.
+// Zero points of rows: GROUP_WORDS has nibbles along the groups, `zero_words` words a row; OUTPUT_WORDS nibbles less 8 along the
+// outputs, [outputs / 8, groups] words; BYTES are signed and lie as the scales do; ADDED are floats that are added.
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). Where there is an `index` of no bytes, it is the channels, int32, in the order of their
+// groups: the layer is sorted (act_order.h). Rows of words are `row_nbytes` apart.
+// AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
+struct Layer {
+    const char *codes, *scales, *zeros, *index, *values, *integers, *nested_scales, *nested_values;
+    int64_t in_features, out_features;
+    int64_t block_out, block_in, scale_stride, scale_step, nested_size;
+    int64_t groups, zero_words, row_nbytes;
+    float shared, unit;
+    int32_t kind, bits, scale_dtype, divides, zero_reading, index_nbytes;
+    int32_t row_zeros, zero_dtype, high_first, offset;
+};
+
+// A layer's outputs in numbered parts of `width`: the first begins at 0, and the last takes what is left.
+struct Cut {
+    int64_t outputs, begin, width, parts;  // the first would begin at `begin`, which is 0 or less
+    int64_t first(int64_t part) const { return part == 0 ? 0 : begin + part * width; }
+    int64_t count(int64_t part) const { return (part + 1 == parts ? outputs : begin + (part + 1) * width) - first(part); }
+};
+
+// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `digits` are the activations as integers, three
+// bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of digits.
+struct Call {
+    const Layer *layer;
+    const float *x32;
+    int64_t rows, stride;
+    Cut cut;
+    char *y;
+    int64_t y_stride;
+    int32_t y_dtype;
+    const char *digits;
+    const float *units;
+    const int32_t *totals;
+    const float *ordered;  // where e4m3 codes are read as small floats: the activations for that, and after them two factors for each row
+};
+
+#ifdef __clang__
+#define HFQ_UNROLL _Pragma("unroll")
+#else
+#define HFQ_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// Inlined into the code of each instruction set: a call to a function that was compiled for another one, while the wide registers
+// are in use, costs more than what it computes.
+#define HFQ_INLINE inline __attribute__((always_inline))
+
+const int64_t MOST_ROWS = 64;        // of activations in one call
+const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
+const int64_t GROUPED_FLOATS = 2 << 20;  // of activations as the kernels read them, of layers that are taken together
+const int64_t STEP = 256;            // input channels of a tile of decoded weights
+const int64_t TILE_ROWS = 16;        // output rows of such a tile
+const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
+const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
+const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
+const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
+const int64_t DIGITS = 3;            // bytes of an activation as an integer
+const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
+const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h), of which three floats each are kept
+const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
+const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
+const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (bfloat16.h)
+const int64_t SORTED_SCRATCH = 3 << 20;  // and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
+const int64_t MOST_STRIP = 64;
+const int64_t MOST_GROUPS = 1024;
+
+HFQ_INLINE uint32_t load32(const char *p) { uint32_t v; memcpy(&v, p, 4); return v; }
+HFQ_INLINE uint16_t load16(const char *p) { uint16_t v; memcpy(&v, p, 2); return v; }
+HFQ_INLINE float as_float(uint32_t bits) { float v; memcpy(&v, &bits, 4); return v; }
+HFQ_INLINE uint32_t as_bits(float value) { uint32_t v; memcpy(&v, &value, 4); return v; }
+HFQ_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+HFQ_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+HFQ_INLINE float half_to_float(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
+    if (rest >= 0x7C00) return as_float(sign | 0x7F800000 | (rest & 0x3FF) << 13);
+    if (rest >= 0x0400) return as_float(sign | ((rest << 13) + (112u << 23)));
+    float value = (float)rest * as_float((127u - 24) << 23);
+    return sign ? -value : value;
+}
+
+HFQ_INLINE uint16_t float_to_half(float value) {
+    uint32_t bits = as_bits(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return (uint16_t)(sign | 0x7E00);
+    if (rest >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
+    if (rest < 0x38800000) {  // the addition rounds to a multiple of 2**-24, ties to even
+        float shifted = as_float(rest) + 0.5f;
+        return (uint16_t)(sign | (as_bits(shifted) - as_bits(0.5f)));
+    }
+    rest += 0xFFF + (rest >> 13 & 1);
+    return (uint16_t)(sign | (rest - (112u << 23)) >> 13);
+}
+
+HFQ_INLINE uint16_t float_to_bfloat(float value) {
+    uint32_t bits = as_bits(value);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+HFQ_INLINE float code_value(uint8_t code, int kind) {
+    if (kind == E5M2) return half_to_float((uint16_t)(code << 8));
+    uint32_t rest = code & 0x7F;
+    float value = rest == 0x7F ? as_float(0x7FC00000) : half_to_float((uint16_t)(rest << 7)) * 256.0f;
+    return code & 0x80 ? -value : value;
+}
+
+HFQ_INLINE float float_at(const char *values, int32_t dtype, int64_t place) {
+    switch (dtype) {
+        case F32: return as_float(load32(values + 4 * place));
+        case BF16: return as_float((uint32_t)load16(values + 2 * place) << 16);
+        case F16: return half_to_float(load16(values + 2 * place));
+    }
+    uint32_t exponent = (uint8_t)values[place];  // E8M0: 2**(exponent - 127)
+    if (exponent == 255) return as_float(0x7FC00000);
+    return as_float(exponent ? exponent << 23 : 0x00400000);
+}
+
+HFQ_INLINE float scale_at(const Layer &layer, int64_t place) {
+    if (layer.scale_dtype == E4M3_SCALED) {
+        float scale = code_value((uint8_t)layer.scales[place], E4M3);
+        return layer.divides ? scale / layer.shared : scale * layer.shared;
+    }
+    if (layer.scale_dtype != NESTED) return float_at(layer.scales, layer.scale_dtype, place);
+    float value = float_at(layer.nested_values, F32, (uint8_t)layer.scales[place]);
+    return value * float_at(layer.nested_scales, F32, place / layer.nested_size) + layer.shared;
+}
+
+HFQ_INLINE int64_t scale_place(const Layer &layer, int64_t n, int64_t group) {
+    return n / layer.block_out * layer.scale_stride + group * layer.scale_step;
+}
+
+// What is taken off the codes of a row's group, or ADDED to their products with its scale.
+HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
+    switch (layer.row_zeros) {
+        case GROUP_WORDS: return (float)(load32(layer.zeros + 4 * (n * layer.zero_words + group / 8)) >> group % 8 * 4 & 15);
+        case OUTPUT_WORDS: return (float)(load32(layer.zeros + 4 * (n / 8 * layer.groups + group)) >> n % 8 * 4 & 15) - 8.0f;
+        case BYTES: return (float)(int8_t)layer.zeros[scale_place(layer, n, group)];
+        case ADDED: return float_at(layer.zeros, layer.zero_dtype, scale_place(layer, n, group));
+    }
+    return 0;
+}
+
+HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
+    if (layer.index_nbytes == 8) { int64_t g; memcpy(&g, layer.index + 8 * k, 8); return g; }
+    if (layer.index_nbytes == 4) return (int32_t)load32(layer.index + 4 * k);
+    return k / layer.block_in;
+}
+
+HFQ_INLINE uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
+
+// The nibble of a column among the eight of its word.
+HFQ_INLINE int awq_place(int column) { return column / 2 + column % 2 * 4; }
+
+HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
+    int64_t bit = n * layer.bits, shift = bit % 32;
+    if (layer.kind == AWQ) shift = 4 * awq_place((int)(n % 8));
+    const char *word = layer.zeros + 4 * (group * layer.zero_words + bit / 32);
+    uint32_t mask = (1u << layer.bits) - 1, low = load32(word);
+    if (layer.zero_reading == WORD_PLUS_ONE) low += word_ones(layer.bits);
+    uint32_t value = low >> shift;
+    if (shift + layer.bits > 32) value |= load32(word + 4) << (32 - shift);
+    value &= mask;
+    if (layer.zero_reading == FIELD_PLUS_ONE) value += 1;
+    if (layer.zero_reading == MASKED_PLUS_ONE) value = (value + 1) & mask;
+    return (float)value;
+}
+
+HFQ_INLINE void put(const Call &call, int64_t m, int64_t n, float value) {
+    char *row = call.y + (m * call.y_stride + n) * (call.y_dtype == F32 ? 4 : 2);
+    if (call.y_dtype == F32) { memcpy(row, &value, 4); return; }
+    uint16_t half = call.y_dtype == BF16 ? float_to_bfloat(value) : float_to_half(value);
+    memcpy(row, &half, 2);
+}
+
+// Whether neighbouring codes in memory belong to neighbouring outputs.
+HFQ_INLINE bool has_columns(const Layer &layer) { return layer.kind >= GPTQ; }
+
+// Whether a group's scale cannot be taken out of the sum: groups are scattered, or end within a word.
+HFQ_INLINE bool is_scattered(const Layer &layer) {
+    return layer.index_nbytes || (layer.kind == GPTQ && layer.block_in * layer.bits % 32);
+}
+
+// Whether a layer's channels come in the order of their groups, which is not the one that they lie in.
+HFQ_INLINE bool is_sorted(const Layer &layer) { return layer.kind == GPTQ && layer.index && !layer.index_nbytes; }
+
+HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (is_sorted(layers[i])) return true;
+    return false;
+}
+
+// Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
+HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
+
+// Columns are multiplied by activations in passes of 1, PASS / 2 or PASS rows.
+HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
+    int64_t rest = rows % PASS;
+    if (!has_columns(layer) || rest <= 1) return rows;
+    return rows - rest + (rest <= PASS / 2 ? PASS / 2 : PASS);
+}
+
+// Whether the codes are integers, and a group's scale can be taken out of the sum.
+HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
+    if (has_columns(layer)) return !is_scattered(layer);
+    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > DIGIT_ROWS) return false;
+    if (layer.row_zeros > OUTPUT_WORDS || layer.scale_step != 1) return false;
+    bool is_single = layer.block_in >= layer.in_features;
+    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 || layer.block_in == 16;
+}
+
+HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Of one activation row as integers: bytes of digits, spans with a unit of their own, and totals.
+HFQ_INLINE int64_t group_chunks(const Layer &layer) { return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK; }
+HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
+HFQ_INLINE int64_t digits_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
+    return DIGITS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
+}
+HFQ_INLINE int64_t spans(const Layer &layer) {
+    return has_columns(layer) ? layer.groups * group_spans(layer) : up(layer.in_features, SPAN) / SPAN;
+}
+HFQ_INLINE int64_t totals(const Layer &layer) { return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8); }
+
+// Activations in the order that e4m3 codes are read in, where they are read as small floats.
+HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
+
+// Output columns that one part of a multiplication by columns covers.
+HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {
+    if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
+    const int64_t along_rows = layer.kind == AWQ ? 2 * MOST_COLUMNS : LONG_COLUMNS;  // AWQ's blocks are of one line in 128 rows
+    const int64_t widest = rows > 1 ? 256 : along ? along_rows : MOST_COLUMNS, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
+    return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
+}
+
+// Columns from where a line of the cache begins to the word of column n, in each row of words; files align tensors to 8 bytes.
+HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
+    const int64_t nbytes = (int64_t)((uintptr_t)layer.codes + (uintptr_t)(layer.kind == AWQ ? n / 2 : 4 * n)) & 63;
+    return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
+}
+
+// Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the others begin with a line of the cache; not
+// where threads have so few columns each that one would be long at what its part has more.
+HFQ_INLINE Cut cut_outputs(const Layer &layer, int64_t width, int threads = 1, bool by_lines = false) {
+    const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns
+    const bool is_even = threads <= 1 || layer.out_features >= 16 * together * threads;
+    return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width, (layer.out_features + width - 1) / width};
+}
+
+// Columns from where a line begins to the n-th, with which a part or strip begins; they are nobody's.
+HFQ_INLINE int64_t skipped_before(const Layer &layer, const Cut &cut, int64_t n) { return cut.begin ? after_line(layer, n) : 0; }
+
+// Output columns of a part of a panel.
+HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
+
+struct Panel {
+    const Layer *layer;
+    int64_t start, count;
+    char *out;
+    int32_t dtype;
+};
+
+}  // namespace

@@ -1,0 +1,160 @@
+// What the library keeps of each thread, and the threads that work is run on.
+
+#pragma once
+
+#include <cstdint>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "amx_tiles.h"
+#include "layer.h"
+
+namespace {
+
+// The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's OpenMP where that is known
+// (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor with one of torch's that waits awake for its next product.
+typedef void (*Work)(const void *context, int64_t part, float *scratch);
+typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+Team team = nullptr;
+
+bool has_short();
+
+// Memory that grows to the most that a call asks for; null where there is none.
+struct Kept {
+    float *memory = nullptr;
+    int64_t size = 0;
+    ~Kept() { free(memory); }
+    float *get(int64_t floats) {
+        if (floats > size) {
+            free(memory);
+            memory = (float *)aligned_alloc(64, (size_t)up(floats, 16) * 4);
+            size = memory ? floats : 0;
+        }
+        return memory;
+    }
+};
+thread_local Kept own_scratch;   // of each thread: one without leaves all parts to others, and a caller without computes nothing
+thread_local Kept kept_scratch;  // of a caller, for activations as the kernels read them: see hfq_scratch
+thread_local Kept kept_orders;   // of a caller, for sorted layers
+
+// Numbered parts of a piece of work, and the floats that each thread takes for it.
+struct Parts {
+    Work work;
+    const void *context;
+    int64_t count, floats;
+};
+
+HFQ_INLINE int64_t own_floats(bool is_sorted) { return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH; }
+
+struct Pool {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, busy = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
+    Parts parts = {};
+    int64_t next = 0;
+    int threads = 0, wanted = 0, active = 0;
+};
+Pool *pool = nullptr;
+pthread_once_t pool_once = PTHREAD_ONCE_INIT;
+
+void take_parts(Pool *p, const Parts &parts) {
+    float *scratch = own_scratch.get(parts.floats);
+    KeptSubnormals here;
+    if (!scratch) return;
+    for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts.count;) parts.work(parts.context, part, scratch);
+}
+
+void *serve(void *argument) {
+    Pool *p = (Pool *)argument;
+    pthread_mutex_lock(&p->mutex);
+    for (;;) {
+        while (p->wanted == 0) pthread_cond_wait(&p->wake, &p->mutex);
+        p->wanted--;
+        __atomic_add_fetch(&p->active, 1, __ATOMIC_RELAXED);
+        const Parts parts = p->parts;
+        pthread_mutex_unlock(&p->mutex);
+        take_parts(p, parts);
+        pthread_mutex_lock(&p->mutex);
+        if (__atomic_sub_fetch(&p->active, 1, __ATOMIC_RELAXED) == 0) pthread_cond_signal(&p->done);
+    }
+    return nullptr;
+}
+
+void forget_pool() { pool = new Pool, team = nullptr; }  // in the child of a fork there are no threads, of neither kind
+
+void make_pool() {
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, forget_pool);
+}
+
+// Threads that have enough to do to be worth waking; a team is as a rule awake.
+int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (team ? 1 << 19 : 1 << 21)); }
+
+// One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one leaves over.
+struct Shared {
+    Parts parts;
+    int64_t next;
+    int wanted;
+};
+
+void take_shared(void *argument) {
+    Shared *shared = (Shared *)argument;
+    if (__atomic_load_n(&shared->wanted, __ATOMIC_RELAXED) <= 0) return;
+    float *scratch = own_scratch.get(shared->parts.floats);
+    KeptSubnormals here;
+    if (!scratch || __atomic_fetch_sub(&shared->wanted, 1, __ATOMIC_RELAXED) <= 0) return;
+    for (int64_t part; (part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED)) < shared->parts.count;)
+        shared->parts.work(shared->parts.context, part, scratch);
+}
+
+// Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is given back to a host.
+void spin_while(const int *flag) {
+    for (int i = 0; i < 4000 && __atomic_load_n(flag, __ATOMIC_RELAXED); i++) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+}
+
+// As run_parts, in our own pool; `busy` is held.
+void run_in_pool(Pool *p, const Parts &parts, int threads) {
+    pthread_mutex_lock(&p->mutex);
+    while (p->threads < threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, nullptr, serve, p) != 0) break;
+        pthread_detach(thread);
+        p->threads++;
+    }
+    p->parts = parts;
+    __atomic_store_n(&p->next, 0, __ATOMIC_RELAXED);
+    p->wanted = (int)least(threads - 1, p->threads);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    take_parts(p, parts);
+    spin_while(&p->active);
+    pthread_mutex_lock(&p->mutex);
+    p->wanted = 0;  // nobody else needs to begin
+    while (p->active) pthread_cond_wait(&p->done, &p->mutex);
+    pthread_mutex_unlock(&p->mutex);
+}
+
+// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone. A caller has
+// its scratch already.
+void run_parts(const Parts &parts, int threads, int wanted) {
+    pthread_once(&pool_once, make_pool);
+    Pool *p = pool;
+    wanted = (int)least(wanted, parts.count);
+    if (wanted <= 1 || pthread_mutex_trylock(&p->busy) != 0) {
+        for (int64_t part = 0; part < parts.count; part++) parts.work(parts.context, part, own_scratch.get(parts.floats));
+        return;
+    }
+    if (team) {
+        Shared shared = {parts, 0, wanted};
+        team(take_shared, &shared, (unsigned)threads, 0);
+    } else {
+        run_in_pool(p, parts, wanted);
+    }
+    pthread_mutex_unlock(&p->busy);
+}
+
+}  // namespace
