@@ -119,7 +119,7 @@ CANCELLING = [
 
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("name", CANCELLING)
-def test_zero_points_that_cancel_cost_no_digits(native, name, level):
+def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
     """Activations of one sign, and weights far smaller than the largest of their group: sums of codes are far larger."""
     case = CASES.get(name) or gptq(8, -1)
     weight = torch.randn(case.out_features, case.in_features, generator=torch.Generator().manual_seed(3)) * 0.01
@@ -139,8 +139,8 @@ def test_zero_points_that_cancel_cost_no_digits(native, name, level):
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("name", ["w2 g32", "w3 g32", "w4 g32", "w8 g32", "awq g32", "pack-quantized g32 asym"])
 @pytest.mark.parametrize("places", [range(0), range(1, 16), range(16, 32), range(9, 32, 13), range(5, 32, 9), range(1, 32)])
-def test_the_lowest_digits_of_activations_count_wherever_they_are(native, name, level, places):
-    """The largest activations meet weights of zero; others are so small beside them that they have no other digits."""
+def test_the_lowest_limbs_of_activations_count_wherever_they_are(native, name, level, places):
+    """The largest activations meet weights of zero; others are so small beside them that they have no other limbs."""
     case = CASES[name]
     weight = random(case.out_features, case.in_features)
     weight[:, ::32] = 0

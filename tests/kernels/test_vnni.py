@@ -50,7 +50,7 @@ def compare(loaded, case: Case) -> None:
     for rows in ROWS:
         for dtype in DTYPES:
             activations = random(rows, case.in_features, dtype)
-            activations[:, 64:128] = activations[:, :1]  # of one size: they have no lowest digits
+            activations[:, 64:128] = activations[:, :1]  # of one size: they have no lowest limbs
             loaded.hfq_use_vnni(0)
             expected = kernel.linear(activations, tensors, weight_format)
             loaded.hfq_use_vnni(-1)

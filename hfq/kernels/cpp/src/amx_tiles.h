@@ -47,7 +47,7 @@ const int64_t TILE = 1024;  // bytes
 
 // Whether the processor has tiles of bfloat16 and of int8, and the system lets this process use them: asked for once, before the first use.
 inline bool detect() {
-    if (!processor::found().tiles) return false;
+    if (!cpu_features::found().tiles) return false;
     const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }

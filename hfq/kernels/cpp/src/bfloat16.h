@@ -18,7 +18,7 @@
 #endif
 
 namespace {
-namespace tiled {
+namespace bfloat16 {
 
 const int64_t MOST = 512;         // activation rows that are multiplied at once
 const int64_t BLOCK = 16;         // of them in a tile
@@ -33,21 +33,21 @@ const int64_t PIECE = 128;        // channels that are summed by themselves, in 
 const int64_t MOST_SCALES = 512;  // groups of a row
 
 // What each thread works in: sums of a part, the unpacked codes of two pairs, scales and zero points, what the tiles held, and AWQ's words.
-struct Kept {
+struct TileScratch {
     alignas(64) float totals[MOST_WIDTH * MOST];
     alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];
     alignas(64) float scales[MOST_SCALES * PAIR], zeros[MOST_SCALES + 4 * PAIR];
     alignas(64) float sums[4][256];
     alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];
 };
-static_assert(sizeof(Kept) <= TILED_SCRATCH, "what threads keep is too small");
+static_assert(sizeof(TileScratch) <= TILED_SCRATCH, "what threads keep is too small");
 
 // Whether the processor multiplies bfloat16, and looks bytes up.
 bool has_bfloats() {
 #if defined(HFQ_EMULATE)
     return true;
 #elif defined(HFQ_AMX)
-    return processor::found().bfloats;
+    return cpu_features::found().bfloats;
 #else
     return false;
 #endif
@@ -122,7 +122,7 @@ void find_order(const Layer &layer, int16_t *order) {
 #include "bfloat16_flow.h"
 #include "bfloat16_matmul.h"
 
-}  // namespace tiled
+}  // namespace bfloat16
 }  // namespace
 
 #include "bfloat16_dots.h"

@@ -2,7 +2,7 @@
 // bfloat16.h, whose instructions, tables and order of activations it takes: codes are unpacked to registers and multiplied there.
 
 namespace {
-namespace dotted {
+namespace bfloat16_dots {
 
 const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
@@ -22,8 +22,8 @@ int64_t part_width(const Layer &layer, int64_t rows, int threads) {
 
 bool reads(const Layer &layer) {
 #if defined(HFQ_AMX)
-    if (!tiled::has_bfloats() || (layer.kind != E4M3 && layer.kind != E5M2)) return false;
-    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && tiled::row_groups(layer) * MOST_TOGETHER <= tiled::MOST_SCALES * tiled::PAIR);
+    if (!bfloat16::has_bfloats() || (layer.kind != E4M3 && layer.kind != E5M2)) return false;
+    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && bfloat16::row_groups(layer) * MOST_TOGETHER <= bfloat16::MOST_SCALES * bfloat16::PAIR);
 #else
     return false;
 #endif
@@ -35,7 +35,7 @@ template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : ROWS 
 
 // 64 codes times as many activations of each of ROWS rows.
 template <int KIND, int ROWS>
-static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const char *x, __m512 *sums) {
+static HFQ_INLINE void dot(const bfloat16::Table<KIND> &table, __m512i codes, const char *x, __m512 *sums) {
     const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
     __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
     high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
@@ -49,7 +49,7 @@ static HFQ_INLINE void dot(const tiled::Table<KIND> &table, __m512i codes, const
 
 // The next up to 64 channels of OUT output rows, which lie `pitch` apart. `later` is what is asked for meanwhile, of the first row.
 template <int KIND, int ROWS, int OUT>
-static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *codes, int64_t pitch, __mmask64 there, const char *later, const char *x,
+static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char *codes, int64_t pitch, __mmask64 there, const char *later, const char *x,
                                  __m512 (*sums)[ROWS]) {
     if (ROWS <= 2) avx512::keep_place(codes), avx512::keep_place(later);
     HFQ_UNROLL
@@ -67,7 +67,7 @@ static HFQ_INLINE void add_codes(const tiled::Table<KIND> &table, const char *co
 // `apart` from the next one's. The sums of a group that ends later are kept as they are: what channels are passed at once depends on the activation
 // rows, and no bit may.
 template <int KIND, int ROWS, int OUT>
-static void add_rows(const tiled::Job &job, const tiled::Table<KIND> &table, int64_t n, int64_t spaced, int64_t k, int64_t last, const float *scales,
+static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &table, int64_t n, int64_t spaced, int64_t k, int64_t last, const float *scales,
                      int64_t apart, const char *ahead, __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
     const int64_t pitch = spaced * layer.row_nbytes;
@@ -111,20 +111,20 @@ template <int ROWS> static int64_t passed(const Layer &layer) {
     return layer.block_in >= layer.in_features ? whole : most(whole / layer.block_in, 1) * layer.block_in;
 }
 
-template <int KIND, int ROWS> static void part_of(const tiled::Job &job, int64_t first, int64_t width, tiled::Kept &kept) {
+template <int KIND, int ROWS> static void part_of(const bfloat16::Job &job, int64_t first, int64_t width, bfloat16::TileScratch &work) {
     const Layer &layer = *job.layer;
-    const tiled::Table<KIND> table(layer);
-    const int64_t stop = first + width, groups = tiled::row_groups(layer), step = passed<ROWS>(layer);
+    const bfloat16::Table<KIND> table(layer);
+    const int64_t stop = first + width, groups = bfloat16::row_groups(layer), step = passed<ROWS>(layer);
     const int64_t together = TOGETHER<ROWS>, spaced = ROWS <= 2 ? width / together : 1, fits = ROWS <= 2 ? first + spaced : stop - together + 1;
     const bool shared = first / layer.block_out == (stop - 1) / layer.block_out;
-    __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])kept.totals;
-    memset(kept.totals, 0, sizeof(__m512) * ROWS * width);
-    if (shared) tiled::find_row_scales(layer, first, kept.scales);
+    __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])work.totals;
+    memset(work.totals, 0, sizeof(__m512) * ROWS * width);
+    if (shared) bfloat16::find_row_scales(layer, first, work.scales);
     for (int64_t k = 0; k < layer.in_features; k += step)
         for (int64_t n = first; n < stop;) {
             const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0, count = n < fits ? together : 1;
-            for (int64_t r = 0; r < count && !shared; r++) tiled::find_row_scales(layer, n + r * spaced, kept.scales + r * groups);
-            const float *scales = kept.scales + group;
+            for (int64_t r = 0; r < count && !shared; r++) bfloat16::find_row_scales(layer, n + r * spaced, work.scales + r * groups);
+            const float *scales = work.scales + group;
             const char *ahead = layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes : (n + LATER - width) * layer.row_nbytes + step);
             if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, spaced, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));
             else add_rows<KIND, ROWS, 1>(job, table, n, 1, k, last, scales, 0, ahead, totals + (n - first));
@@ -137,16 +137,16 @@ template <int KIND, int ROWS> static void part_of(const tiled::Job &job, int64_t
         }
 }
 
-typedef void (*Part)(const tiled::Job &, int64_t, int64_t, tiled::Kept &);
+typedef void (*Part)(const bfloat16::Job &, int64_t, int64_t, bfloat16::TileScratch &);
 template <int KIND> const Part parts[MOST] = {part_of<KIND, 1>, part_of<KIND, 2>, part_of<KIND, 3>, part_of<KIND, 4>,
                                               part_of<KIND, 5>, part_of<KIND, 6>, part_of<KIND, 7>, part_of<KIND, 8>};
 #endif
 
-void part(const tiled::Job &job, int64_t first, int64_t width, float *scratch) {
+void part(const bfloat16::Job &job, int64_t first, int64_t width, float *scratch) {
 #if defined(HFQ_AMX)
-    (job.layer->kind == E4M3 ? parts<E4M3> : parts<E5M2>)[job.rows - 1](job, first, width, *(tiled::Kept *)scratch);
+    (job.layer->kind == E4M3 ? parts<E4M3> : parts<E5M2>)[job.rows - 1](job, first, width, *(bfloat16::TileScratch *)scratch);
 #endif
 }
 
-}  // namespace dotted
+}  // namespace bfloat16_dots
 }  // namespace

@@ -5,7 +5,7 @@ struct Job {
     const char *x;
     const float *factors;
     int64_t rows, depth, lead;
-    Cut cut;
+    OutputParts outputs;
     char *y;
     int64_t y_stride;
     int32_t dtype;  // of x, as it was, and of y
@@ -58,7 +58,7 @@ template <bool LEFT> struct TileFlow {
         const float *scales = nullptr;
         float *totals = nullptr;
     } inside, outside;
-    TileFlow(const Job &job, Kept &kept) : divides(job.divides), sums(kept.sums) {}
+    TileFlow(const Job &job, TileScratch &work) : divides(job.divides), sums(work.sums) {}
 
     HFQ_INLINE void move() {
         for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
@@ -100,7 +100,7 @@ static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pai
 // 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
 template <bool LEFT> struct VectorFlow {
     const bool divides, halved;
-    VectorFlow(const Job &job, Kept &) : divides(job.divides), halved(job.halved) {}
+    VectorFlow(const Job &job, TileScratch &) : divides(job.divides), halved(job.halved) {}
 
     // As below, of one tile and up to HALF rows.
     static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales, bool divides, float *totals) {

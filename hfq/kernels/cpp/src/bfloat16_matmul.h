@@ -105,27 +105,27 @@ inline UnpackColumns column_unpacker(const Layer &layer) {
 }
 
 // Unpacks a step: the pair of outputs from `first` + n on of a part of `width`, by channels from step.k on. `slots` takes scales in turns.
-template <bool LEFT> static void unpack_step(const Job &job, Kept &kept, int64_t first, int64_t width, int64_t n, int64_t &slots, char *codes, Step &step) {
+template <bool LEFT> static void unpack_step(const Job &job, TileScratch &work, int64_t first, int64_t width, int64_t n, int64_t &slots, char *codes, Step &step) {
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, step.k + job.depth), count = least(PAIR, width - n);
-    if (layer.kind == AWQ && n == 0) copy_words(layer, first, width, step.k, stop - step.k, job.lead, kept.words);
+    if (layer.kind == AWQ && n == 0) copy_words(layer, first, width, step.k, stop - step.k, job.lead, work.words);
     if (LEFT) row_unpacker(layer)(layer, first + n, count, step.k, stop - step.k, job.lead, codes);
     step.count = 0;
     for (int64_t at = step.k, end; at < stop; at = end) {
         const int64_t group = at / size;
         end = least(least(stop, (group + 1) * size), at + PIECE);
-        float *scales = kept.scales + slots++ % MOST_SCALES * PAIR;
+        float *scales = work.scales + slots++ % MOST_SCALES * PAIR;
         if (!LEFT) {
-            find_group(layer, group, first + n, count, scales, kept.zeros);
-            column_unpacker(layer)(layer, first + n, count, at, end - at, job.lead, kept.zeros,
-                                   kept.words + (at - step.k) * (MOST_FEW / 2) + n / 2, codes + (at - step.k) / CHANNELS * 2 * amx::TILE);
+            find_group(layer, group, first + n, count, scales, work.zeros);
+            column_unpacker(layer)(layer, first + n, count, at, end - at, job.lead, work.zeros,
+                                   work.words + (at - step.k) * (MOST_FEW / 2) + n / 2, codes + (at - step.k) / CHANNELS * 2 * amx::TILE);
         } else if (folds(layer)) {
             find_unfolded(layer, first + n, count, step.k, stop - step.k, scales);
         } else if (shares_rows(layer)) {
             const float scale = scale_at(layer, scale_place(layer, first + n, group));
             for (int64_t r = 0; r < PAIR; r++) scales[r] = scale;
         } else {
-            scales = kept.scales + (n / PAIR * row_groups(layer) + group) * PAIR;
+            scales = work.scales + (n / PAIR * row_groups(layer) + group) * PAIR;
         }
         step.pieces[step.count++] = {at, end, scales};
     }
@@ -208,7 +208,7 @@ static HFQ_INLINE void dot_awq(const char *words, int64_t pitch, int64_t rows, i
 }
 
 // The fewer rows, the more columns side by side: sums do not wait for each other, and more of a word's row is read at once.
-template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k, int64_t m = 0) {
+template <int BITS, int ROWS> static void dot_columns(const Job &job, TileScratch &work, int64_t first, int64_t skipped, int64_t width, int64_t k, int64_t m = 0) {
     const int TILES = ROWS == 2 || (BITS == 0 && ROWS == 4) ? 4 : ROWS <= HALF ? 2 : 1;
     const Layer &layer = *job.layer;
     const int64_t size = group_size(layer), stop = least(layer.in_features, k + job.depth), pitch = layer.row_nbytes;
@@ -219,69 +219,69 @@ template <int BITS, int ROWS> static void dot_columns(const Job &job, Kept &kept
         const char *words = layer.codes + (BITS == 0 ? at * pitch + first / 2 : at * BITS / 32 * pitch + 4 * first);
         const char *x = job.x + place_of(layer, job.rows, job.depth, 0, at) + 64 * m;
         end = least(least(stop, (group + 1) * size), at + PIECE);
-        avx512::group_scales(layer, group, column, there, kept.scales + skipped, wide);
-        avx512::group_zeros(layer, group, column - before, known, kept.zeros + 8 + skipped - before, before + wide);
+        avx512::group_scales(layer, group, column, there, work.scales + skipped, wide);
+        avx512::group_zeros(layer, group, column - before, known, work.zeros + 8 + skipped - before, before + wide);
         for (int64_t n = 0; n < width; n += BLOCK * TILES) {
             const int64_t count = least(BLOCK * TILES, width - n);
-            float *totals = kept.totals + 16 * (n + m);
+            float *totals = work.totals + 16 * (n + m);
             if constexpr (BITS == 0)
-                dot_awq<ROWS, TILES>(words + n / 2, pitch, end - at, count, job.lead, kept.zeros + 8 + n, x, 64 * job.rows, kept.scales + n, totals);
+                dot_awq<ROWS, TILES>(words + n / 2, pitch, end - at, count, job.lead, work.zeros + 8 + n, x, 64 * job.rows, work.scales + n, totals);
             else
-                dot_words<BITS, ROWS, TILES>(words + 4 * n, pitch, (end - at) * BITS / 32, n ? 0 : skipped, count, job.lead, kept.zeros + 8 + n, x,
-                                             64 * job.rows, kept.scales + n, totals);
+                dot_words<BITS, ROWS, TILES>(words + 4 * n, pitch, (end - at) * BITS / 32, n ? 0 : skipped, count, job.lead, work.zeros + 8 + n, x,
+                                             64 * job.rows, work.scales + n, totals);
         }
     }
 }
 
-template <int BITS> static void dot_unstored(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
+template <int BITS> static void dot_unstored(const Job &job, TileScratch &work, int64_t first, int64_t skipped, int64_t width, int64_t k) {
     switch ((job.rows + 1) / 2) {
-        case 1: return dot_columns<BITS, 2>(job, kept, first, skipped, width, k);
-        case 2: return dot_columns<BITS, 4>(job, kept, first, skipped, width, k);
-        case 3: return dot_columns<BITS, 6>(job, kept, first, skipped, width, k);
-        case 4: return dot_columns<BITS, 8>(job, kept, first, skipped, width, k);
-        case 5: case 6: return dot_columns<BITS, 12>(job, kept, first, skipped, width, k);
-        default: return dot_columns<BITS, 16>(job, kept, first, skipped, width, k);
+        case 1: return dot_columns<BITS, 2>(job, work, first, skipped, width, k);
+        case 2: return dot_columns<BITS, 4>(job, work, first, skipped, width, k);
+        case 3: return dot_columns<BITS, 6>(job, work, first, skipped, width, k);
+        case 4: return dot_columns<BITS, 8>(job, work, first, skipped, width, k);
+        case 5: case 6: return dot_columns<BITS, 12>(job, work, first, skipped, width, k);
+        default: return dot_columns<BITS, 16>(job, work, first, skipped, width, k);
     }
 }
 
 // Of AWQ up to eight rows at a time: its codes are unpacked for two tiles at once, whose sums are as many as registers hold.
-template <> void dot_unstored<0>(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
+template <> void dot_unstored<0>(const Job &job, TileScratch &work, int64_t first, int64_t skipped, int64_t width, int64_t k) {
     for (int64_t m = 0; m < job.rows; m += HALF)
         switch ((least(HALF, job.rows - m) + 1) / 2) {
-            case 1: dot_columns<0, 2>(job, kept, first, skipped, width, k, m); break;
-            case 2: dot_columns<0, 4>(job, kept, first, skipped, width, k, m); break;
-            case 3: dot_columns<0, 6>(job, kept, first, skipped, width, k, m); break;
-            default: dot_columns<0, 8>(job, kept, first, skipped, width, k, m);
+            case 1: dot_columns<0, 2>(job, work, first, skipped, width, k, m); break;
+            case 2: dot_columns<0, 4>(job, work, first, skipped, width, k, m); break;
+            case 3: dot_columns<0, 6>(job, work, first, skipped, width, k, m); break;
+            default: dot_columns<0, 8>(job, work, first, skipped, width, k, m);
         }
 }
 #endif
 
-static void dot_step(const Job &job, Kept &kept, int64_t first, int64_t skipped, int64_t width, int64_t k) {
+static void dot_step(const Job &job, TileScratch &work, int64_t first, int64_t skipped, int64_t width, int64_t k) {
 #if defined(HFQ_AMX)
-    if (job.layer->kind == AWQ) return dot_unstored<0>(job, kept, first, skipped, width, k);
-    (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, kept, first, skipped, width, k);
+    if (job.layer->kind == AWQ) return dot_unstored<0>(job, work, first, skipped, width, k);
+    (job.layer->bits == 2 ? dot_unstored<2> : job.layer->bits == 3 ? dot_unstored<3> : job.layer->bits == 4 ? dot_unstored<4> : dot_unstored<8>)(job, work, first, skipped, width, k);
 #endif
 }
 
 // Codes are multiplied a step after they were unpacked, when they have left the processor's queue of stores, for which tiles would wait.
 template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t first, int64_t width, float *scratch) {
     const Layer &layer = *job.layer;
-    Kept &kept = *(Kept *)scratch;
-    Flow flow(job, kept);
+    TileScratch &work = *(TileScratch *)scratch;
+    Flow flow(job, work);
     const bool stores = LEFT || !is_unstored(layer, job.rows, job.by_tiles);
-    const int64_t skipped = stores ? 0 : skipped_before(layer, job.cut, first);
+    const int64_t skipped = stores ? 0 : skipped_before(layer, job.outputs, first);
     first -= skipped, width += skipped;
     const int64_t each = blocks(job.rows) * 2 * 256;
     int64_t slots = 0, turn = 0;
     Step steps[2];
-    memset(kept.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
-    if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, kept.scales, kept.zeros);
+    memset(work.totals, 0, sizeof(float) * (up(width, PAIR) / PAIR * each));
+    if (LEFT && !shares_rows(layer) && !folds(layer)) find_scales(layer, first, width, work.scales, work.zeros);
     for (int64_t k = 0; k < layer.in_features; k += job.depth) {
-        if (!stores) dot_step(job, kept, first, skipped, width, k);
+        if (!stores) dot_step(job, work, first, skipped, width, k);
         for (int64_t n = 0; stores && n < width; n += PAIR, turn++) {
             Step &step = steps[turn % 2];
-            step.k = k, step.totals = kept.totals + n / PAIR * each;
-            unpack_step<LEFT>(job, kept, first, width, n, slots, kept.codes[turn % 2], step);
+            step.k = k, step.totals = work.totals + n / PAIR * each;
+            unpack_step<LEFT>(job, work, first, width, n, slots, work.codes[turn % 2], step);
             if (turn > 0) add_step<LEFT, Flow>(job, flow, steps[(turn - 1) % 2]);
         }
     }
@@ -290,7 +290,7 @@ template <bool LEFT, class Flow> static void part_of(const Job &job, int64_t fir
     for (int64_t b = 0; b < blocks(job.rows); b++)
         for (int64_t n = 0; n < width; n += PAIR)
             write_pair<LEFT>(job, first + n, n ? 0 : skipped, least(PAIR, width - n), b * BLOCK / rows_of(job.dtype), least(BLOCK, job.rows - b * BLOCK) / rows_of(job.dtype),
-                             kept.totals + n / PAIR * each + 2 * b * 256);
+                             work.totals + n / PAIR * each + 2 * b * 256);
 }
 
 void part_of_layer(const Job &job, int64_t first, int64_t width, float *scratch) {
@@ -305,7 +305,7 @@ void part(const Job &job, int64_t first, int64_t width, float *scratch) {
     const int64_t strip_width = avx512::strip_columns(*job.layer, job.rows > 4 * BLOCK ? width : 1);
     Job of = job;
     for (int64_t i = 0, count; i < width; i += count) {
-        count = least(strip_width - skipped_before(*job.layer, job.cut, first + i), width - i);
+        count = least(strip_width - skipped_before(*job.layer, job.outputs, first + i), width - i);
         const Layer strip = avx512::sort_strip(*job.layer, first + i, count, scratch);
         of.layer = &strip, of.lead = 0;  // nothing is left to be asked for
         part_of_layer(of, first + i, count, scratch);
@@ -324,6 +324,6 @@ Job plan(const Layer &layer, int64_t rows, int32_t dtype, char *y, int64_t y_str
     const int64_t below = (layer.kind == AWQ ? depth : depth * layer.bits / 32) * layer.row_nbytes;
     const int64_t lead = columns ? below : is_few ? layer.row_nbytes * PAIR * threads : depth;
     const bool by_lines = layer.kind == GPTQ && rows <= HALF && is_unstored(layer, rows, by_tiles);  // others take no longer across them
-    const Cut cut = cut_outputs(layer, width, threads, by_lines);
-    return {&layer, packed, factors, rows, depth, lead, cut, y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
+    const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
+    return {&layer, packed, factors, rows, depth, lead, outputs, y, y_stride, dtype, layer.kind <= E5M2 && layer.divides, by_tiles, !by_tiles && !columns && rows <= HALF, false};
 }

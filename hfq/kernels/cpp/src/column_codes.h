@@ -39,7 +39,7 @@ static void decode_awq(const char *words, int64_t pitch, int64_t codes, float *o
     for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(4 * awq_place(j % 8));
     for (int64_t c = 0; c < codes; c++) {
         vu word = (vu){} + load32(words + c * pitch);
-#if HFQ_PASS == 2
+#if HFQ_ISA == 2
         uint32_t high = load32(words + c * pitch + 4);
         HFQ_UNROLL
         for (int j = 8; j < W; j++) word[j] = high;
@@ -183,4 +183,4 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
     }
 }
 
-static HFQ_INLINE vsb spread(const char *digits) { return (vsb)((vu){} + load32(digits)); }
+static HFQ_INLINE vsb spread(const char *limbs) { return (vsb)((vu){} + load32(limbs)); }

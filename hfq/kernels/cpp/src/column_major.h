@@ -1,37 +1,37 @@
 // Products with columns, and panels of them. Included by instruction_set.h in the
 // namespace of each instruction set.
 
-// Which halves of a chunk have lowest digits other than zero. Activations of bfloat16 have them where they are below 2**-7 of a span's
+// Which halves of a chunk have lowest limbs other than zero. Activations of bfloat16 have them where they are below 2**-7 of a span's
 // largest, and then often alone.
-static HFQ_INLINE int lowest_digits(const char *digits) {
+static HFQ_INLINE int lowest_limbs(const char *limbs) {
     uint64_t words[4];
-    __builtin_memcpy(words, digits + (DIGITS - 1) * CHUNK, sizeof(words));
+    __builtin_memcpy(words, limbs + (LIMBS - 1) * CHUNK, sizeof(words));
     return (words[0] | words[1] ? 1 : 0) | (words[2] | words[3] ? 2 : 0);
 }
 
-// Four vectors of a chunk's codes times one of their digits; of eight bits, the halves each by itself: int16 holds no more.
-template <int BITS> static HFQ_INLINE void add_half(const vb *codes, const char *digits, vs &first, vs &second) {
+// Four vectors of a chunk's codes times one of their limbs; of eight bits, the halves each by itself: int16 holds no more.
+template <int BITS> static HFQ_INLINE void add_half(const vb *codes, const char *limbs, vs &first, vs &second) {
     HFQ_UNROLL
     for (int v = 0; v < 4; v++) {
-        vsb x = spread(digits + 4 * v);
+        vsb x = spread(limbs + 4 * v);
         first += dot_bytes(BITS == 8 ? (vb)((vu)codes[v] & 0x0F0F0F0Fu) : codes[v], x);
         keep_here(first);
         if (BITS == 8) { second += dot_bytes((vb)((vu)codes[v] >> 4 & 0x0F0F0F0Fu), x); keep_here(second); }
     }
 }
 
-// A chunk of codes times the digits of its activations, of which the halves in `lowest` have lowest ones.
-template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *digits, int lowest, int32_t *high, int32_t *low) {
+// A chunk of codes times the limbs of its activations, of which the halves in `lowest` have lowest ones.
+template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *limbs, int lowest, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1;
-    vi sum[DIGITS] = {};
+    vi sum[LIMBS] = {};
     HFQ_UNROLL
-    for (int d = 0; d < DIGITS; d++) {
-        const bool is_last = d == DIGITS - 1;
+    for (int d = 0; d < LIMBS; d++) {
+        const bool is_last = d == LIMBS - 1;
         if (is_last && !lowest) break;
         vs weight = d == 1 ? ones * (int16_t)256 : ones, first = {}, second = {};
         HFQ_UNROLL
         for (int half = 0; half < 2; half++)
-            if (!is_last || lowest >> half & 1) add_half<BITS>(codes + 4 * half, digits + d * CHUNK + 16 * half, first, second);
+            if (!is_last || lowest >> half & 1) add_half<BITS>(codes + 4 * half, limbs + d * CHUNK + 16 * half, first, second);
         sum[d] = dot_shorts(first, weight);
         if (BITS == 8) sum[d] += dot_shorts(second, weight * (int16_t)16);
     }
@@ -39,13 +39,13 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
     store(low, load<vi>(low) + (sum[1] + sum[2]));
 }
 
-// As add_chunk, for the codes of two column vectors, straight from their words, and the first COUNT digits.
+// As add_chunk, for the codes of two column vectors, straight from their words, and the first COUNT limbs.
 template <int BITS, int COUNT>
-static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *digits, int32_t *high, int32_t *low) {
+static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *limbs, int32_t *high, int32_t *low) {
     const int parts = 8 / BITS;
     const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
-    vs a[DIGITS] = {}, b[DIGITS] = {};
+    vs a[LIMBS] = {}, b[LIMBS] = {};
     HFQ_UNROLL
     for (int r = 0; r < BITS; r++) {
         vu first = load<vu>(words + r * pitch), second = load<vu>(words + r * pitch + 4 * W);
@@ -54,47 +54,47 @@ static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *dig
         for (int part = 0; part < parts; part++)
             HFQ_UNROLL
             for (int d = 0; d < COUNT; d++) {
-                vsb x = spread(digits + d * CHUNK + 4 * (r * parts + part));
+                vsb x = spread(limbs + d * CHUNK + 4 * (r * parts + part));
                 a[d] += dot_bytes((vb)(first >> BITS * part & mask), x), b[d] += dot_bytes((vb)(second >> BITS * part & mask), x);
                 keep_here(a[d]), keep_here(b[d]);
             }
     }
     vi low_a = dot_shorts(a[1], heavier), low_b = dot_shorts(b[1], heavier);
-    if (COUNT == DIGITS) low_a += dot_shorts(a[2], ones), low_b += dot_shorts(b[2], ones);
+    if (COUNT == LIMBS) low_a += dot_shorts(a[2], ones), low_b += dot_shorts(b[2], ones);
     store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
     store(low, load<vi>(low) + low_a), store(low + W, load<vi>(low + W) + low_b);
 }
 
 // add_two along a row of words; returns the columns that were taken.
 template <int BITS, int COUNT>
-static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch, const char *digits, int64_t count, int32_t *high, int32_t *low) {
+static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch, const char *limbs, int64_t count, int32_t *high, int32_t *low) {
     int64_t i = 0;
     for (; i + 2 * W <= count; i += 2 * W) {
         HFQ_UNROLL
         for (int r = 0; r < BITS; r++)
             for (int64_t line = 0; line < 8 * W; line += 64) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i + line);
-        add_two<BITS, COUNT>(words + 4 * i, pitch, digits, high + i, low + i);
+        add_two<BITS, COUNT>(words + 4 * i, pitch, limbs, high + i, low + i);
     }
     return i;
 }
 
 // As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
-template <int COUNT> static HFQ_INLINE void add_awq_digits(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
+template <int COUNT> static HFQ_INLINE void add_awq_limbs(const vb *codes, const char *limbs, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
     vsb x[COUNT];
     HFQ_UNROLL
-    for (int d = 0; d < COUNT; d++) x[d] = spread(digits + d * CHUNK);
+    for (int d = 0; d < COUNT; d++) x[d] = spread(limbs + d * CHUNK);
     HFQ_UNROLL
     for (int v = 0; v < 8; v++) {
         store(high + v * W, load<vi>(high + v * W) + dot_shorts(dot_bytes(codes[v], x[0]), ones));
         vi rest = dot_shorts(dot_bytes(codes[v], x[1]), heavier);
-        if (COUNT == DIGITS) rest += dot_shorts(dot_bytes(codes[v], x[COUNT - 1]), ones);
+        if (COUNT == LIMBS) rest += dot_shorts(dot_bytes(codes[v], x[COUNT - 1]), ones);
         store(low + v * W, load<vi>(low + v * W) + rest);
     }
 }
-static HFQ_INLINE void add_awq(const vb *codes, const char *digits, int32_t *high, int32_t *low) {
-    if (load32(digits + (DIGITS - 1) * CHUNK)) add_awq_digits<DIGITS>(codes, digits, high, low);
-    else add_awq_digits<DIGITS - 1>(codes, digits, high, low);
+static HFQ_INLINE void add_awq(const vb *codes, const char *limbs, int32_t *high, int32_t *low) {
+    if (load32(limbs + (LIMBS - 1) * CHUNK)) add_awq_limbs<LIMBS>(codes, limbs, high, low);
+    else add_awq_limbs<LIMBS - 1>(codes, limbs, high, low);
 }
 
 // The column whose sum is the i-th of 8 * W of AWQ's: they come out in the order that they are unpacked in.
@@ -112,20 +112,20 @@ static constexpr AwqOrder awq_order;
 
 // sum over the chunks of a span of a group, for all columns of a tile.
 template <int BITS>
-static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k, int64_t stop,
-                     const char *digits, int32_t *high, int32_t *low, int64_t wide) {
-    const Layer &layer = *call.layer;
-    const int64_t step = BITS == 0 ? 8 * W : W, each = digits_nbytes(layer);
-    for (; k < stop; k += CHUNK, digits += DIGITS * CHUNK) {
+static void add_span(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k, int64_t stop,
+                     const char *limbs, int32_t *high, int32_t *low, int64_t wide) {
+    const Layer &layer = *args.layer;
+    const int64_t step = BITS == 0 ? 8 * W : W, each = limbs_nbytes(layer);
+    for (; k < stop; k += CHUNK, limbs += LIMBS * CHUNK) {
         int64_t i = 0;
         int lowest[PASS];
-        for (int64_t m = 0; m < rows; m++) lowest[m] = lowest_digits(digits + (row + m) * each);
+        for (int64_t m = 0; m < rows; m++) lowest[m] = lowest_limbs(limbs + (row + m) * each);
         if constexpr (BITS == 2 || BITS == 4)
             if (rows == 1 && stop - k >= CHUNK) {
                 const int64_t pitch = layer.row_nbytes;
-                const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = digits + row * each;
-                i = lowest[0] ? add_pairs<BITS, DIGITS>(words, pitch, x, count, high, low)
-                              : add_pairs<BITS, DIGITS - 1>(words, pitch, x, count, high, low);
+                const char *words = layer.codes + k * BITS / 32 * pitch + 4 * n, *x = limbs + row * each;
+                i = lowest[0] ? add_pairs<BITS, LIMBS>(words, pitch, x, count, high, low)
+                              : add_pairs<BITS, LIMBS - 1>(words, pitch, x, count, high, low);
             }
         for (; i < count; i += step) {
             Words words;
@@ -137,19 +137,19 @@ static void add_span(const Call &call, int64_t row, int64_t rows, int64_t n, int
                     for (int r = 0; r < 4; r++) __builtin_prefetch(words.at + (4 * set + CHUNK + r) * words.pitch);
                     unpack<0>(words.at + 4 * set * words.pitch, words.pitch, codes);
                     for (int64_t m = 0; m < rows; m++)
-                        add_awq(codes, digits + (row + m) * each + 4 * set, high + m * wide + i, low + m * wide + i);
+                        add_awq(codes, limbs + (row + m) * each + 4 * set, high + m * wide + i, low + m * wide + i);
                 }
             } else {
                 unpack<BITS>(words.at, words.pitch, codes);
                 for (int64_t m = 0; m < rows; m++)
-                    add_chunk<BITS>(codes, digits + (row + m) * each, lowest[m], high + m * wide + i, low + m * wide + i);
+                    add_chunk<BITS>(codes, limbs + (row + m) * each, lowest[m], high + m * wide + i, low + m * wide + i);
             }
         }
     }
 }
 
 // The results of a tile's columns, of which `skipped` are none; AWQ's have an order of their own.
-static void put_columns(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t skipped, int64_t count, const float *y, int64_t wide, bool is_awq) {
+static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t skipped, int64_t count, const float *y, int64_t wide, bool is_awq) {
     for (int64_t m = 0; m < rows; m++, y += wide)
         for (int64_t i = 0; i < count; i += 8 * W) {
             float ordered[8 * W];
@@ -157,19 +157,19 @@ static void put_columns(const Call &call, int64_t row, int64_t rows, int64_t n, 
             for (int j = 0; is_awq && j < 8 * W; j++) ordered[awq_order.column[j]] = from[j];
             if (is_awq) from = ordered;
             int64_t j = i ? 0 : skipped, there = least(8 * W, count - i);
-            char *to = call.y + 2 * ((row + m) * call.y_stride + n + i);
-            for (; call.y_dtype == BF16 && j + W <= there; j += W) store(to + 2 * j, to_short(load<vf>(from + j)));
-            for (; j < there; j++) put(call, row + m, n + i + j, from[j]);
+            char *to = args.y + 2 * ((row + m) * args.y_stride + n + i);
+            for (; args.y_dtype == BF16 && j + W <= there; j += W) store(to + 2 * j, to_short(load<vf>(from + j)));
+            for (; j < there; j++) put(args, row + m, n + i + j, from[j]);
         }
 }
 
 // A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points taken off, span by span.
-template <int BITS> static void integer_tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
-    const Layer &layer = *call.layer;
+template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *args.layer;
     const int64_t wide = up(count, BITS == 0 ? 8 * W : W), size = layer.in_features;
     float *y = scratch, *scales = y + rows * wide, *loose = scales + wide;
     int32_t *zeros = (int32_t *)(loose + wide), *high = zeros + wide, *low = high + rows * wide;
-    const char *digits = call.digits;
+    const char *limbs = args.limbs;
     const uint8_t *column = awq_order.column;
     __builtin_memset(y, 0, 4 * rows * wide);
     for (int64_t group = 0, span = 0; group < layer.groups; group++) {
@@ -185,25 +185,25 @@ template <int BITS> static void integer_tile(const Call &call, int64_t row, int6
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
             int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
             for (int64_t m = 0; m < rows; m++) {  // sums begin at what zero points take off them
-                const int32_t *sums = call.totals + (row + m) * totals(layer) + 2 * span;
+                const int32_t *sums = args.totals + (row + m) * totals(layer) + 2 * span;
                 vu high_sum = (vu){} - (uint32_t)sums[0], low_sum = (vu){} - (uint32_t)sums[1];
                 for (int64_t i = 0; i < wide; i += W) {
                     vu zero = load<vu>(zeros + i);
                     store(high + m * wide + i, zero * high_sum), store(low + m * wide + i, zero * low_sum);
                 }
             }
-            add_span<BITS>(call, row, rows, n, count, k, least(k + SPAN, stop), digits, high, low, wide);
-            digits += chunks * DIGITS * CHUNK;
+            add_span<BITS>(args, row, rows, n, count, k, least(k + SPAN, stop), limbs, high, low, wide);
+            limbs += chunks * LIMBS * CHUNK;
             for (int64_t m = 0; m < rows; m++) {
-                vf unit = all(call.units[(row + m) * spans(layer) + span]);
+                vf unit = all(args.units[(row + m) * spans(layer) + span]);
                 for (int64_t i = 0; i < wide; i += W) {
-                    vf value = of_digits(load<vi>(high + m * wide + i), load<vi>(low + m * wide + i));
+                    vf value = of_limbs(load<vi>(high + m * wide + i), load<vi>(low + m * wide + i));
                     store(y + m * wide + i, fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
                 }
             }
         }
     }
-    put_columns(call, row, rows, n, 0, count, y, wide, BITS == 0);
+    put_columns(args, row, rows, n, 0, count, y, wide, BITS == 0);
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
@@ -245,8 +245,8 @@ static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i, const float
 }
 
 // Each code with the scale and zero point of its own group; of one activation row several vectors at a time, since a sum waits for itself.
-template <int ROWS> static void scattered_tile(const Call &call, int64_t row, int64_t n, int64_t count, float *scratch) {
-    const Layer &layer = *call.layer;
+template <int ROWS> static void scattered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *args.layer;
     const Decode decode_block = decoder(layer);
     const int64_t wide = up(count, W), size = layer.in_features;
     const int VECTORS = ROWS == 1 ? 4 : 1;
@@ -255,7 +255,7 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
     all_groups(layer, n, count, wide, of.scales, of.zeros);
     __builtin_memset(y, 0, sizeof(float) * ROWS * wide);
     for (int64_t k = 0; k < size; k += 32) {
-        const float *x = call.x32 + row * call.stride + k;
+        const float *x = args.x32 + row * args.stride + k;
         of.codes = least(32, size - k);
         for (int64_t c = 0; c < of.codes; c++) of.places[c] = group_of(layer, k + c) * wide;
         for (int64_t i = 0, vectors; i < wide; i += vectors * W) {
@@ -266,38 +266,38 @@ template <int ROWS> static void scattered_tile(const Call &call, int64_t row, in
                 for (int64_t r = 0; r < layer.bits && words.at != words.copy; r++) __builtin_prefetch(words.at + (layer.bits + r) * words.pitch);
                 decode_block(words.at, words.pitch, of.codes, of.decoded + v * 32 * W);
             }
-            if (vectors > 1) add_scattered<ROWS, VECTORS>(of, i, x, call.stride, y + i);
-            else add_scattered<ROWS, 1>(of, i, x, call.stride, y + i);
+            if (vectors > 1) add_scattered<ROWS, VECTORS>(of, i, x, args.stride, y + i);
+            else add_scattered<ROWS, 1>(of, i, x, args.stride, y + i);
         }
     }
-    for (int64_t m = 0; m < least(ROWS, call.rows - row); m++)
-        for (int64_t i = 0; i < count; i++) put(call, row + m, n + i, y[m * wide + i]);
+    for (int64_t m = 0; m < least(ROWS, args.rows - row); m++)
+        for (int64_t i = 0; i < count; i++) put(args, row + m, n + i, y[m * wide + i]);
 }
 
-static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
-    const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
-    for (int64_t row = 0, rows; row < call.rows; row += PASS) {
-        rows = least(PASS, call.rows - row);
-        if (!call.digits) {
-            if (rows == 1) scattered_tile<1>(call, row, n, count, scratch);
-            else if (rows <= PASS / 2) scattered_tile<PASS / 2>(call, row, n, count, scratch);
-            else scattered_tile<PASS>(call, row, n, count, scratch);
-        } else if (bits == 0) integer_tile<0>(call, row, rows, n, count, scratch);
-        else if (bits == 2) integer_tile<2>(call, row, rows, n, count, scratch);
-        else if (bits == 3) integer_tile<3>(call, row, rows, n, count, scratch);
-        else if (bits == 4) integer_tile<4>(call, row, rows, n, count, scratch);
-        else integer_tile<8>(call, row, rows, n, count, scratch);
+static void multiply_columns(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    const int bits = args.layer->kind == AWQ ? 0 : args.layer->bits;
+    for (int64_t row = 0, rows; row < args.rows; row += PASS) {
+        rows = least(PASS, args.rows - row);
+        if (!args.limbs) {
+            if (rows == 1) scattered_tile<1>(args, row, n, count, scratch);
+            else if (rows <= PASS / 2) scattered_tile<PASS / 2>(args, row, n, count, scratch);
+            else scattered_tile<PASS>(args, row, n, count, scratch);
+        } else if (bits == 0) integer_tile<0>(args, row, rows, n, count, scratch);
+        else if (bits == 2) integer_tile<2>(args, row, rows, n, count, scratch);
+        else if (bits == 3) integer_tile<3>(args, row, rows, n, count, scratch);
+        else if (bits == 4) integer_tile<4>(args, row, rows, n, count, scratch);
+        else integer_tile<8>(args, row, rows, n, count, scratch);
     }
 }
 
 // The columns of a part, of a sorted layer strip by strip.
-template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void multiply_strips(const Call &call, int64_t part, float *scratch) {
-    const Layer &layer = *call.layer;
-    const int64_t first = call.cut.first(part), stop = first + call.cut.count(part);
-    if (!is_sorted(layer)) return MULTIPLY(call, first, stop - first, scratch);
-    Call of = call;
+template <void (*MULTIPLY)(const MatmulArgs &, int64_t, int64_t, float *)> static void multiply_strips(const MatmulArgs &args, int64_t part, float *scratch) {
+    const Layer &layer = *args.layer;
+    const int64_t first = args.outputs.first(part), stop = first + args.outputs.count(part);
+    if (!is_sorted(layer)) return MULTIPLY(args, first, stop - first, scratch);
+    MatmulArgs of = args;
     for (int64_t n = first, count; n < stop; n += count) {
-        count = least(STRIP_COLUMNS - skipped_before(layer, call.cut, n), stop - n);
+        count = least(STRIP_COLUMNS - skipped_before(layer, args.outputs, n), stop - n);
         const Layer strip = sort_strip(layer, n, count, scratch);
         of.layer = &strip;
         MULTIPLY(of, n, count, scratch);
@@ -305,7 +305,7 @@ template <void (*MULTIPLY)(const Call &, int64_t, int64_t, float *)> static void
 }
 
 static void columns_part(const void *context, int64_t part, float *scratch) {
-    multiply_strips<multiply_columns>(*(const Call *)context, part, scratch);
+    multiply_strips<multiply_columns>(*(const MatmulArgs *)context, part, scratch);
 }
 
 static void columns_panel(const void *context, int64_t part, float *scratch) {

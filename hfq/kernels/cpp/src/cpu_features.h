@@ -11,7 +11,7 @@
 #include <cpuid.h>
 
 namespace {
-namespace processor {
+namespace cpu_features {
 
 struct Found {
     bool avx2 = false;          // with FMA and F16C
@@ -48,6 +48,6 @@ inline const Found &found() {
     return asked;
 }
 
-}  // namespace processor
+}  // namespace cpu_features
 }  // namespace
 #endif

@@ -1,15 +1,15 @@
-// Included by kernels.cpp once for each instruction set, with HFQ_PASS (0 scalar, 1 AVX2, 2 AVX-512) and HFQ_NAME, its namespace.
+// Included by kernels.cpp once for each instruction set, with HFQ_ISA (0 scalar, 1 AVX2, 2 AVX-512) and HFQ_ISA_NAME, its namespace.
 //
 // What follows must use no function of the standard library: it might be compiled for another instruction set.
 
-#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #endif
-#elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw"))), apply_to = function)
 #else
@@ -19,7 +19,7 @@
 #endif
 
 namespace {
-namespace HFQ_NAME {
+namespace HFQ_ISA_NAME {
 
 #include "simd.h"
 #include "limbs.h"
@@ -30,10 +30,10 @@ namespace HFQ_NAME {
 #include "act_order.h"
 #include "column_major.h"
 
-}  // namespace HFQ_NAME
+}  // namespace HFQ_ISA_NAME
 }  // namespace
 
-#if HFQ_PASS != 0 && !defined(HFQ_EMULATE)
+#if HFQ_ISA != 0 && !defined(HFQ_EMULATE)
 #ifdef __clang__
 #pragma clang attribute pop
 #else

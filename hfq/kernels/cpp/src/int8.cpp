@@ -30,7 +30,7 @@ Engine engine_of(int most) {
     if (most >= (int)Engine::tiles && has_tiles()) return Engine::tiles;
     if (most >= (int)Engine::dots && has_dots()) return Engine::dots;
 #if defined(__x86_64__)
-    if (most >= (int)Engine::avx2 && processor::found().avx2) return Engine::avx2;
+    if (most >= (int)Engine::avx2 && cpu_features::found().avx2) return Engine::avx2;
 #endif
     return Engine::plain;
 }
@@ -105,16 +105,16 @@ HFQ_AMX_TARGET void multiply_tiles(
 
 // Blocks of rows by a strip's rows from `w` on and some steps of channels, in pieces of `length`; `later` is what is multiplied afterwards.
 void multiply_strip(
-    const Call &call, int64_t length, int64_t from, int64_t to, const int8_t *w, int64_t out, int64_t first_step, int64_t last_step,
+    const MatmulArgs &args, int64_t length, int64_t from, int64_t to, const int8_t *w, int64_t out, int64_t first_step, int64_t last_step,
     const int8_t *later, int32_t (*sums)[SIDE * SIDE]) {
-    const int64_t in = call.in_features, all_steps = steps_of(in), pairs = (to - from + 1) / 2;
+    const int64_t in = args.in_features, all_steps = steps_of(in), pairs = (to - from + 1) / 2;
     Piece piece;
     for (int64_t step = first_step; step < last_step; step += length) {
         const int64_t steps = std::min(last_step - step, length);
         const int8_t *next = step + length < last_step ? w + (step + length) * STEP : later;
         copy_piece(w + step * STEP, in, out, std::min(in - step * STEP, steps * STEP), piece);
         for (int64_t pair = 0; pair < pairs; pair++) {
-            const int8_t *x = call.packed + ((from + 2 * pair) * all_steps + step) * amx::TILE;
+            const int8_t *x = args.packed + ((from + 2 * pair) * all_steps + step) * amx::TILE;
             const int64_t fetched = WIDTH * pair / pairs, lines = WIDTH * (pair + 1) / pairs - fetched;
             (from + 2 * pair + 1 < to ? multiply_tiles<2> : multiply_tiles<1>)(
                 piece, x, all_steps * amx::TILE, steps, step == 0, sums + 4 * pair, next + fetched * in, in, lines);
@@ -124,27 +124,27 @@ void multiply_strip(
 
 // Output features from `first`, a multiple of 32, to `last`, by all rows. `sums` has room for a plan's.
 HFQ_AMX_TARGET void multiply_by_tiles(
-    const Call &call, const Scaling &scaling, const TilePlan &plan, int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
+    const MatmulArgs &args, const Scaling &scaling, const TilePlan &plan, int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
     amx::Tiles tiles;
-    const int64_t in = call.in_features, all_steps = steps_of(in), blocks = blocks_of(call.rows), stride = plan.pairs * 4;
+    const int64_t in = args.in_features, all_steps = steps_of(in), blocks = blocks_of(args.rows), stride = plan.pairs * 4;
     for (int64_t from = 0; from < blocks; from += 2 * plan.pairs)
         for (int64_t n = first; n < last; n += plan.strips * WIDTH) {
             const int64_t to = std::min(from + 2 * plan.pairs, blocks), end = std::min(n + plan.strips * WIDTH, last);
             for (int64_t step = 0; step < all_steps; step += plan.steps) {
                 const int64_t next = std::min(step + plan.steps, all_steps);
                 for (int64_t i = n; i < end; i += WIDTH) {
-                    const int8_t *w = call.weight + i * in;
+                    const int8_t *w = args.weight + i * in;
                     const bool is_last = i + WIDTH >= end && next < all_steps;
-                    const int8_t *later = is_last ? call.weight + n * in + next * STEP : w + WIDTH * in + step * STEP;
+                    const int8_t *later = is_last ? args.weight + n * in + next * STEP : w + WIDTH * in + step * STEP;
                     const int64_t out = std::min(end - i, WIDTH);
-                    multiply_strip(call, plan.piece, from, to, w, out, step, next, later, sums + (i - n) / WIDTH * stride);
+                    multiply_strip(args, plan.piece, from, to, w, out, step, next, later, sums + (i - n) / WIDTH * stride);
                 }
             }
             for (int64_t i = n; i < end; i += WIDTH) {
                 float scales[WIDTH] = {};
                 for (int64_t j = 0; j < std::min(end - i, WIDTH) && scaling.y; j++) scales[j] = scaling.step(i + j);
                 for (int64_t block = from; block < to; block++)
-                    finish(call, scaling, sums + (i - n) / WIDTH * stride + (block - from) * 2, scales, block * SIDE, i);
+                    finish(args, scaling, sums + (i - n) / WIDTH * stride + (block - from) * 2, scales, block * SIDE, i);
             }
         }
 }
@@ -172,22 +172,22 @@ const MultiplyDots BY_ROWS[GROUP] = {multiply_dots<1>, multiply_dots<2>, multipl
 
 // Groups of rows by at most four output features from `n` on and some steps of channels; `later` is what is multiplied afterwards.
 void multiply_four(
-    const Call &call, const DotPlan &plan, int64_t from, int64_t to, int64_t n, int64_t out, int64_t first_step, int64_t last_step,
+    const MatmulArgs &args, const DotPlan &plan, int64_t from, int64_t to, int64_t n, int64_t out, int64_t first_step, int64_t last_step,
     const int8_t *later, int32_t *sums) {
-    const int64_t in = call.in_features, channels = std::min(in, last_step * STEP) - first_step * STEP;
+    const int64_t in = args.in_features, channels = std::min(in, last_step * STEP) - first_step * STEP;
     const int8_t *w[FOUR];
-    for (int64_t i = 0; i < FOUR; i++) w[i] = call.weight + (n + std::min(i, out - 1)) * in + first_step * STEP;
+    for (int64_t i = 0; i < FOUR; i++) w[i] = args.weight + (n + std::min(i, out - 1)) * in + first_step * STEP;
     for (int64_t group = from; group < to; group++) {
         const int64_t first = plan.first_row(group), rows = plan.first_row(group + 1) - first;
-        const int8_t *x = call.packed + (first * plan.steps + rows * first_step) * STEP;
+        const int8_t *x = args.packed + (first * plan.steps + rows * first_step) * STEP;
         const int64_t fetched = FOUR * (group - from) / (to - from), lines = FOUR * (group - from + 1) / (to - from) - fetched;
         BY_ROWS[rows - 1](w, x, channels, first_step == 0, sums + (first - plan.first_row(from)) * SIDE, later + fetched * in, in, lines);
     }
 }
 
 // Output features from `first` to `last`, by all rows. `sums` has room for a plan's.
-void multiply_by_dots(const Call &call, const Scaling &scaling, const DotPlan &plan, int64_t first, int64_t last, int32_t *sums) {
-    const int64_t in = call.in_features;
+void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotPlan &plan, int64_t first, int64_t last, int32_t *sums) {
+    const int64_t in = args.in_features;
     for (int64_t pass = 0; pass < plan.passes; pass++) {
         const int64_t from = plan.first_group(pass), until = plan.first_group(pass + 1);
         for (int64_t n = first; n < last; n += plan.strips * SIDE) {
@@ -196,9 +196,9 @@ void multiply_by_dots(const Call &call, const Scaling &scaling, const DotPlan &p
                 const int64_t step = plan.first_step(chunk), next = plan.first_step(chunk + 1);
                 for (int64_t i = n; i < end; i += FOUR) {
                     const bool is_last = i + FOUR >= end && next < plan.steps;
-                    const int8_t *later = call.weight + (is_last ? n * in + next * STEP : (i + FOUR) * in + step * STEP);
+                    const int8_t *later = args.weight + (is_last ? n * in + next * STEP : (i + FOUR) * in + step * STEP);
                     int32_t *to = sums + (i - n) / SIDE * plan.stride() + (i - n) % SIDE;
-                    multiply_four(call, plan, from, until, i, std::min(end - i, FOUR), step, next, later, to);
+                    multiply_four(args, plan, from, until, i, std::min(end - i, FOUR), step, next, later, to);
                 }
             }
             for (int64_t i = n; i < end; i += SIDE) {
@@ -206,7 +206,7 @@ void multiply_by_dots(const Call &call, const Scaling &scaling, const DotPlan &p
                 float scales[SIDE] = {};
                 for (int64_t j = 0; j < count && scaling.y; j++) scales[j] = scaling.step(i + j);
                 const int32_t *done = sums + (i - n) / SIDE * plan.stride();
-                finish_dots(call, scaling, done, scales, plan.first_row(from), plan.first_row(until), i, count);
+                finish_dots(args, scaling, done, scales, plan.first_row(from), plan.first_row(until), i, count);
             }
         }
     }
@@ -214,22 +214,22 @@ void multiply_by_dots(const Call &call, const Scaling &scaling, const DotPlan &p
 
 // Output features are cut into parts, and whoever is free takes the next.
 struct Parts {
-    const Call &call;
+    const MatmulArgs &args;
     const Level &level;
     const Scaling &scaling;
     int64_t count, next, threads;  // those that have begun
 
     int64_t first(int64_t part, int64_t multiple) const {
-        const int64_t out = call.out_features;
+        const int64_t out = args.out_features;
         return std::min((out + multiple - 1) / multiple * part / count * multiple, out);
     }
 };
 
 void take_parts(void *argument) {
     Parts *parts = (Parts *)argument;
-    const Call &call = parts->call;
-    const TilePlan tiles(call.rows, call.in_features);
-    const DotPlan dots(call.rows, call.in_features);
+    const MatmulArgs &args = parts->args;
+    const TilePlan tiles(args.rows, args.in_features);
+    const DotPlan dots(args.rows, args.in_features);
     const Engine engine = parts->level.engine;
     const int64_t multiple = engine == Engine::tiles ? WIDTH : engine == Engine::dots ? SIDE : 1;
     const int64_t thread = __atomic_fetch_add(&parts->threads, 1, __ATOMIC_RELAXED);
@@ -237,26 +237,26 @@ void take_parts(void *argument) {
     for (int64_t part; (part = __atomic_fetch_add(&parts->next, 1, __ATOMIC_RELAXED)) < parts->count;) {
         const int64_t first = parts->first(part, multiple), last = parts->first(part + 1, multiple);
         if (engine == Engine::tiles) {
-            multiply_by_tiles(call, parts->scaling, tiles, first, last, (int32_t (*)[SIDE * SIDE])(call.sums + tiles.words() * thread));
+            multiply_by_tiles(args, parts->scaling, tiles, first, last, (int32_t (*)[SIDE * SIDE])(args.sums + tiles.words() * thread));
         } else if (engine == Engine::dots) {
-            multiply_by_dots(call, parts->scaling, dots, first, last, call.sums + dots.words() * thread);
+            multiply_by_dots(args, parts->scaling, dots, first, last, args.sums + dots.words() * thread);
         } else {
-            parts->level.multiply(call, first, last);
-            parts->scaling.apply(call, first, last);
+            parts->level.multiply(args, first, last);
+            parts->scaling.apply(args, first, last);
         }
     }
 }
 
 // Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows for tiles and in groups for dot products.
 struct Packing {
-    const Call &call;
+    const MatmulArgs &args;
     const Level &level;
     const Rows *rows;
     float *scales;
     int64_t count, next;
 
     void scale(int64_t m) const {
-        const int64_t in = call.in_features, start = m * rows->stride;
+        const int64_t in = args.in_features, start = m * rows->stride;
         const bool is_narrow = rows->is_bfloat16;
         scales[m] = rows->scale(
             is_narrow ? amplitude_of_bfloats((const uint16_t *)rows->x + start, in) : level.amplitude((const float *)rows->x + start, in, 0));
@@ -264,16 +264,16 @@ struct Packing {
 
     // At most CHUNK channels of a row as codes, in `codes` where they have to be rounded.
     const int16_t *codes(int64_t m, int64_t k, int64_t width, float *wide, int16_t *codes) const {
-        if (!rows) return call.activations + m * call.in_features + k;
+        if (!rows) return args.activations + m * args.in_features + k;
         level.round(rows->values(level, m, k, width, wide), width, scales[m], codes);
         return codes;
     }
 };
 
 void pack_block(const Packing &packing, int64_t first) {
-    const Call &call = packing.call;
-    const int64_t in = call.in_features, count = std::min(call.rows - first, SIDE), pitch = packing.rows ? CHUNK : in;
-    int8_t *tile = call.packed + first / SIDE * steps_of(in) * amx::TILE;
+    const MatmulArgs &args = packing.args;
+    const int64_t in = args.in_features, count = std::min(args.rows - first, SIDE), pitch = packing.rows ? CHUNK : in;
+    int8_t *tile = args.packed + first / SIDE * steps_of(in) * amx::TILE;
     float wide[CHUNK];
     int16_t room[SIDE][CHUNK];
     for (int64_t m = first; packing.rows && m < first + count; m++) packing.scale(m);
@@ -286,10 +286,10 @@ void pack_block(const Packing &packing, int64_t first) {
 }
 
 void pack_group(const Packing &packing, int64_t group) {
-    const Call &call = packing.call;
-    const DotPlan plan(call.rows, call.in_features);
-    const int64_t in = call.in_features, first = plan.first_row(group), rows = plan.first_row(group + 1) - first;
-    int8_t *to = call.packed + first * plan.steps * STEP;
+    const MatmulArgs &args = packing.args;
+    const DotPlan plan(args.rows, args.in_features);
+    const int64_t in = args.in_features, first = plan.first_row(group), rows = plan.first_row(group + 1) - first;
+    int8_t *to = args.packed + first * plan.steps * STEP;
     uint32_t sums[GROUP] = {};
     float wide[CHUNK];
     int16_t room[CHUNK];
@@ -299,7 +299,7 @@ void pack_group(const Packing &packing, int64_t group) {
         for (int64_t m = 0; m < rows; m++)
             sums[m] += (uint32_t)pack_row(packing.codes(first + m, k, width, wide, room), width, to + m * STEP, rows * STEP);
     }
-    for (int64_t m = 0; m < rows; m++) call.offsets[first + m] = (int32_t)(128 * sums[m]);
+    for (int64_t m = 0; m < rows; m++) args.offsets[first + m] = (int32_t)(128 * sums[m]);
 }
 
 void take_packing(void *argument) {
@@ -330,19 +330,19 @@ void spread(void (*work)(void *), void *data, int64_t worth, int threads) {
     for (auto &other : others) other.join();
 }
 
-void run(const Call &call, const Level &level, const Scaling &scaling, int threads) {
-    int64_t worth = 1 + (call.rows * call.in_features * call.out_features >> (team ? 19 : 21));  // products that pay for a thread
+void run(const MatmulArgs &args, const Level &level, const Scaling &scaling, int threads) {
+    int64_t worth = 1 + (args.rows * args.in_features * args.out_features >> (team ? 19 : 21));  // products that pay for a thread
     if (worth > threads) worth = threads;
     const int64_t shares = level.engine == Engine::dots ? 8 : 2;  // parts for each thread: those that others disturb take fewer
-    Parts parts = {call, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
+    Parts parts = {args, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
     spread(take_parts, &parts, worth, threads);
 }
 
-void run_packing(const Call &call, const Level &level, const Rows *rows, float *scales, int threads) {
-    const int64_t count = level.engine == Engine::tiles ? blocks_of(call.rows) : DotPlan(call.rows, call.in_features).groups;
-    int64_t worth = std::min(1 + (call.rows * call.in_features >> (team ? 16 : 18)), count);  // values that pay for a thread
+void run_packing(const MatmulArgs &args, const Level &level, const Rows *rows, float *scales, int threads) {
+    const int64_t count = level.engine == Engine::tiles ? blocks_of(args.rows) : DotPlan(args.rows, args.in_features).groups;
+    int64_t worth = std::min(1 + (args.rows * args.in_features >> (team ? 16 : 18)), count);  // values that pay for a thread
     if (worth > threads) worth = threads;
-    Packing packing = {call, level, rows, scales, count, 0};
+    Packing packing = {args, level, rows, scales, count, 0};
     spread(take_packing, &packing, worth, threads);
 }
 
@@ -350,11 +350,11 @@ void run_packing(const Call &call, const Level &level, const Rows *rows, float *
 int32_t *own_words(int64_t words) {
     words += 16;
     try {
-        if ((int64_t)kept.size() < words) kept.resize(words);
+        if ((int64_t)activation_scratch.size() < words) activation_scratch.resize(words);
     } catch (const std::exception &) {
         return nullptr;
     }
-    return (int32_t *)(((uintptr_t)kept.data() + 63) / 64 * 64);
+    return (int32_t *)(((uintptr_t)activation_scratch.data() + 63) / 64 * 64);
 }
 
 // The words of what dot products and tiles keep; none for others.
@@ -371,10 +371,10 @@ struct Room {
 
     int64_t words() const { return sums + packed + offsets; }
 
-    void give(Call &call, int32_t *words) const {
-        call.sums = words;
-        call.packed = (int8_t *)(words + sums);
-        call.offsets = words + sums + packed;
+    void give(MatmulArgs &args, int32_t *words) const {
+        args.sums = words;
+        args.packed = (int8_t *)(words + sums);
+        args.offsets = words + sums + packed;
     }
 };
 
@@ -397,15 +397,15 @@ int hfq_int8_product(
     const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
     int threads, int most) {
     const Level level = level_of(most);
-    Call call = {weight, activations, result, rows, in_features, out_features};
+    MatmulArgs args = {weight, activations, result, rows, in_features, out_features};
     if (level.engine >= Engine::dots) {
         const Room room(level.engine, rows, in_features, threads);
         int32_t *words = own_words(room.words());
         if (!words) return -3;
-        room.give(call, words);
-        run_packing(call, level, nullptr, nullptr, threads);
+        room.give(args, words);
+        run_packing(args, level, nullptr, nullptr, threads);
     }
-    run(call, level, {}, threads);
+    run(args, level, {}, threads);
     return 0;
 }
 
@@ -437,16 +437,16 @@ int hfq_int8_linear(const Weight *by, const Product *of) {
     float *scales = (float *)(words + room.words()), *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
     int16_t *codes = (int16_t *)(sums + rows * out_features);
-    Call call = {(const int8_t *)(uintptr_t)by->codes, codes, sums, rows, in_features, out_features};
+    MatmulArgs args = {(const int8_t *)(uintptr_t)by->codes, codes, sums, rows, in_features, out_features};
     if (is_packed) {
-        room.give(call, words);
-        run_packing(call, level, &given, scales, threads);
+        room.give(args, words);
+        run_packing(args, level, &given, scales, threads);
     } else {
         round_rows(level, given, rows, wide, scales, codes);
     }
     const Scaling scaling = {scales, (const char *)(uintptr_t)by->steps, by->steps_count, (int)by->steps_dtype, by->multiplier,
                              (char *)(uintptr_t)of->y, is_bfloat16};
-    run(call, level, scaling, threads);
+    run(args, level, scaling, threads);
     return 0;
 }
 

@@ -1,6 +1,6 @@
 // Products of int8 and the rounding to it, plain and by AVX2; the arguments of both. Included by int8.cpp, in its namespace.
 
-struct Call {
+struct MatmulArgs {
     const int8_t *weight;
     const int16_t *activations;
     int32_t *result;
@@ -10,14 +10,14 @@ struct Call {
     int32_t *offsets = nullptr;  // and for dot products what is too much in the sums of each row
 };
 
-void multiply_plainly(const Call &call, int64_t first, int64_t last) {
+void multiply_plainly(const MatmulArgs &args, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n++)
-        for (int64_t m = 0; m < call.rows; m++) {
-            const int8_t *w = call.weight + n * call.in_features;
-            const int16_t *x = call.activations + m * call.in_features;
+        for (int64_t m = 0; m < args.rows; m++) {
+            const int8_t *w = args.weight + n * args.in_features;
+            const int16_t *x = args.activations + m * args.in_features;
             int32_t sum = 0;
-            for (int64_t k = 0; k < call.in_features; k++) sum += (int32_t)w[k] * x[k];
-            call.result[m * call.out_features + n] = sum;
+            for (int64_t k = 0; k < args.in_features; k++) sum += (int32_t)w[k] * x[k];
+            args.result[m * args.out_features + n] = sum;
         }
 }
 
@@ -35,10 +35,10 @@ AVX2 inline int32_t sum_of(__m256i lanes) {
 
 // OUT rows of the weight by ROWS rows of activations: each vector of codes is widened once
 template <int OUT, int ROWS>
-AVX2 inline void tile(const Call &call, int64_t n, int64_t m) {
-    const int64_t in = call.in_features;
-    const int8_t *w = call.weight + n * in;
-    const int16_t *x = call.activations + m * in;
+AVX2 inline void tile(const MatmulArgs &args, int64_t n, int64_t m) {
+    const int64_t in = args.in_features;
+    const int8_t *w = args.weight + n * in;
+    const int16_t *x = args.activations + m * in;
     __m256i sums[OUT][ROWS];
     UNROLLED for (int i = 0; i < OUT; i++)
         UNROLLED for (int j = 0; j < ROWS; j++) sums[i][j] = _mm256_setzero_si256();
@@ -55,15 +55,15 @@ AVX2 inline void tile(const Call &call, int64_t n, int64_t m) {
         UNROLLED for (int j = 0; j < ROWS; j++) {
             int32_t sum = sum_of(sums[i][j]);
             for (int64_t rest = k; rest < in; rest++) sum += (int32_t)w[i * in + rest] * x[j * in + rest];
-            call.result[(m + j) * call.out_features + n + i] = sum;
+            args.result[(m + j) * args.out_features + n + i] = sum;
         }
 }
 
 // one row: sums in four vectors, so that additions do not wait for each other
-AVX2 inline void row(const Call &call, int64_t n, int64_t m) {
-    const int64_t in = call.in_features;
-    const int8_t *w = call.weight + n * in;
-    const int16_t *x = call.activations + m * in;
+AVX2 inline void row(const MatmulArgs &args, int64_t n, int64_t m) {
+    const int64_t in = args.in_features;
+    const int8_t *w = args.weight + n * in;
+    const int16_t *x = args.activations + m * in;
     __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
     int64_t k = 0;
     for (; k + 64 <= in; k += 64) {
@@ -76,27 +76,27 @@ AVX2 inline void row(const Call &call, int64_t n, int64_t m) {
     }
     int32_t sum = sum_of(_mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]), _mm256_add_epi32(sums[2], sums[3])));
     for (; k < in; k++) sum += (int32_t)w[k] * x[k];
-    call.result[m * call.out_features + n] = sum;
+    args.result[m * args.out_features + n] = sum;
 }
 
-AVX2 void multiply_rows(const Call &call, int64_t first, int64_t last, int64_t from, int64_t to) {
+AVX2 void multiply_rows(const MatmulArgs &args, int64_t first, int64_t last, int64_t from, int64_t to) {
     int64_t n = first;
     for (; to - from > 1 && n + 2 <= last; n += 2) {
         int64_t m = from;
-        for (; m + 4 <= to; m += 4) tile<2, 4>(call, n, m);
-        for (; m + 2 <= to; m += 2) tile<2, 2>(call, n, m);
-        for (; m < to; m++) tile<2, 1>(call, n, m);
+        for (; m + 4 <= to; m += 4) tile<2, 4>(args, n, m);
+        for (; m + 2 <= to; m += 2) tile<2, 2>(args, n, m);
+        for (; m < to; m++) tile<2, 1>(args, n, m);
     }
     for (; n < last; n++)
-        for (int64_t m = from; m < to; m++) row(call, n, m);
+        for (int64_t m = from; m < to; m++) row(args, n, m);
 }
 
 // so many activations at once that they stay in the second cache while the weight passes by
-AVX2 void multiply_avx2(const Call &call, int64_t first, int64_t last) {
-    int64_t step = (128 << 10) / call.in_features / 4 * 4;
+AVX2 void multiply_avx2(const MatmulArgs &args, int64_t first, int64_t last) {
+    int64_t step = (128 << 10) / args.in_features / 4 * 4;
     if (step < 4) step = 4;
-    for (int64_t from = 0; from < call.rows; from += step)
-        multiply_rows(call, first, last, from, from + step < call.rows ? from + step : call.rows);
+    for (int64_t from = 0; from < args.rows; from += step)
+        multiply_rows(args, first, last, from, from + step < args.rows ? from + step : args.rows);
 }
 #endif
 
@@ -183,13 +183,13 @@ AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *c
 #endif
 
 // What a caller keeps from call to call: codes and scales of its activations, and sums.
-thread_local std::vector<int32_t> kept;
+thread_local std::vector<int32_t> activation_scratch;
 
 enum class Engine { plain, avx2, dots, tiles };
 
 struct Level {
     Engine engine;
-    void (*multiply)(const Call &call, int64_t first, int64_t last);
+    void (*multiply)(const MatmulArgs &args, int64_t first, int64_t last);
     float (*amplitude)(const float *values, int64_t count, float amax);
     void (*round)(const float *values, int64_t count, float scale, int16_t *codes);
     void (*widen)(const uint16_t *narrow, int64_t count, float *values);
@@ -214,9 +214,9 @@ struct Scaling {
         return value * multiplier;
     }
 
-    void put(const Call &call, int64_t place, int32_t sum, int64_t m, float step) const {
+    void put(const MatmulArgs &args, int64_t place, int32_t sum, int64_t m, float step) const {
         if (!y) {
-            call.result[place] = sum;
+            args.result[place] = sum;
             return;
         }
         const float value = (float)sum * scales[m] * step;
@@ -224,12 +224,12 @@ struct Scaling {
         else ((float *)y)[place] = value;
     }
 
-    void apply(const Call &call, int64_t first, int64_t last) const {
+    void apply(const MatmulArgs &args, int64_t first, int64_t last) const {
         if (!y) return;
-        for (int64_t m = 0; m < call.rows; m++)
+        for (int64_t m = 0; m < args.rows; m++)
             for (int64_t n = first; n < last; n++) {
-                const int64_t place = m * call.out_features + n;
-                put(call, place, call.result[place], m, step(n));
+                const int64_t place = m * args.out_features + n;
+                put(args, place, args.result[place], m, step(n));
             }
     }
 };

@@ -31,10 +31,10 @@ const int64_t ROWS_AHEAD = 3 << 10;  // bytes of activations that are fetched to
 #define UNROLLED_GROUP _Pragma("GCC unroll 6")
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
-inline bool has_dots() { return processor::found().vnni; }
+inline bool has_dots() { return cpu_features::found().vnni; }
 
 inline bool has_tiles() {
-    static const bool found = processor::found().avx512 && amx::detect();
+    static const bool found = cpu_features::found().avx512 && amx::detect();
     return found;
 }
 
@@ -189,37 +189,37 @@ AVX512 inline __m256i narrowed(__m512 values) {
 }
 
 // Sums of a row by 16 output features become the result's, as `Scaling::put` makes it; `steps` are those of the features.
-AVX512 inline void put_lanes(const Call &call, const Scaling &scaling, __m512i sums, int64_t m, int64_t n, __m512 steps, __mmask16 here) {
-    const int64_t place = m * call.out_features + n;
-    if (!scaling.y) return _mm512_mask_storeu_epi32(call.result + place, here, sums);
+AVX512 inline void put_lanes(const MatmulArgs &args, const Scaling &scaling, __m512i sums, int64_t m, int64_t n, __m512 steps, __mmask16 here) {
+    const int64_t place = m * args.out_features + n;
+    if (!scaling.y) return _mm512_mask_storeu_epi32(args.result + place, here, sums);
     const __m512 values = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(scaling.scales[m])), steps);
     if (scaling.is_bfloat16) _mm256_mask_storeu_epi16((uint16_t *)scaling.y + place, here, narrowed(values));
     else _mm512_mask_storeu_ps((float *)scaling.y + place, here, values);
 }
 
 // Sums of twice 16 output features by 16 rows become the result's.
-AVX512 void finish(const Call &call, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
+AVX512 void finish(const MatmulArgs &args, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
     __m512i v[2][16];
     for (int i = 0; i < 2; i++) {
         for (int row = 0; row < 16; row++) v[i][row] = _mm512_load_si512(sums[i] + 16 * row);
         amx::transpose(v[i]);
     }
-    const int64_t count = call.out_features - n;
+    const int64_t count = args.out_features - n;
     const __mmask16 first = lanes(count), second = count > 16 ? lanes(count - 16) : (__mmask16)0;
     const __m512 one = _mm512_loadu_ps(steps), other = _mm512_loadu_ps(steps + 16);
-    for (int64_t i = 0; i < SIDE && m + i < call.rows; i++) {
-        put_lanes(call, scaling, v[0][i], m + i, n, one, first);
-        put_lanes(call, scaling, v[1][i], m + i, n + 16, other, second);
+    for (int64_t i = 0; i < SIDE && m + i < args.rows; i++) {
+        put_lanes(args, scaling, v[0][i], m + i, n, one, first);
+        put_lanes(args, scaling, v[1][i], m + i, n + 16, other, second);
     }
 }
 
 // The same of rows from `first` to `last` by at most 16 output features, from what dot products summed.
 AVX512 void finish_dots(
-    const Call &call, const Scaling &scaling, const int32_t *sums, const float *steps, int64_t first, int64_t last, int64_t n, int64_t count) {
+    const MatmulArgs &args, const Scaling &scaling, const int32_t *sums, const float *steps, int64_t first, int64_t last, int64_t n, int64_t count) {
     const __m512 scales = _mm512_loadu_ps(steps);
     for (int64_t m = first; m < last; m++, sums += SIDE) {
-        const __m512i row = _mm512_sub_epi32(_mm512_load_si512(sums), _mm512_set1_epi32(call.offsets[m]));
-        put_lanes(call, scaling, row, m, n, scales, lanes(count));
+        const __m512i row = _mm512_sub_epi32(_mm512_load_si512(sums), _mm512_set1_epi32(args.offsets[m]));
+        put_lanes(args, scaling, row, m, n, scales, lanes(count));
     }
 }
 
@@ -263,18 +263,18 @@ void multiply_dots(
         }
 }
 
-void finish(const Call &call, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
-    for (int64_t j = 0; j < SIDE && m + j < call.rows; j++)
-        for (int64_t i = 0; i < WIDTH && n + i < call.out_features; i++)
-            scaling.put(call, (m + j) * call.out_features + n + i, sums[i / SIDE][i % SIDE * SIDE + j], m + j, steps[i]);
+void finish(const MatmulArgs &args, const Scaling &scaling, const int32_t (*sums)[SIDE * SIDE], const float *steps, int64_t m, int64_t n) {
+    for (int64_t j = 0; j < SIDE && m + j < args.rows; j++)
+        for (int64_t i = 0; i < WIDTH && n + i < args.out_features; i++)
+            scaling.put(args, (m + j) * args.out_features + n + i, sums[i / SIDE][i % SIDE * SIDE + j], m + j, steps[i]);
 }
 
 void finish_dots(
-    const Call &call, const Scaling &scaling, const int32_t *sums, const float *steps, int64_t first, int64_t last, int64_t n, int64_t count) {
+    const MatmulArgs &args, const Scaling &scaling, const int32_t *sums, const float *steps, int64_t first, int64_t last, int64_t n, int64_t count) {
     for (int64_t m = first; m < last; m++, sums += SIDE)
         for (int64_t i = 0; i < count; i++) {
-            const int32_t sum = (int32_t)((uint32_t)sums[i] - (uint32_t)call.offsets[m]);
-            scaling.put(call, m * call.out_features + n + i, sum, m, steps[i]);
+            const int32_t sum = (int32_t)((uint32_t)sums[i] - (uint32_t)args.offsets[m]);
+            scaling.put(args, m * args.out_features + n + i, sum, m, steps[i]);
         }
 }
 

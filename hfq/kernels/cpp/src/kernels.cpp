@@ -21,24 +21,24 @@
 #include "layer.h"
 #include "threads.h"
 
-#define HFQ_PASS 0
-#define HFQ_NAME scalar
+#define HFQ_ISA 0
+#define HFQ_ISA_NAME scalar
 #include "instruction_set.h"
-#undef HFQ_PASS
-#undef HFQ_NAME
+#undef HFQ_ISA
+#undef HFQ_ISA_NAME
 
 #if defined(__x86_64__)
-#define HFQ_PASS 1
-#define HFQ_NAME avx2
+#define HFQ_ISA 1
+#define HFQ_ISA_NAME avx2
 #include "instruction_set.h"
-#undef HFQ_PASS
-#undef HFQ_NAME
+#undef HFQ_ISA
+#undef HFQ_ISA_NAME
 
-#define HFQ_PASS 2
-#define HFQ_NAME avx512
+#define HFQ_ISA 2
+#define HFQ_ISA_NAME avx512
 #include "instruction_set.h"
-#undef HFQ_PASS
-#undef HFQ_NAME
+#undef HFQ_ISA
+#undef HFQ_ISA_NAME
 
 #include "bfloat16.h"
 #include "vnni.h"
@@ -49,7 +49,7 @@ namespace {
 // Whether the processor multiplies bfloat16.
 bool has_short() {
 #if defined(__x86_64__)
-    return tiled::has_bfloats();
+    return bfloat16::has_bfloats();
 #else
     return false;
 #endif
@@ -59,7 +59,7 @@ int detect() {
 #if defined(HFQ_EMULATE)
     return 2;
 #elif defined(__x86_64__)
-    return processor::found().avx512 ? 2 : processor::found().avx2;
+    return cpu_features::found().avx512 ? 2 : cpu_features::found().avx2;
 #else
     return 0;
 #endif
@@ -72,7 +72,7 @@ int level() { return chosen < 0 ? chosen = detect() : chosen; }
 // Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a hundred times as long.
 bool detect_subnormals() {
 #if defined(__x86_64__)
-    return processor::found().is_amd;
+    return cpu_features::found().is_amd;
 #else
     return false;
 #endif
@@ -153,7 +153,7 @@ int64_t ordered_width(const Layer &layer, int threads) {
 }
 
 // The activations as the kernels read them, in `scratch`.
-Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
+MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
              int64_t y_stride, float *scratch, int threads) {
     int64_t stride = padded_columns(layer);
     bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
@@ -161,15 +161,15 @@ Call prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, i
     bool integers = finite && level() > 0 && has_integers(layer, rows);
     float *units = scratch + padded_rows(layer, rows) * stride;
     int32_t *sums = (int32_t *)(units + rows * spans(layer));
-    char *digits = (char *)(sums + rows * totals(layer));
-    if (integers) counts[level()](layer, scratch, rows, stride, digits, units, sums);
+    char *limbs = (char *)(sums + rows * totals(layer));
+    if (integers) counts[level()](layer, scratch, rows, stride, limbs, units, sums);
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
     const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
     const int64_t width = columns ? tile_columns(layer, rows, threads, integers, along) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
     const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
-    const Cut cut = cut_outputs(layer, width, threads, by_lines);
-    return {&layer, scratch, rows, stride, cut, y, y_stride, y_dtype, integers ? digits : nullptr, units, sums, ordered ? units : nullptr};
+    const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
+    return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype, integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
 }
 
 // Whether a layer's channels can be sorted, if its groups are whole.
@@ -198,7 +198,7 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     int64_t channels = 0;
     for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
     if (!channels) return 0;
-    Layer *copies = (Layer *)kept_orders.get(3 * channels + count * (int64_t)sizeof(Layer) / 4);
+    Layer *copies = (Layer *)order_scratch.get(3 * channels + count * (int64_t)sizeof(Layer) / 4);
     if (!copies) return -3;
     int32_t *next = (int32_t *)(copies + count);
     for (int64_t i = 0; i < count; i++) {
@@ -220,10 +220,10 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
 
 // Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
 // not finite must leave as they are: rows go one by one.
-bool has_faulty_rows(const Call &call) { return call.rows > 1 && level() > 0 && !call.digits && has_integers(*call.layer, call.rows); }
+bool has_faulty_rows(const MatmulArgs &args) { return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows); }
 
 struct Group {
-    const Call *calls;
+    const MatmulArgs *args;
     const int64_t *ends;  // of each call's parts
 };
 
@@ -231,24 +231,24 @@ void group_part(const void *context, int64_t part, float *scratch) {
     const Group &group = *(const Group *)context;
     int64_t i = 0;
     while (group.ends[i] <= part) i++;
-    linear_work(*group.calls[i].layer)(&group.calls[i], part - (i ? group.ends[i - 1] : 0), scratch);
+    linear_work(*group.args[i].layer)(&group.args[i], part - (i ? group.ends[i - 1] : 0), scratch);
 }
 
 int short_forms = 2;  // of products in bfloat16: none, by vectors, by tiles
 
 #if defined(__x86_64__)
 bool uses_tiles() {
-    static const bool found = tiled::detect();
+    static const bool found = bfloat16::detect();
     return short_forms > 1 && found;
 }
 
 // Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
-bool is_dotted(const Layer &layer, int64_t rows) { return dotted::reads(layer) && rows <= (uses_tiles() ? 1 : dotted::MOST); }
+bool is_dotted(const Layer &layer, int64_t rows) { return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST); }
 
 // The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few rows of codes whose unpacking does.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
-    if (!has_columns(layer)) return DIGIT_ROWS + 1;
+    if (!has_columns(layer)) return LIMB_ROWS + 1;
     return layer.kind == AWQ ? 6 : layer.bits == 3 ? 4 : 2;
 }
 #endif
@@ -258,9 +258,9 @@ int64_t least_short(const Layer &layer) {
 bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;
-    if (dtype == F16) return rows > DIGIT_ROWS && tiled::reads(layer);
+    if (dtype == F16) return rows > LIMB_ROWS && bfloat16::reads(layer);
     if (is_dotted(layer, rows)) return true;
-    return rows >= least_short(layer) && tiled::reads(layer);
+    return rows >= least_short(layer) && bfloat16::reads(layer);
 #else
     return false;
 #endif
@@ -268,7 +268,7 @@ bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 
 #if defined(__x86_64__)
 struct Jobs {
-    const tiled::Job *jobs;
+    const bfloat16::Job *jobs;
     const int64_t *ends;  // of each job's parts
 };
 
@@ -276,41 +276,41 @@ void job_part(const void *context, int64_t part, float *scratch) {
     const Jobs &all = *(const Jobs *)context;
     int64_t i = 0;
     while (all.ends[i] <= part) i++;
-    const tiled::Job &job = all.jobs[i];
-    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.cut.first(own), width = job.cut.count(own);
-    if (job.apart) dotted::part(job, first, width, scratch);
-    else tiled::part(job, first, width, scratch);
+    const bfloat16::Job &job = all.jobs[i];
+    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.outputs.first(own), width = job.outputs.count(own);
+    if (job.apart) bfloat16_dots::part(job, first, width, scratch);
+    else bfloat16::part(job, first, width, scratch);
 }
 
 // Floats that run_short keeps for layers that it takes together.
 int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
-    int64_t floats = up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
-    for (int64_t i = 0; i < count; i++) floats += up(tiled::packed_floats(layers[i], rows[i] * tiled::rows_of(dtype)), 16);
+    int64_t floats = up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+    for (int64_t i = 0; i < count; i++) floats += up(bfloat16::packed_floats(layers[i], rows[i] * bfloat16::rows_of(dtype)), 16);
     return floats;
 }
 
 // One layer after the other, whose rows follow each other, at once; -3 without memory.
 int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride,
               int threads) {
-    float *scratch = kept_scratch.get(short_floats(layers, rows, count, dtype));
+    float *scratch = activation_scratch.get(short_floats(layers, rows, count, dtype));
     int64_t own = own_floats(any_sorted(layers, count));
-    for (int64_t i = 0; i < count; i++) own = most(own, tiled::brought_floats(layers[i], dtype));
+    for (int64_t i = 0; i < count; i++) own = most(own, bfloat16::brought_floats(layers[i], dtype));
     if (!scratch || !own_scratch.get(own)) return -3;
     int64_t products = 0, parts = 0;
     for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
     const int wanted = worthwhile(threads, products);
-    tiled::Job *jobs = (tiled::Job *)scratch;
+    bfloat16::Job *jobs = (bfloat16::Job *)scratch;
     int64_t *ends = (int64_t *)(jobs + count);
-    scratch += up(count * (int64_t)(sizeof(tiled::Job) + sizeof(int64_t)), 64) / 4;
+    scratch += up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t packed = rows[i] * tiled::rows_of(dtype), floats = up(tiled::packed_floats(layers[i], packed), 16);
+        const int64_t packed = rows[i] * bfloat16::rows_of(dtype), floats = up(bfloat16::packed_floats(layers[i], packed), 16);
         float *factors = scratch + floats - 2 * packed;
-        jobs[i] = tiled::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].cut = cut_outputs(layers[i], dotted::part_width(layers[i], rows[i], wanted));
-        tiled::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
-        tiled::find_order(layers[i], packing.order);
-        run_parts({tiled::pack_block, &packing, jobs[i].apart ? packed : tiled::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
-        ends[i] = parts += jobs[i].cut.parts;
+        jobs[i] = bfloat16::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
+        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].outputs = cut_outputs(layers[i], bfloat16_dots::part_width(layers[i], rows[i], wanted));
+        bfloat16::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
+        bfloat16::find_order(layers[i], packing.order);
+        run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
+        ends[i] = parts += jobs[i].outputs.parts;
         scratch += floats;
         x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
     }
@@ -320,10 +320,10 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
 }
 
 int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
-    const int64_t together = tiled::MOST / tiled::rows_of(dtype);
+    const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
     for (int64_t first = 0, count; first < rows; first += count) {
         const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
-        count = left > together && left <= together + tiled::HALF ? together / 2 : least(together, left);
+        count = left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
         const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
         if (status != 0) return status;
     }
@@ -384,7 +384,7 @@ int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 // Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
-    if (has_integers(*layer, rows)) floats += rows * (up(digits_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
+    if (has_integers(*layer, rows)) floats += rows * (up(limbs_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
     if (layer->kind == E4M3 && rows <= ORDERED_ROWS) floats += rows * (ordered_columns(*layer) + 2);
     return floats;
 }
@@ -411,15 +411,15 @@ int hfq_linear(const Product *given) {
     if (is_short(*layer, rows, dtype)) return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
-    float *scratch = kept_scratch.get(hfq_scratch(layer, rows));
+    float *scratch = activation_scratch.get(hfq_scratch(layer, rows));
     const int64_t own = own_floats(is_sorted(*layer));
     if (!scratch || !own_scratch.get(own)) return -3;
     int wanted = worthwhile(threads, rows * layer->in_features * layer->out_features);
-    Call call = prepare(*layer, x, dtype, rows, x_stride, y, dtype, y_stride, scratch, wanted);
-    const int64_t each = has_faulty_rows(call) ? 1 : rows, size = dtype == F32 ? 4 : 2;
+    MatmulArgs args = prepare(*layer, x, dtype, rows, x_stride, y, dtype, y_stride, scratch, wanted);
+    const int64_t each = has_faulty_rows(args) ? 1 : rows, size = dtype == F32 ? 4 : 2;
     for (int64_t m = 0; m < rows; m += each) {
-        if (each < rows) call = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
-        run_parts({linear_work(*layer), &call, call.cut.parts, own}, threads, wanted);
+        if (each < rows) args = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
+        run_parts({linear_work(*layer), &args, args.outputs.parts, own}, threads, wanted);
     }
     return 0;
 }
@@ -427,7 +427,7 @@ int hfq_linear(const Product *given) {
 // Floats that hfq_grouped keeps for layers that it takes together.
 int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
     int64_t floats = 0;
-    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(Call) + sizeof(int64_t)) / 4;
+    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(MatmulArgs) + sizeof(int64_t)) / 4;
     return floats;
 }
 
@@ -459,23 +459,23 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
             if (next > first && (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype))) break;
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
-        float *scratch = kept_scratch.get(floats);
+        float *scratch = activation_scratch.get(floats);
         const int64_t own = own_floats(any_sorted(layers + first, next - first));
         if (!scratch || !own_scratch.get(own)) return -3;
         int wanted = worthwhile(threads, products);
-        Call *calls = (Call *)scratch;
-        int64_t *ends = (int64_t *)(calls + (next - first));
+        MatmulArgs *args = (MatmulArgs *)scratch;
+        int64_t *ends = (int64_t *)(args + (next - first));
         scratch = (float *)(ends + (next - first));
         for (int64_t i = 0; first + i < next; i++) {
             const Layer &layer = layers[first + i];
             const int64_t m = rows[first + i];
-            calls[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
-            if (has_faulty_rows(calls[i])) return -4;
-            ends[i] = parts += calls[i].cut.parts;
+            args[i] = prepare(layer, x, x_dtype, m, x_stride, y, y_dtype, y_stride, scratch, wanted);
+            if (has_faulty_rows(args[i])) return -4;
+            ends[i] = parts += args[i].outputs.parts;
             scratch += hfq_scratch(&layer, m);
             x += m * x_stride * (x_dtype == F32 ? 4 : 2), y += m * y_stride * (y_dtype == F32 ? 4 : 2);
         }
-        Group group = {calls, ends};
+        Group group = {args, ends};
         run_parts({group_part, &group, parts, own}, threads, wanted);
     }
     return 0;

@@ -36,23 +36,23 @@ struct Layer {
 };
 
 // A layer's outputs in numbered parts of `width`: the first begins at 0, and the last takes what is left.
-struct Cut {
-    int64_t outputs, begin, width, parts;  // the first would begin at `begin`, which is 0 or less
+struct OutputParts {
+    int64_t total, begin, width, parts;  // the first would begin at `begin`, which is 0 or less
     int64_t first(int64_t part) const { return part == 0 ? 0 : begin + part * width; }
-    int64_t count(int64_t part) const { return (part + 1 == parts ? outputs : begin + (part + 1) * width) - first(part); }
+    int64_t count(int64_t part) const { return (part + 1 == parts ? total : begin + (part + 1) * width) - first(part); }
 };
 
-// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `digits` are the activations as integers, three
-// bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of digits.
-struct Call {
+// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `limbs` are the activations as integers, three
+// bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of limbs.
+struct MatmulArgs {
     const Layer *layer;
     const float *x32;
     int64_t rows, stride;
-    Cut cut;
+    OutputParts outputs;
     char *y;
     int64_t y_stride;
     int32_t y_dtype;
-    const char *digits;
+    const char *limbs;
     const float *units;
     const int32_t *totals;
     const float *ordered;  // where e4m3 codes are read as small floats: the activations for that, and after them two factors for each row
@@ -77,8 +77,8 @@ const int64_t PASS = 8;              // activation rows that share one decoding 
 const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
 const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
-const int64_t DIGITS = 3;            // bytes of an activation as an integer
-const int64_t DIGIT_ROWS = 8;        // the most activation rows for which rows of codes are multiplied as integers
+const int64_t LIMBS = 3;             // bytes of an activation as an integer
+const int64_t LIMB_ROWS = 8;         // the most activation rows for which rows of codes are multiplied as integers
 const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
 const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h), of which three floats each are kept
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
@@ -189,10 +189,10 @@ HFQ_INLINE float zero_at(const Layer &layer, int64_t group, int64_t n) {
     return (float)value;
 }
 
-HFQ_INLINE void put(const Call &call, int64_t m, int64_t n, float value) {
-    char *row = call.y + (m * call.y_stride + n) * (call.y_dtype == F32 ? 4 : 2);
-    if (call.y_dtype == F32) { memcpy(row, &value, 4); return; }
-    uint16_t half = call.y_dtype == BF16 ? float_to_bfloat(value) : float_to_half(value);
+HFQ_INLINE void put(const MatmulArgs &args, int64_t m, int64_t n, float value) {
+    char *row = args.y + (m * args.y_stride + n) * (args.y_dtype == F32 ? 4 : 2);
+    if (args.y_dtype == F32) { memcpy(row, &value, 4); return; }
+    uint16_t half = args.y_dtype == BF16 ? float_to_bfloat(value) : float_to_half(value);
     memcpy(row, &half, 2);
 }
 
@@ -226,7 +226,7 @@ HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
 // Whether the codes are integers, and a group's scale can be taken out of the sum.
 HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
     if (has_columns(layer)) return !is_scattered(layer);
-    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > DIGIT_ROWS) return false;
+    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > LIMB_ROWS) return false;
     if (layer.row_zeros > OUTPUT_WORDS || layer.scale_step != 1) return false;
     bool is_single = layer.block_in >= layer.in_features;
     return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 || layer.block_in == 16;
@@ -234,11 +234,11 @@ HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
 
 HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Of one activation row as integers: bytes of digits, spans with a unit of their own, and totals.
+// Of one activation row as integers: bytes of limbs, spans with a unit of their own, and totals.
 HFQ_INLINE int64_t group_chunks(const Layer &layer) { return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK; }
 HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
-HFQ_INLINE int64_t digits_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
-    return DIGITS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
+HFQ_INLINE int64_t limbs_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
+    return LIMBS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
 }
 HFQ_INLINE int64_t spans(const Layer &layer) {
     return has_columns(layer) ? layer.groups * group_spans(layer) : up(layer.in_features, SPAN) / SPAN;
@@ -264,14 +264,14 @@ HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
 
 // Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the others begin with a line of the cache; not
 // where threads have so few columns each that one would be long at what its part has more.
-HFQ_INLINE Cut cut_outputs(const Layer &layer, int64_t width, int threads = 1, bool by_lines = false) {
+HFQ_INLINE OutputParts cut_outputs(const Layer &layer, int64_t width, int threads = 1, bool by_lines = false) {
     const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns
     const bool is_even = threads <= 1 || layer.out_features >= 16 * together * threads;
     return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width, (layer.out_features + width - 1) / width};
 }
 
 // Columns from where a line begins to the n-th, with which a part or strip begins; they are nobody's.
-HFQ_INLINE int64_t skipped_before(const Layer &layer, const Cut &cut, int64_t n) { return cut.begin ? after_line(layer, n) : 0; }
+HFQ_INLINE int64_t skipped_before(const Layer &layer, const OutputParts &outputs, int64_t n) { return outputs.begin ? after_line(layer, n) : 0; }
 
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }

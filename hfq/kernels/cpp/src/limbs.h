@@ -1,15 +1,15 @@
 // Activations as integers. Included by instruction_set.h in the
 // namespace of each instruction set.
 //
-// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of three digits of eight bits,
+// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of three limbs of eight bits,
 // each with a sign. Products with codes of up to eight bits, their sums and a zero point times the sum of the activations are integers
-// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once. bfloat16 has eight digits of its own: of most
-// activations in it the lowest digit is zero, and columns leave out the products of those.
+// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once. bfloat16 has eight significant bits: of most
+// activations in it the lowest limb is zero, and columns leave out the products of those.
 
-// Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `digits` are, with signs.
+// Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `limbs` are, with signs.
 struct Integers {
     int32_t values[SPAN], highs[SPAN];
-    uint32_t digits[SPAN];
+    uint32_t limbs[SPAN];
     float unit;
 };
 static void to_integers(const float *x, int64_t count, Integers &out) {
@@ -23,23 +23,23 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
         vf scaled = load<vf>(x + k) * factor * other, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
         vi value = __builtin_convertvector(scaled + half, vi);
         store(out.values + k, value), store(out.highs + k, (value + 0x8080) >> 16);
-        store(out.digits + k, ((vu)value + 0x808080u) ^ 0x808080u);
+        store(out.limbs + k, ((vu)value + 0x808080u) ^ 0x808080u);
     }
     out.unit = as_float(power > 126 ? 1u << (149 - power) : (uint32_t)(127 - power) << 23);
 }
 
-// The three digits of 32 integers, the highest first: of each four bytes that follow each other, the ones from `order` on, eight apart.
+// The three limbs of 32 integers, the highest first: of each four bytes that follow each other, the ones from `order` on, eight apart.
 typedef uint32_t Eight __attribute__((vector_size(32)));
-static HFQ_INLINE void put_digits(const uint32_t *digits, const uint8_t *order, char *to, int64_t apart) {
+static HFQ_INLINE void put_limbs(const uint32_t *limbs, const uint8_t *order, char *to, int64_t apart) {
     uint32_t found[32];
-    for (int i = 0; i < 32; i++) found[i] = digits[order[i]];
+    for (int i = 0; i < 32; i++) found[i] = limbs[order[i]];
     const Eight a = load<Eight>(found), b = load<Eight>(found + 8), c = load<Eight>(found + 16), d = load<Eight>(found + 24);
     HFQ_UNROLL
     for (int i = 0, shift = 16; i < 3; i++, shift -= 8, to += apart)
         store(to, (a >> shift & 255u) | (b >> shift & 255u) << 8 | (c >> shift & 255u) << 16 | d >> shift << 24);
 }
 
-// The sums of the highest digits, and of what the lower ones make.
+// The sums of the highest limbs, and of what the lower ones make.
 static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, int32_t &high, int32_t &low) {
     int32_t sum = high = 0;
     if (count % W == 0) {
@@ -62,8 +62,8 @@ static HFQ_INLINE int byte_of(const Layer &layer, int k) {
     return layer.bits == 4 ? k % 8 / 2 : layer.bits == 2 ? k % 16 / 4 : k / 8;
 }
 
-// By chunk: [digit][vector][byte]; totals of a span: of the highest digits, and of the two others.
-static void count_columns(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
+// By chunk: [limb][vector][byte]; totals of a span: of the highest limbs, and of the two others.
+static void count_columns(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     int64_t size = layer.in_features;
     uint8_t order[CHUNK];
     for (int k = 0; k < CHUNK; k++) order[8 * byte_of(layer, k) + vector_of(layer, k)] = (uint8_t)k;
@@ -75,35 +75,35 @@ static void count_columns(const Layer &layer, const float *x, char *digits, floa
             to_integers(x + least(k, size), count, found);
             *units = found.unit;
             add_up(found, 0, SPAN, sums[0], sums[1]);
-            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK) put_digits(found.digits + i, order, digits + i * DIGITS, CHUNK);
-            digits += least(SPAN, left * CHUNK) * DIGITS;
+            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK) put_limbs(found.limbs + i, order, limbs + i * LIMBS, CHUNK);
+            limbs += least(SPAN, left * CHUNK) * LIMBS;
         }
     }
 }
 
-// By 8 * W codes: [digit][the first or second code of a byte][bytes]; totals of the highest digits, and of the two others, for each
+// By 8 * W codes: [limb][the first or second code of a byte][bytes]; totals of the highest limbs, and of the two others, for each
 // eight codes, times what takes the codes' offset off a sum.
-static void count_rows(const Layer &layer, const float *x, char *digits, float *units, int32_t *sums) {
+static void count_rows(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     uint8_t order[2][32];  // of 64 codes
     for (int i = 0; i < 64; i++) order[i / 32][i % 32] = (uint8_t)(2 * (i % 8 * 4 + i % 32 / 8) + (i / 32 != (layer.high_first != 0)));
     for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {
         Integers found;
         to_integers(x + k, least(SPAN, layer.in_features - k), found);
         *units = found.unit * layer.unit;
-        for (int64_t i = 0; i < SPAN; i += 8 * W, digits += DIGITS * 8 * W, sums += 2 * W) {
+        for (int64_t i = 0; i < SPAN; i += 8 * W, limbs += LIMBS * 8 * W, sums += 2 * W) {
             for (int64_t lane = 0; lane < W; lane++) {
                 int32_t high, low;
                 add_up(found, i + 8 * lane, 8, high, low);
                 sums[lane] = -layer.offset * high, sums[W + lane] = -layer.offset * low;
             }
             for (int64_t j = 0; j < 8 * W; j += 64)
-                for (int half = 0; half < 2; half++) put_digits(found.digits + i + j, order[half], digits + j / 2 + half * 4 * W, 8 * W);
+                for (int half = 0; half < 2; half++) put_limbs(found.limbs + i + j, order[half], limbs + j / 2 + half * 4 * W, 8 * W);
         }
     }
 }
 
-static void count_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, char *digits, float *units, int32_t *sums) {
+static void count_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, char *limbs, float *units, int32_t *sums) {
     for (int64_t m = 0; m < rows; m++)
         (has_columns(layer) ? count_columns : count_rows)(
-            layer, x32 + m * stride, digits + m * digits_nbytes(layer), units + m * spans(layer), sums + m * totals(layer));
+            layer, x32 + m * stride, limbs + m * limbs_nbytes(layer), units + m * spans(layer), sums + m * totals(layer));
 }

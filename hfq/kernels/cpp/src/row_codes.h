@@ -10,11 +10,11 @@ template <int KIND> static HFQ_INLINE vf decode(const char *p) {
 
 // The values of W codes of four bits.
 static HFQ_INLINE vf look_up(vu codes, const float *values) {
-#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
     __m256 low = _mm256_permutevar8x32_ps((__m256)load<vf>(values), (__m256i)codes);
     __m256 high = _mm256_permutevar8x32_ps((__m256)load<vf>(values + 8), (__m256i)codes);
     return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 28)));
-#elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
     return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)load<vf>(values));
 #else
     vf out;
@@ -26,10 +26,10 @@ static HFQ_INLINE vf look_up(vu codes, const float *values) {
 static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int first) {
     vu words = (vu){} + load32(p), shifts;
     for (int i = 0; i < W; i++) shifts[i] = (uint32_t)(i % 8 * 4);
-#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)  // lane by lane, compilers take ten times as long
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)  // lane by lane, compilers take ten times as long
     const __m512i second = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     words = (vu)_mm512_permutexvar_epi32(second, _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i *)p)));
-#elif HFQ_PASS == 2
+#elif HFQ_ISA == 2
     for (int i = 8; i < W; i++) words[i] = load32(p + 4);
 #endif
     return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
@@ -38,11 +38,11 @@ static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int firs
 // Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next place.
 static HFQ_INLINE vf decode_quads(const char *p, int place) {
     vu words;
-#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
     const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
     const __m256i eight = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     words = (vu)_mm512_broadcast_i64x4(eight) >> ((vu)places + (uint32_t)(4 * place));
-#elif HFQ_PASS == 2
+#elif HFQ_ISA == 2
     uint16_t narrow[8];
     __builtin_memcpy(narrow, p, 16);
     for (int i = 0; i < W; i++) words[i] = (uint32_t)narrow[i % 8] >> 4 * (place + i / 8);
@@ -90,7 +90,7 @@ template <int KIND> static HFQ_INLINE void decode_two(const char *row, int64_t k
         low = from_int8(p), high = from_int8(p + W);
         return;
     }
-#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
     __m128i bytes = _mm_loadu_si128((const __m128i *)p);
     __m256i wide = KIND == E4M3
         ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF))

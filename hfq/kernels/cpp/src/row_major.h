@@ -47,7 +47,7 @@ static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *
 
 // At least eight floats: no more are read where that could leave a line of the cache.
 static HFQ_INLINE vf load_eight(const float *p) {
-#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
     return (vf)_mm512_castps256_ps512(_mm256_loadu_ps(p));
 #else
     return load<vf>(p);
@@ -103,10 +103,10 @@ static HFQ_INLINE int64_t next_group(const IntegerCodes &of, int64_t group, int6
 }
 
 // The products of one output row and ROWS activation rows, all as integers.
-template <int ROWS> static void dot_integers(const Call &call, int64_t row, int64_t n, float *scratch) {
-    const Layer &layer = *call.layer;
+template <int ROWS> static void dot_integers(const MatmulArgs &args, int64_t row, int64_t n, float *scratch) {
+    const Layer &layer = *args.layer;
     const IntegerCodes of(layer);
-    const int64_t each = digits_nbytes(layer), padded = of.padded;
+    const int64_t each = limbs_nbytes(layer), padded = of.padded;
     IntegerRow from;
     from.open(of, n, scratch);
     vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
@@ -127,18 +127,18 @@ template <int ROWS> static void dot_integers(const Call &call, int64_t row, int6
         else scale = from.take<false, false>(of, at, group, first, second);
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++) {
-            const char *digits = call.digits + (row + m) * each + DIGITS * k;
-            const int32_t *totals = call.totals + (row + m) * (padded / 4) + k / 4;
-            vs sum[DIGITS];
+            const char *limbs = args.limbs + (row + m) * each + LIMBS * k;
+            const int32_t *totals = args.totals + (row + m) * (padded / 4) + k / 4;
+            vs sum[LIMBS];
             HFQ_UNROLL
-            for (int d = 0; d < DIGITS; d++)
-                sum[d] = dot_bytes(first, load<vsb>(digits + 8 * W * d)) + dot_bytes(second, load<vsb>(digits + 8 * W * d + 4 * W));
+            for (int d = 0; d < LIMBS; d++)
+                sum[d] = dot_bytes(first, load<vsb>(limbs + 8 * W * d)) + dot_bytes(second, load<vsb>(limbs + 8 * W * d + 4 * W));
             vi high = dot_shorts(sum[0], ones) + load<vi>(totals);
             vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + W);
-            total[m] = fma(of_digits(high, low) * all(call.units[(row + m) * (padded / SPAN) + k / SPAN]), scale, total[m]);
+            total[m] = fma(of_limbs(high, low) * all(args.units[(row + m) * (padded / SPAN) + k / SPAN]), scale, total[m]);
         }
     }
-    for (int m = 0; m < ROWS; m++) put(call, row + m, n, sum_of(total[m]));
+    for (int m = 0; m < ROWS; m++) put(args, row + m, n, sum_of(total[m]));
 }
 
 // sums[r][m] += w[r] . x[m] over a step of decoded weights, for 4 output rows and ROWS activation rows.
@@ -166,56 +166,56 @@ static void multiply_step(const float *w, const float *x, int64_t stride, int64_
         for (int m = 0; m < ROWS; m++) store(sums + r * sum_stride + m * W, sum[r][m]);
 }
 
-template <int KIND> static void rows_tile(const Call &call, int64_t n, int64_t count, float *scratch) {
-    const Layer &layer = *call.layer;
+template <int KIND> static void rows_tile(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *args.layer;
     float *w = scratch, *sums = scratch + TILE_ROWS * STEP;
-    int64_t sum_stride = call.rows * W;
+    int64_t sum_stride = args.rows * W;
     __builtin_memset(scratch, 0, sizeof(float) * (TILE_ROWS * STEP + TILE_ROWS * sum_stride));
     for (int64_t k = 0; k < layer.in_features; k += STEP) {
         int64_t length = least(STEP, layer.in_features - k);
         if (length < STEP) __builtin_memset(w, 0, sizeof(float) * TILE_ROWS * STEP);
         for (int64_t r = 0; r < count; r++) decode_row<KIND>(layer, n + r, k, length, w + r * STEP);
         for (int64_t r = 0; r < count; r += 4)
-            for (int64_t m = 0; m < call.rows; m += 3) {
+            for (int64_t m = 0; m < args.rows; m += 3) {
                 float *to = sums + r * sum_stride + m * W;
-                const float *x = call.x32 + m * call.stride + k;
-                if (call.rows - m >= 3) multiply_step<3>(w + r * STEP, x, call.stride, length, to, sum_stride);
-                else if (call.rows - m == 2) multiply_step<2>(w + r * STEP, x, call.stride, length, to, sum_stride);
-                else multiply_step<1>(w + r * STEP, x, call.stride, length, to, sum_stride);
+                const float *x = args.x32 + m * args.stride + k;
+                if (args.rows - m >= 3) multiply_step<3>(w + r * STEP, x, args.stride, length, to, sum_stride);
+                else if (args.rows - m == 2) multiply_step<2>(w + r * STEP, x, args.stride, length, to, sum_stride);
+                else multiply_step<1>(w + r * STEP, x, args.stride, length, to, sum_stride);
             }
     }
     for (int64_t r = 0; r < count; r++)
-        for (int64_t m = 0; m < call.rows; m++) put(call, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
+        for (int64_t m = 0; m < args.rows; m++) put(args, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
 }
 
-template <int KIND> static void rows_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    bool direct = KIND != QUADS && !call.layer->index_nbytes;
-    if (call.rows > 1 || !direct) return rows_tile<KIND>(call, n, count, scratch);
+template <int KIND> static void rows_of(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    bool direct = KIND != QUADS && !args.layer->index_nbytes;
+    if (args.rows > 1 || !direct) return rows_tile<KIND>(args, n, count, scratch);
     if constexpr (KIND != QUADS)
-        for (int64_t r = n; r < n + count; r++) put(call, 0, r, dot_row<KIND>(*call.layer, r, call.x32));
+        for (int64_t r = n; r < n + count; r++) put(args, 0, r, dot_row<KIND>(*args.layer, r, args.x32));
 }
 
-static void integers_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    for (int64_t row = 0; row < call.rows; row += 4)
-        for (int64_t r = n; r < n + count; r++) switch (call.rows - row) {
-            case 1: dot_integers<1>(call, row, r, scratch); break;
-            case 2: dot_integers<2>(call, row, r, scratch); break;
-            case 3: dot_integers<3>(call, row, r, scratch); break;
-            default: dot_integers<4>(call, row, r, scratch);
+static void integers_of(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    for (int64_t row = 0; row < args.rows; row += 4)
+        for (int64_t r = n; r < n + count; r++) switch (args.rows - row) {
+            case 1: dot_integers<1>(args, row, r, scratch); break;
+            case 2: dot_integers<2>(args, row, r, scratch); break;
+            case 3: dot_integers<3>(args, row, r, scratch); break;
+            default: dot_integers<4>(args, row, r, scratch);
         }
 }
 
 static void rows_part(const void *context, int64_t part, float *scratch) {
-    const Call &call = *(const Call *)context;
-    const int64_t n = call.cut.first(part), count = call.cut.count(part);
-    if (call.digits) return integers_of(call, n, count, scratch);
-    if (call.ordered) return ordered_of(call, n, count, scratch);
-    switch (call.layer->kind) {
-        case E4M3: return rows_of<E4M3>(call, n, count, scratch);
-        case E5M2: return rows_of<E5M2>(call, n, count, scratch);
-        case INT8: return rows_of<INT8>(call, n, count, scratch);
-        case QUADS: return rows_of<QUADS>(call, n, count, scratch);
-        default: return rows_of<NIBBLES>(call, n, count, scratch);
+    const MatmulArgs &args = *(const MatmulArgs *)context;
+    const int64_t n = args.outputs.first(part), count = args.outputs.count(part);
+    if (args.limbs) return integers_of(args, n, count, scratch);
+    if (args.ordered) return ordered_of(args, n, count, scratch);
+    switch (args.layer->kind) {
+        case E4M3: return rows_of<E4M3>(args, n, count, scratch);
+        case E5M2: return rows_of<E5M2>(args, n, count, scratch);
+        case INT8: return rows_of<INT8>(args, n, count, scratch);
+        case QUADS: return rows_of<QUADS>(args, n, count, scratch);
+        default: return rows_of<NIBBLES>(args, n, count, scratch);
     }
 }
 

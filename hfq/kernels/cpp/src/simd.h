@@ -1,7 +1,7 @@
 // Vectors of an instruction set, and activations as floats. Included by instruction_set.h in the
 // namespace of each instruction set.
 
-#if HFQ_PASS == 2
+#if HFQ_ISA == 2
 const int W = 16;
 #else
 const int W = 8;
@@ -29,7 +29,7 @@ static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf);
 
 // W int8 as floats; W bytes without a sign as integers; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
 // in each 128 bits; W floats by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
-#if HFQ_PASS == 1 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
 static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -42,7 +42,7 @@ static HFQ_INLINE vb low_bytes(vb a, vb b) { return (vb)_mm256_unpacklo_epi8((__
 static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
-#elif HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
 static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -101,25 +101,25 @@ static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 // What the compiler must have in a register here: it would make all terms of a sum first, which registers do not hold, or load a word
 // again for each use.
 template <class V> static HFQ_INLINE void keep_here(V &value) {
-#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
+#if HFQ_ISA != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
     __asm__("" : "+v"(value));
 #endif
 }
 
 // The same of a place in memory, which is gone to from the last: the compiler would keep one for each step.
 static HFQ_INLINE void keep_place(const char *&place) {
-#if HFQ_PASS != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
+#if HFQ_ISA != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
     __asm__("" : "+r"(place));
 #endif
 }
 
-// What the sums of the highest digits, and of the two others, stand for.
-static HFQ_INLINE vf of_digits(vi high, vi low) {
+// What the sums of the highest limbs, and of the two others, stand for.
+static HFQ_INLINE vf of_limbs(vi high, vi low) {
     return fma(__builtin_convertvector(high, vf), all(65536.0f), __builtin_convertvector(low, vf));
 }
 
 static HFQ_INLINE float sum_of(vf v) {
-#if HFQ_PASS == 2 && !defined(HFQ_EMULATE)
+#if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
     const __m512 halves = _mm512_add_ps((__m512)v, _mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4E));
     const __m512 fourths = _mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xB1));
     const __m512 pairs = _mm512_add_ps(fourths, _mm512_permute_ps(fourths, 0x4E));

@@ -107,11 +107,11 @@ static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const fl
 }
 
 template <int ROWS, int OUT, bool SCALED>
-static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
-    const Layer &layer = *call.layer;
+static void ordered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
+    const Layer &layer = *args.layer;
     const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
     const int64_t lead = up(AHEAD, OUT * layer.row_nbytes);  // the same channels of a later row
-    const float *factors = call.ordered + call.rows * ordered_columns(layer) + 2 * row;
+    const float *factors = args.ordered + args.rows * ordered_columns(layer) + 2 * row;
     vf total[TILE_ROWS][ROWS] = {};
     vb worst[TILE_ROWS] = {};
     for (int64_t k = 0; k < size; k += step)
@@ -126,30 +126,30 @@ static void ordered_tile(const Call &call, int64_t row, int64_t n, int64_t count
         for (int i = 0; i < 4 * W; i++) found = found > magnitudes[i] ? found : magnitudes[i];
         for (int m = 0; m < ROWS; m++) {
             float sum = sum_of(total[r][m]) * unit * factors[2 * m] * factors[2 * m + 1];
-            put(call, row + m, n + r, found == 0x7F ? as_float(0x7FC00000) : sum);
+            put(args, row + m, n + r, found == 0x7F ? as_float(0x7FC00000) : sum);
         }
     }
 }
 
 // The output rows [n, stop) of a part, which share their scales or have their own.
-template <int ROWS, int OUT> static void ordered_pass(const Call &call, int64_t row, int64_t n, int64_t stop, float *scratch) {
-    const Layer &layer = *call.layer;
-    const float *x = call.ordered + row * ordered_columns(layer);
+template <int ROWS, int OUT> static void ordered_pass(const MatmulArgs &args, int64_t row, int64_t n, int64_t stop, float *scratch) {
+    const Layer &layer = *args.layer;
+    const float *x = args.ordered + row * ordered_columns(layer);
     const bool shared = shares_scales(layer, ROWS);
     const float unit = shared ? scale_ordered(layer, n, ROWS, x, scratch) : 1.0f;
     for (; n < stop; n += TILE_ROWS) {
         const int64_t count = least(TILE_ROWS, stop - n);
-        if (shared) ordered_tile<ROWS, OUT, true>(call, row, n, count, scratch, unit);
-        else ordered_tile<ROWS, OUT, false>(call, row, n, count, x, 1.0f);
+        if (shared) ordered_tile<ROWS, OUT, true>(args, row, n, count, scratch, unit);
+        else ordered_tile<ROWS, OUT, false>(args, row, n, count, x, 1.0f);
     }
 }
 
-static void ordered_of(const Call &call, int64_t n, int64_t count, float *scratch) {
-    const bool alone = call.layer->in_features <= ORDERED_ALONE;
-    for (int64_t row = 0; row < call.rows; row += 4) switch (call.rows - row) {
-        case 1: (alone ? ordered_pass<1, 1> : ordered_pass<1, 2>)(call, row, n, n + count, scratch); break;
-        case 2: ordered_pass<2, 1>(call, row, n, n + count, scratch); break;
-        case 3: ordered_pass<3, 1>(call, row, n, n + count, scratch); break;
-        default: ordered_pass<4, 1>(call, row, n, n + count, scratch);
+static void ordered_of(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    const bool alone = args.layer->in_features <= ORDERED_ALONE;
+    for (int64_t row = 0; row < args.rows; row += 4) switch (args.rows - row) {
+        case 1: (alone ? ordered_pass<1, 1> : ordered_pass<1, 2>)(args, row, n, n + count, scratch); break;
+        case 2: ordered_pass<2, 1>(args, row, n, n + count, scratch); break;
+        case 3: ordered_pass<3, 1>(args, row, n, n + count, scratch); break;
+        default: ordered_pass<4, 1>(args, row, n, n + count, scratch);
     }
 }

@@ -21,10 +21,10 @@ Team team = nullptr;
 bool has_short();
 
 // Memory that grows to the most that a call asks for; null where there is none.
-struct Kept {
+struct ThreadScratch {
     float *memory = nullptr;
     int64_t size = 0;
-    ~Kept() { free(memory); }
+    ~ThreadScratch() { free(memory); }
     float *get(int64_t floats) {
         if (floats > size) {
             free(memory);
@@ -34,9 +34,9 @@ struct Kept {
         return memory;
     }
 };
-thread_local Kept own_scratch;   // of each thread: one without leaves all parts to others, and a caller without computes nothing
-thread_local Kept kept_scratch;  // of a caller, for activations as the kernels read them: see hfq_scratch
-thread_local Kept kept_orders;   // of a caller, for sorted layers
+thread_local ThreadScratch own_scratch;   // of each thread: one without leaves all parts to others, and a caller without computes nothing
+thread_local ThreadScratch activation_scratch;  // of a caller, for activations as the kernels read them: see hfq_scratch
+thread_local ThreadScratch order_scratch;   // of a caller, for sorted layers
 
 // Numbered parts of a piece of work, and the floats that each thread takes for it.
 struct Parts {

@@ -1,7 +1,7 @@
 // Products of activations that were counted as integers, by AVX-512's dot products of bytes (VNNI). Included by kernels.cpp, after its
-// instruction sets, whose order of digits, scales and sums it takes: results are bit for bit those of AVX-512 without.
+// instruction sets, whose order of limbs, scales and sums it takes: results are bit for bit those of AVX-512 without.
 //
-// Four codes without a sign times four digits with one are added to a lane of int32 at once, so that a digit's sums stay in a register.
+// Four codes without a sign times four limbs with one are added to a lane of int32 at once, so that a limb's sums stay in a register.
 
 #if !defined(HFQ_EMULATE)
 #define HFQ_VNNI
@@ -25,14 +25,14 @@ const int64_t BELOW_THREE = 16; // the same of 3 bits
 const int64_t NEAR = 256;       // bytes of words, along a row, after which those are read that are brought to the first cache
 const int64_t FAR = 8192;       // bytes of rows of codes that are asked for before they are read
 const int64_t FOUR = 4;         // channels whose codes are multiplied, and added up, at once
-const int MOST_ALONE = 2;       // fours of a chunk whose lowest digits are multiplied by themselves
+const int MOST_ALONE = 2;       // fours of a chunk whose lowest limbs are multiplied by themselves
 const int64_t TOGETHER = 2;     // output rows of codes that are read side by side
 
 bool detect() {
 #if defined(HFQ_EMULATE)
     return true;
 #else
-    return processor::found().vnni;
+    return cpu_features::found().vnni;
 #endif
 }
 

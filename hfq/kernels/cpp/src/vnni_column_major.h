@@ -1,20 +1,20 @@
 // Columns. Included by vnni.h, in its namespace.
 
-// A span of activation rows: digits, sums of digits and units of the first of them, and how far they are from a row to the next.
+// A span of activation rows: limbs, sums of limbs and units of the first of them, and how far they are from a row to the next.
 struct Span {
-    const char *digits;
+    const char *limbs;
     const int32_t *totals;
     const float *units;
-    int64_t digits_apart, totals_apart, units_apart, chunks;
-    uint32_t whole;   // which chunks' lowest digits are multiplied with the others
-    uint32_t lowest;  // and of other chunks, which fours of channels have lowest digits, in any row; AWQ's rows are looked up one by one
+    int64_t limbs_apart, totals_apart, units_apart, chunks;
+    uint32_t whole;   // which chunks' lowest limbs are multiplied with the others
+    uint32_t lowest;  // and of other chunks, which fours of channels have lowest limbs, in any row; AWQ's rows are looked up one by one
     HFQ_INLINE Span from(int64_t row) const {
-        return {digits + row * digits_apart, totals + row * totals_apart, units + row * units_apart,
-                digits_apart, totals_apart, units_apart, chunks, whole, lowest};
+        return {limbs + row * limbs_apart, totals + row * totals_apart, units + row * units_apart,
+                limbs_apart, totals_apart, units_apart, chunks, whole, lowest};
     }
     Span part(int64_t first, int64_t count) const {  // some of its chunks
         const uint32_t marks = (uint32_t)(lowest >> 8 * first & ((1ull << 8 * count) - 1));
-        return {digits + first * DIGITS * CHUNK, totals, units, digits_apart, totals_apart, units_apart, count, whole >> first, marks};
+        return {limbs + first * LIMBS * CHUNK, totals, units, limbs_apart, totals_apart, units_apart, count, whole >> first, marks};
     }
 };
 
@@ -67,16 +67,16 @@ template <int BITS> struct Packed {
     }
 };
 
-// Activations of bfloat16 have lowest digits where they are below 2**-7 of a span's largest: a few of a row, in many of its chunks.
+// Activations of bfloat16 have lowest limbs where they are below 2**-7 of a span's largest: a few of a row, in many of its chunks.
 template <int BITS> static void find_lowest(Span &span, int64_t rows) {
     static_assert(CHUNK / FOUR == 8 && SPAN / FOUR <= 32, "a byte of marks for a chunk, and a word for a span");
     const int most_alone = BITS == 3 ? 0 : MOST_ALONE;  // three bits are unpacked by chunks
     span.whole = span.lowest = 0;
     for (int64_t c = 0; c < span.chunks; c++) {
-        const char *digits = span.digits + (c * DIGITS + DIGITS - 1) * CHUNK;
+        const char *limbs = span.limbs + (c * LIMBS + LIMBS - 1) * CHUNK;
         uint32_t marks = 0;
         for (int64_t m = 0; m < rows; m++)
-            for (int i = 0; i < 8; i++) marks |= (uint32_t)(load32(digits + m * span.digits_apart + FOUR * i) != 0) << i;
+            for (int i = 0; i < 8; i++) marks |= (uint32_t)(load32(limbs + m * span.limbs_apart + FOUR * i) != 0) << i;
         if (__builtin_popcount(marks) > most_alone) span.whole |= 1u << c;
         else span.lowest |= marks << 8 * c;
     }
@@ -93,9 +93,9 @@ template <int BITS> constexpr bool is_parted() { return most_chunks<BITS>() < SP
 template <int BITS> constexpr int vectors(int64_t rows) { return BITS == 0 ? 8 : rows == 1 && (BITS == 2 || BITS == 4) ? 4 : 2; }
 template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : BITS; }  // of a chunk
 
-// Sums of the highest, the middle and the lowest digits of ROWS activation rows times VECTORS columns' vectors.
+// Sums of the highest, the middle and the lowest limbs of ROWS activation rows times VECTORS columns' vectors.
 template <int ROWS, int VECTORS> struct Sums {
-    vi of[DIGITS][ROWS][VECTORS];
+    vi of[LIMBS][ROWS][VECTORS];
     template <class POINTS> HFQ_INLINE void begin(const Span &span, const POINTS &points) {  // at what zero points take off them
         HFQ_UNROLL
         for (int v = 0; v < VECTORS; v++) {
@@ -107,13 +107,13 @@ template <int ROWS, int VECTORS> struct Sums {
             }
         }
     }
-    // Codes of the same four channels of each column, times their digits from FIRST up to LAST.
-    template <int FIRST, int LAST> HFQ_INLINE void add(const vb *codes, const char *digits, int64_t apart) {
+    // Codes of the same four channels of each column, times their limbs from FIRST up to LAST.
+    template <int FIRST, int LAST> HFQ_INLINE void add(const vb *codes, const char *limbs, int64_t apart) {
         HFQ_UNROLL
         for (int m = 0; m < ROWS; m++)
             HFQ_UNROLL
             for (int d = FIRST; d < LAST; d++) {
-                const vsb x = spread(digits + m * apart + d * CHUNK);
+                const vsb x = spread(limbs + m * apart + d * CHUNK);
                 HFQ_UNROLL
                 for (int v = 0; v < VECTORS; v++) of[d][m][v] = dot_four(of[d][m][v], codes[v], x);
             }
@@ -141,7 +141,7 @@ template <int ROWS, int VECTORS> struct Sums {
             HFQ_UNROLL
             for (int m = 0; m < ROWS; m++) {
                 float *y = to.y + m * to.wide + v * W;
-                store(y, fma(scale, of_digits(of[0][m][v], low(m, v)) * all(span.units[m * span.units_apart]), load<vf>(y)));
+                store(y, fma(scale, of_limbs(of[0][m][v], low(m, v)) * all(span.units[m * span.units_apart]), load<vf>(y)));
             }
         }
     }
@@ -151,7 +151,7 @@ template <int BITS> constexpr uint32_t mask() { return BITS == 2 ? 0x03030303u :
 
 // A chunk of codes, straight from their words. Later words are asked for between the products: all at once they would wait for each other.
 template <int BITS, int ROWS, int VECTORS, int COUNT>
-static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, VECTORS> &sums) {
+static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *limbs, int64_t apart, Sums<ROWS, VECTORS> &sums) {
     vb codes[VECTORS];
     if constexpr (BITS == 3) {
         vb all_codes[VECTORS][8];
@@ -161,7 +161,7 @@ static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *d
         for (int i = 0; i < 8; i++) {
             HFQ_UNROLL
             for (int v = 0; v < VECTORS; v++) codes[v] = all_codes[v][i];
-            sums.template add<0, COUNT>(codes, digits + FOUR * i, apart);
+            sums.template add<0, COUNT>(codes, limbs + FOUR * i, apart);
         }
     } else {
         const char *below = words + BELOW * pitch;
@@ -179,15 +179,15 @@ static HFQ_INLINE void add_chunk(const char *words, int64_t pitch, const char *d
             for (int part = 0; part < 8 / BITS; part++) {
                 HFQ_UNROLL
                 for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(word[v] >> BITS * part & mask<BITS>());
-                sums.template add<0, COUNT>(codes, digits + FOUR * (r * (8 / BITS) + part), apart);
+                sums.template add<0, COUNT>(codes, limbs + FOUR * (r * (8 / BITS) + part), apart);
             }
         }
     }
 }
 
-// The lowest digits of the fours of channels that are marked, of a span's.
+// The lowest limbs of the fours of channels that are marked, of a span's.
 template <int BITS, int ROWS, int VECTORS>
-static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *digits, int64_t apart, Sums<ROWS, VECTORS> &sums) {
+static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pitch, const char *limbs, int64_t apart, Sums<ROWS, VECTORS> &sums) {
     const int in_word = 8 / BITS;
     for (; marks; marks &= marks - 1) {
         const int four = __builtin_ctz(marks);
@@ -195,12 +195,12 @@ static HFQ_INLINE void add_lowest(uint32_t marks, const char *words, int64_t pit
         vb codes[VECTORS];
         HFQ_UNROLL
         for (int v = 0; v < VECTORS; v++) codes[v] = (vb)(load<vu>(row + 4 * W * v) >> four % in_word * BITS & mask<BITS>());
-        sums.template add<DIGITS - 1, DIGITS>(codes, digits + four / 8 * DIGITS * CHUNK + four % 8 * FOUR, apart);
+        sums.template add<LIMBS - 1, LIMBS>(codes, limbs + four / 8 * LIMBS * CHUNK + four % 8 * FOUR, apart);
     }
 }
 
 // Four channels of 8 * W columns of AWQ: in the order of unpack<0>, but gathered before a byte's two columns are parted.
-template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t pitch, const char *digits, Sums<1, 8> &sums) {
+template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t pitch, const char *limbs, Sums<1, 8> &sums) {
     vb row[4];
     HFQ_UNROLL
     for (int k = 0; k < 4; k++) row[k] = load<vb>(words + k * pitch);
@@ -210,7 +210,7 @@ template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t 
     for (int v = 0; v < 8; v++) {
         const vb codes = (vb)(pairs[v % 4] >> 4 * (v / 4) & 0x0F0F0F0Fu);
         HFQ_UNROLL
-        for (int i = 0; i < COUNT; i++) sums.of[i][0][v] = dot_four(sums.of[i][0][v], codes, spread(digits + i * CHUNK));
+        for (int i = 0; i < COUNT; i++) sums.of[i][0][v] = dot_four(sums.of[i][0][v], codes, spread(limbs + i * CHUNK));
     }
 }
 
@@ -239,19 +239,19 @@ static void multiply(const Span &span, const char *words, int64_t pitch, Lines *
     Sums<ROWS, VECTORS> sums;
     if (!is_parted<BITS>() || to.begins) sums.begin(span, points);
     else sums.go_on(to);
-    const char *digits = span.digits;
-    if constexpr (BITS != 0 && BITS != 3) add_lowest<BITS>(span.lowest, words, pitch, digits, span.digits_apart, sums);
-    for (int64_t c = 0; c < span.chunks; c++, digits += DIGITS * CHUNK) {
+    const char *limbs = span.limbs;
+    if constexpr (BITS != 0 && BITS != 3) add_lowest<BITS>(span.lowest, words, pitch, limbs, span.limbs_apart, sums);
+    for (int64_t c = 0; c < span.chunks; c++, limbs += LIMBS * CHUNK) {
         if constexpr (BITS == 0) {
             for (int64_t k = 0; k < CHUNK; k += FOUR, words += FOUR * pitch) {
                 HFQ_UNROLL
                 for (int i = 0; i < FOUR && later; i++) later->ask_for_next();
-                if (load32(digits + (DIGITS - 1) * CHUNK + k)) add_four<DIGITS>(words, pitch, digits + k, sums);
-                else add_four<DIGITS - 1>(words, pitch, digits + k, sums);
+                if (load32(limbs + (LIMBS - 1) * CHUNK + k)) add_four<LIMBS>(words, pitch, limbs + k, sums);
+                else add_four<LIMBS - 1>(words, pitch, limbs + k, sums);
             }
         } else {
-            if (span.whole >> c & 1) add_chunk<BITS, ROWS, VECTORS, DIGITS>(words, pitch, digits, span.digits_apart, sums);
-            else add_chunk<BITS, ROWS, VECTORS, DIGITS - 1>(words, pitch, digits, span.digits_apart, sums);
+            if (span.whole >> c & 1) add_chunk<BITS, ROWS, VECTORS, LIMBS>(words, pitch, limbs, span.limbs_apart, sums);
+            else add_chunk<BITS, ROWS, VECTORS, LIMBS - 1>(words, pitch, limbs, span.limbs_apart, sums);
             words += BITS * pitch;
         }
     }
@@ -412,16 +412,16 @@ static void multiply_unpacked(const Part &part, const Span &span, int64_t rows, 
 }
 
 // As integer_tile: span by span, and each of them along the columns, from where a line of the cache begins.
-template <int BITS, int VECTORS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
-    const Layer &layer = *call.layer;
-    const int64_t skipped = skipped_before(layer, call.cut, n);
+template <int BITS, int VECTORS> static void tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    const Layer &layer = *args.layer;
+    const int64_t skipped = skipped_before(layer, args.outputs, n);
     n -= skipped, count += skipped;
     const int64_t wide = up(count, VECTORS * W), pitch = layer.row_nbytes;
     int32_t *high = (int32_t *)(scratch + rows * wide);
     const Columns to = {scratch, high, high + rows * wide, wide, true, true};
     __builtin_memset(scratch, 0, 4 * rows * wide);
-    Span span = {call.digits + row * digits_nbytes(layer), call.totals + row * totals(layer), call.units + row * spans(layer),
-                 digits_nbytes(layer), totals(layer), spans(layer), 0, 0, 0};
+    Span span = {args.limbs + row * limbs_nbytes(layer), args.totals + row * totals(layer), args.units + row * spans(layer),
+                 limbs_nbytes(layer), totals(layer), spans(layer), 0, 0, 0};
     const auto words_of = [](int64_t channels) { return BITS == 0 ? channels : channels * BITS / 32; };
     const char *end = layer.codes + words_of(layer.in_features) * pitch;
     for (int64_t group = 0; group < layer.groups; group++)
@@ -434,23 +434,23 @@ template <int BITS, int VECTORS> static void tile(const Call &call, int64_t row,
             const Part part = {layer, group, n, skipped, count};
             if constexpr (is_packed<BITS>()) multiply_packed<BITS, VECTORS>(part, span, rows, words, to);
             else multiply_unpacked<BITS, VECTORS>(part, span, rows, words, to);
-            span.digits += span.chunks * DIGITS * CHUNK, span.totals += 2, span.units++;
+            span.limbs += span.chunks * LIMBS * CHUNK, span.totals += 2, span.units++;
         }
-    put_columns(call, row, rows, n, skipped, count, scratch, wide, BITS == 0);
+    put_columns(args, row, rows, n, skipped, count, scratch, wide, BITS == 0);
 }
 
-template <int BITS> static void tile(const Call &call, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
-    (rows == 1 ? tile<BITS, vectors<BITS>(1)> : tile<BITS, vectors<BITS>(2)>)(call, row, rows, n, count, scratch);
+template <int BITS> static void tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+    (rows == 1 ? tile<BITS, vectors<BITS>(1)> : tile<BITS, vectors<BITS>(2)>)(args, row, rows, n, count, scratch);
 }
 
-static void multiply_columns(const Call &call, int64_t n, int64_t count, float *scratch) {
-    if (!call.digits || call.layer->scale_dtype > F16) return avx512::multiply_columns(call, n, count, scratch);
-    const int bits = call.layer->kind == AWQ ? 0 : call.layer->bits;
-    for (int64_t row = 0; row < call.rows; row += PASS)
+static void multiply_columns(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {
+    if (!args.limbs || args.layer->scale_dtype > F16) return avx512::multiply_columns(args, n, count, scratch);
+    const int bits = args.layer->kind == AWQ ? 0 : args.layer->bits;
+    for (int64_t row = 0; row < args.rows; row += PASS)
         (bits == 0 ? tile<0> : bits == 2 ? tile<2> : bits == 3 ? tile<3> : bits == 4 ? tile<4> : tile<8>)(
-            call, row, least(PASS, call.rows - row), n, count, scratch);
+            args, row, least(PASS, args.rows - row), n, count, scratch);
 }
 
 static void columns_part(const void *context, int64_t part, float *scratch) {
-    multiply_strips<multiply_columns>(*(const Call *)context, part, scratch);
+    multiply_strips<multiply_columns>(*(const MatmulArgs *)context, part, scratch);
 }
