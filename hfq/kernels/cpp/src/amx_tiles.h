@@ -26,7 +26,7 @@ namespace {
 // Subnormal floats count while this is alive: a caller may have had them taken for zeros (torch.set_flush_denormal).
 struct KeptSubnormals {
 #if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
+    unsigned before = _mm_getcsr();  // MXCSR of the caller
     KeptSubnormals() { _mm_setcsr(before & ~0x8040u); }
     ~KeptSubnormals() { _mm_setcsr(before); }
 #endif
@@ -55,7 +55,13 @@ inline bool detect() {
 // Eight whole tiles for this thread, while this is alive.
 struct Tiles {
     HFQ_AMX_TARGET Tiles() {
-        struct __attribute__((packed)) { uint8_t palette, start, reserved[14]; uint16_t nbytes[16]; uint8_t rows[16]; } shape;
+        struct __attribute__((packed)) {
+            uint8_t palette;       // 1: eight tiles
+            uint8_t start;         // row that an interrupted instruction goes on with
+            uint8_t reserved[14];  // zeros
+            uint16_t nbytes[16];   // bytes per row of each tile
+            uint8_t rows[16];      // rows of each tile
+        } shape;
         memset(&shape, 0, sizeof(shape));
         shape.palette = 1;
         for (int i = 0; i < 8; i++) shape.nbytes[i] = 64, shape.rows[i] = 16;

@@ -32,13 +32,14 @@ const int64_t ROWS_AHEAD = 8;     // rows of codes that are asked for before the
 const int64_t PIECE = 128;        // channels that are summed by themselves, in a tile
 const int64_t MOST_SCALES = 512;  // groups of a row
 
-// What each thread works in: sums of a part, the unpacked codes of two pairs, scales and zero points, what the tiles held, and AWQ's words.
+// What each thread works in.
 struct TileScratch {
-    alignas(64) float totals[MOST_WIDTH * MOST];
-    alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];
-    alignas(64) float scales[MOST_SCALES * PAIR], zeros[MOST_SCALES + 4 * PAIR];
-    alignas(64) float sums[4][256];
-    alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];
+    alignas(64) float totals[MOST_WIDTH * MOST];           // sums of a part, float32
+    alignas(64) char codes[2][PAIR * MOST_DEPTH * 2];      // unpacked codes of two pairs, bfloat16
+    alignas(64) float scales[MOST_SCALES * PAIR];          // scales of groups, float32
+    alignas(64) float zeros[MOST_SCALES + 4 * PAIR];       // zero points of columns, or room for scales, float32
+    alignas(64) float sums[4][256];                        // what four tiles held, float32
+    alignas(64) char words[MOST_DEPTH * MOST_FEW / 2];     // AWQ's words, two codes a byte
 };
 static_assert(sizeof(TileScratch) <= TILED_SCRATCH, "what threads keep is too small");
 

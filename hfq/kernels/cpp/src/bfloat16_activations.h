@@ -4,16 +4,19 @@
 // A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads. Up to HALF rows of a right
 // factor that vectors are multiplied with are halved: [four channels][row][4], so that a row's sums take two lanes.
 
+// Activations that are packed.
 struct Packing {
-    const Layer *layer;
-    const char *x;
-    int64_t rows, x_stride, depth;
-    int32_t dtype;
-    bool apart;  // each row by itself, for bfloat16_dots.h: [64 channels][row][64]
-    bool halved;
-    char *out;
-    float *factors;  // two for each row, which take off again what it was multiplied with
-    alignas(64) int16_t order[64];
+    const Layer *layer;             // what they are multiplied with
+    const char *x;                  // address of the activations, of `dtype`
+    int64_t rows;                   // rows when packed: two for each of float16
+    int64_t x_stride;               // elements from a row of `x` to the next
+    int64_t depth;                  // channels that are unpacked together
+    int32_t dtype;                  // Dtype of `x`, BF16 or F16
+    bool apart;                     // each row by itself, for bfloat16_dots.h: [64 channels][row][64]
+    bool halved;                    // in fours of channels, for sums of two lanes
+    char *out;                      // address of the packed activations, bfloat16
+    float *factors;                 // two per row, which take off again what it was multiplied with
+    alignas(64) int16_t order[64];  // which of 64 channels is the i-th (find_order)
 };
 
 inline int64_t steps(const Layer &layer) { return up(layer.in_features, 2 * CHANNELS) / CHANNELS; }

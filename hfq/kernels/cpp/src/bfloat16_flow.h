@@ -1,18 +1,21 @@
 // One product, and how its sums are made by tiles or by vectors. Included by bfloat16.h, in its namespace.
 
+// One multiplication of packed activations by a layer.
 struct Job {
-    const Layer *layer;
-    const char *x;
-    const float *factors;
-    int64_t rows, depth, lead;
-    OutputParts outputs;
-    char *y;
-    int64_t y_stride;
-    int32_t dtype;  // of x, as it was, and of y
-    bool divides;   // sums by their scales
-    bool by_tiles;  // or else by vectors
-    bool halved;    // the rows are few, and their sums take two lanes each
-    bool apart;     // multiplied row by row (bfloat16_dots.h)
+    const Layer *layer;    // right factor
+    const char *x;         // address of the packed activations, bfloat16
+    const float *factors;  // two per packed row, which its results are multiplied by
+    int64_t rows;          // packed rows: two for each of float16
+    int64_t depth;         // channels that are unpacked together
+    int64_t lead;          // bytes from codes to those that are asked for meanwhile
+    OutputParts outputs;   // how outputs are shared out among threads
+    char *y;               // address of the results, of `dtype`
+    int64_t y_stride;      // elements from a row of `y` to the next
+    int32_t dtype;         // Dtype of the activations before they were packed, and of `y`
+    bool divides;          // whether sums are divided by their scales
+    bool by_tiles;         // whether tiles multiply, or else vectors
+    bool halved;           // whether rows are few and their sums take two lanes each
+    bool apart;            // whether rows are multiplied one by one (bfloat16_dots.h)
 };
 
 inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
@@ -43,21 +46,25 @@ template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const floa
 
 // What a pair of tiles of weights is multiplied with: a block of activations, [32 channels] tiles, or null.
 struct Factor {
-    const char *at;
-    int64_t pitch, step, rows;
+    const char *at;  // address of the first tile, or null
+    int64_t pitch;   // bytes from a tile's row to the next
+    int64_t step;    // bytes from a tile to that of the next channels
+    int64_t rows;    // activation rows of the block
 };
 
 // Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next leave. So tiles multiply
 // while codes are unpacked and sums added up.
 template <bool LEFT> struct TileFlow {
-    const bool divides;
-    float (*sums)[256];
-    amx::Tiles tiles;
+    const bool divides;   // whether sums are divided by their scales
+    float (*sums)[256];   // of up to four tiles, on their way
+    amx::Tiles tiles;     // while this is alive
     struct Sums {
-        int count = 0;  // of tiles
-        const float *scales = nullptr;
-        float *totals = nullptr;
-    } inside, outside;
+        int count = 0;                  // of tiles
+        const float *scales = nullptr;  // of a pair's outputs
+        float *totals = nullptr;        // to which they are added, 256 float32 per tile
+    };
+    Sums inside;   // sums that are in the tiles
+    Sums outside;  // sums that have left them
     TileFlow(const Job &job, TileScratch &work) : divides(job.divides), sums(work.sums) {}
 
     HFQ_INLINE void move() {
@@ -91,7 +98,7 @@ template <bool LEFT> struct TileFlow {
 #if defined(HFQ_AMX)
 // sums += columns' pairs times one pair, in one instruction, for which compilers take two.
 static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pair) {
-    struct __attribute__((packed, may_alias)) Pair { uint32_t bits; };
+    struct __attribute__((packed, may_alias)) Pair { uint32_t bits; /* two bfloat16 */ };
     __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(columns), "m"(*(const Pair *)pair));
 }
 #endif
@@ -99,7 +106,8 @@ static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pai
 // The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are multiplied with those of the
 // 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
 template <bool LEFT> struct VectorFlow {
-    const bool divides, halved;
+    const bool divides;  // whether sums are divided by their scales
+    const bool halved;   // whether a row's sums take two lanes
     VectorFlow(const Job &job, TileScratch &) : divides(job.divides), halved(job.halved) {}
 
     // As below, of one tile and up to HALF rows.

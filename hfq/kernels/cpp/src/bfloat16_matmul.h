@@ -1,13 +1,17 @@
 // Products of what was packed and unpacked, by tiles or by vectors. Included by bfloat16.h, in its namespace.
 
-// Unpacked codes of a pair, of channels from k on, in pieces with a scale each for its outputs; where their sums belong.
+// Unpacked codes of a pair, of channels from k on, in pieces with a scale each for its outputs.
 struct Step {
-    const char *codes;
-    int64_t k, count;
-    struct { int64_t first, stop; const float *scales; } pieces[MOST_DEPTH / CHANNELS];
-    float *totals;
+    const char *codes;  // address of the unpacked codes, bfloat16
+    int64_t k;          // first channel
+    int64_t count;      // number of pieces
+    struct {
+        int64_t first;        // channel
+        int64_t stop;         // channel after the last
+        const float *scales;  // one for each output of the pair
+    } pieces[MOST_DEPTH / CHANNELS];  // in the channels' order
+    float *totals;  // where their sums belong, 256 float32 per tile
 };
-
 // A step's codes times all activations: block by block, whose totals stay near.
 template <bool LEFT, class Flow> static void add_step(const Job &job, Flow &flow, const Step &step) {
     float *totals = step.totals;

@@ -4,9 +4,10 @@
 
 inline uint16_t short_of(float value) { return (uint16_t)(as_bits(value) >> 16); }
 
-// The bfloat16 of the 128 codes without a sign of a float of 8 bits: the higher bytes, and the lower ones.
+// The bfloat16 of the 128 codes without a sign of a float of 8 bits.
 struct Bytes {
-    alignas(64) uint8_t high[128], low[128];
+    alignas(64) uint8_t high[128];  // higher byte of each
+    alignas(64) uint8_t low[128];   // lower byte of each
     explicit Bytes(int kind) {
         for (int code = 0; code < 128; code++) {
             const uint16_t value = short_of(code_value((uint8_t)code, kind));
@@ -33,7 +34,8 @@ const int ZEROED = 16;
 // What codes are looked up in: it stays in registers.
 #if defined(HFQ_AMX)
 template <int KIND> struct Table {
-    __m512i high[2], low[2];
+    __m512i high[2];  // higher bytes of 128 bfloat16; of integers and NIBBLES 32 whole ones in the first
+    __m512i low[2];   // lower bytes of 128 bfloat16
     explicit Table(const Layer &layer) {
         if (KIND == ZEROED) high[0] = all_integers();
         if (KIND == NIBBLES) high[0] = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(layer.values), 16)));
@@ -44,8 +46,8 @@ template <int KIND> struct Table {
 };
 #else
 template <int KIND> struct Table {
-    const Layer &layer;
-    int16_t order[64];
+    const Layer &layer;  // whose codes are unpacked
+    int16_t order[64];   // which of 64 channels is the i-th (find_order)
     explicit Table(const Layer &of) : layer(of) { find_order(of, order); }
 };
 #endif
@@ -229,9 +231,10 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
 // A tile's 32 channels of 16 columns, of which `count` are there; `zeros` are taken off. `rows` of words are there.
 #if defined(HFQ_AMX)
 struct Columns {
-    const char *words;
-    int64_t pitch, rows;
-    __mmask16 mask;
+    const char *words;  // address of the first word
+    int64_t pitch;      // bytes from a row of words to the next
+    int64_t rows;       // rows of words that are there
+    __mmask16 mask;     // bit per column that is there
     HFQ_INLINE __m512i word(int64_t row) const {
         return row < rows ? _mm512_maskz_loadu_epi32(mask, words + row * pitch) : _mm512_setzero_si512();
     }

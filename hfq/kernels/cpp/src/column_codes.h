@@ -3,12 +3,14 @@
 //
 // 32 codes of a column take BITS words, one below the other; W neighbouring columns are decoded at once.
 
-template <int BITS, int CODE> struct Place {  // of a code among its 32
-    static const int word = CODE * BITS / 32, shift = CODE * BITS % 32;
-    static const bool straddles = shift + BITS > 32, is_high = shift + BITS > 31;
-    static const int exponent = straddles || is_high ? 0 : shift;  // a code that is not shifted down is 2**exponent too large
+// Where a code is among its 32.
+template <int BITS, int CODE> struct Place {
+    static const int word = CODE * BITS / 32;                      // words from the first
+    static const int shift = CODE * BITS % 32;                     // bits from the word's lowest
+    static const bool straddles = shift + BITS > 32;               // whether it goes on in the next word
+    static const bool is_high = shift + BITS > 31;                 // whether it has the word's highest bit
+    static const int exponent = straddles || is_high ? 0 : shift;  // log2 of what it is too large by unless shifted down
 };
-
 template <int BITS, int CODE, bool SHIFTED>
 static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     typedef Place<BITS, CODE> P;
@@ -67,8 +69,12 @@ static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t c
 
 // Zero points of W columns, which begin with a whole byte, from their packed words.
 struct Zeros {
-    const int bits;
-    vu added, shifts, mask, more, kept;
+    const int bits;  // per zero point
+    vu added;        // what is added to whole words
+    vu shifts;       // bits to shift each lane's word by
+    vu mask;         // bits of a zero point
+    vu more;         // what is added to a zero point
+    vu kept;         // bits that are left after that
     HFQ_INLINE Zeros(const Layer &layer) : bits(layer.bits) {
         const uint32_t most_value = (1u << bits) - 1;
         vu places, of_awq;  // known when this is compiled
@@ -127,9 +133,9 @@ static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t 
 // The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last column, or the end of a
 // group, is copied and padded.
 struct Words {
-    const char *at;
-    int64_t pitch;
-    char copy[CHUNK * 4 * W];
+    const char *at;            // address of the first word
+    int64_t pitch;             // bytes from a row of words to the next
+    char copy[CHUNK * 4 * W];  // bytes of words that were copied
     HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns, int64_t most_columns, int64_t most_codes) {
         int64_t rows = codes, nbytes = columns / 2, wide = most_columns / 2;
         pitch = layer.row_nbytes;

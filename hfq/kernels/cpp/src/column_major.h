@@ -99,7 +99,7 @@ static HFQ_INLINE void add_awq(const vb *codes, const char *limbs, int32_t *high
 
 // The column whose sum is the i-th of 8 * W of AWQ's: they come out in the order that they are unpacked in.
 struct AwqOrder {
-    uint8_t column[8 * W];
+    uint8_t column[8 * W];  // column, from the first of 8 * W on, of each sum
     constexpr AwqOrder() : column() {
         const int first[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
         for (int i = 0; i < 8 * W; i++) {
@@ -216,8 +216,12 @@ static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wid
 
 // What a tile of scattered groups is multiplied with: scales and zero points, [groups, wide] each, and up to 32 codes of each vector.
 struct Scattered {
-    int64_t wide, codes, places[32];  // of the groups of the codes
-    float *scales, *zeros, *decoded;
+    int64_t wide;        // columns of the tile, up to whole vectors
+    int64_t codes;       // codes of each column, up to 32
+    int64_t places[32];  // index in `scales` and `zeros` of each code's group
+    float *scales;       // float32 [groups, wide]
+    float *zeros;        // zero points, float32 [groups, wide]
+    float *decoded;      // codes of each vector of columns, float32 [32, W]
 };
 
 // sums[v * W] += up to 32 codes of each of VECTORS column vectors, from column i of the tile on, times ROWS activation rows.

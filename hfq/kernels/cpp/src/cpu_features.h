@@ -13,13 +13,14 @@
 namespace {
 namespace cpu_features {
 
+// What was found; false where the system does not keep the registers.
 struct Found {
-    bool avx2 = false;          // with FMA and F16C
-    bool avx512 = false;        // its F, BW, DQ and VL
-    bool vnni = false;          // AVX-512's dot products of bytes
-    bool bfloats = false;       // AVX-512's bfloat16, and bytes looked up (VBMI)
-    bool tiles = false;         // AMX-TILE, AMX-BF16 and AMX-INT8; the system has yet to be asked for their memory
-    bool is_amd = false;
+    bool avx2 = false;     // AVX2 with FMA and F16C
+    bool avx512 = false;   // AVX-512's F, BW, DQ and VL
+    bool vnni = false;     // AVX-512's dot products of bytes
+    bool bfloats = false;  // AVX-512's bfloat16, and bytes looked up (VBMI)
+    bool tiles = false;    // AMX-TILE, AMX-BF16 and AMX-INT8; the system has yet to be asked for their memory
+    bool is_amd = false;   // made by AMD
 };
 
 inline Found ask() {

@@ -49,7 +49,10 @@ Level level_of(int most) {
 // What is multiplied at once: pairs of blocks of rows, by strips of 32 output features, by steps of channels whose activations stay in the
 // second cache. Where that is not all channels, the sums of several strips are kept, so that activations are read less often.
 struct TilePlan {
-    int64_t pairs, strips, steps, piece;
+    int64_t pairs;   // pairs of blocks of rows
+    int64_t strips;  // strips of 32 output features
+    int64_t steps;   // steps of 64 channels
+    int64_t piece;   // steps of a piece of the weight
 
     TilePlan(int64_t rows, int64_t in_features) {
         const int64_t all_pairs = (blocks_of(rows) + 1) / 2, passes = (all_pairs + MOST_PAIRS - 1) / MOST_PAIRS;
@@ -65,7 +68,7 @@ struct TilePlan {
 
 // Some steps of a strip: what the first cache holds of the weight.
 struct Piece {
-    alignas(64) int8_t tiles[PIECE][2][amx::TILE];
+    alignas(64) int8_t tiles[PIECE][2][amx::TILE];  // codes of two tiles for each step
 };
 
 // `out` rows from `w` on as a piece; zeros beyond the channels, and what was there beyond the rows.
@@ -151,7 +154,12 @@ HFQ_AMX_TARGET void multiply_by_tiles(
 
 // Rows in groups, of which those of a pass are multiplied by the weight at once; channels in chunks.
 struct DotPlan {
-    int64_t rows, groups, passes, steps, chunks, strips;
+    int64_t rows;    // rows of activations
+    int64_t groups;  // groups of up to GROUP rows
+    int64_t passes;  // passes of groups
+    int64_t steps;   // steps of 64 channels
+    int64_t chunks;  // chunks of steps
+    int64_t strips;  // times 16 output features, whose sums are kept at once
 
     DotPlan(int64_t rows, int64_t in_features) : rows(rows), steps(steps_of(in_features)) {
         groups = (rows + GROUP - 1) / GROUP;
@@ -214,10 +222,12 @@ void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotP
 
 // Output features are cut into parts, and whoever is free takes the next.
 struct Parts {
-    const MatmulArgs &args;
-    const Level &level;
-    const Scaling &scaling;
-    int64_t count, next, threads;  // those that have begun
+    const MatmulArgs &args;  // what is multiplied
+    const Level &level;      // by what
+    const Scaling &scaling;  // what becomes of the sums
+    int64_t count;           // number of parts
+    int64_t next;            // number of the next part that nobody has taken
+    int64_t threads;         // threads that have begun
 
     int64_t first(int64_t part, int64_t multiple) const {
         const int64_t out = args.out_features;
@@ -249,11 +259,12 @@ void take_parts(void *argument) {
 
 // Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows for tiles and in groups for dot products.
 struct Packing {
-    const MatmulArgs &args;
-    const Level &level;
-    const Rows *rows;
-    float *scales;
-    int64_t count, next;
+    const MatmulArgs &args;  // of which `packed` and `offsets` are written
+    const Level &level;      // what rounds
+    const Rows *rows;        // activations to round; null where `args` has codes
+    float *scales;           // scale of each row, written where `rows` is given
+    int64_t count;           // number of blocks or groups
+    int64_t next;            // number of the next that nobody has taken
 
     void scale(int64_t m) const {
         const int64_t in = args.in_features, start = m * rows->stride;
@@ -357,9 +368,11 @@ int32_t *own_words(int64_t words) {
     return (int32_t *)(((uintptr_t)activation_scratch.data() + 63) / 64 * 64);
 }
 
-// The words of what dot products and tiles keep; none for others.
+// What dot products and tiles keep, in words of 32 bits; nothing for others.
 struct Room {
-    int64_t sums = 0, packed = 0, offsets = 0;
+    int64_t sums = 0;     // words for all threads' sums
+    int64_t packed = 0;   // words for the packed activations
+    int64_t offsets = 0;  // words for the rows' offsets
 
     Room(Engine engine, int64_t rows, int64_t in_features, int threads) {
         if (engine < Engine::dots) return;
@@ -412,13 +425,26 @@ int hfq_int8_product(
 // `steps`, of `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all; that of a row of activations is
 // min(amplitude, bound) / top, or 1 where that is 0.
 struct Weight {
-    int64_t codes, steps, steps_count, steps_dtype, in_features, out_features;  // the first two are addresses
-    float multiplier, top, bound;
+    int64_t codes;         // address of the codes, int8 [out_features, in_features]
+    int64_t steps;         // address of the scales, but for `multiplier`
+    int64_t steps_count;   // number of scales: 1 or out_features
+    int64_t steps_dtype;   // 0 float32, 1 bfloat16, 2 float16
+    int64_t in_features;   // input channels
+    int64_t out_features;  // outputs
+    float multiplier;      // factor of `steps`
+    float top;             // what a row's amplitude is divided by for its scale
+    float bound;           // the most that amplitudes count as
 };
 
 // What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
 struct Product {
-    int64_t x, x_stride, y, is_bfloat16, rows, threads, most;  // addresses; x and y are float32 or bfloat16, y is contiguous
+    int64_t x;            // address of the activations, of which each row is contiguous
+    int64_t x_stride;     // elements from a row of x to the next
+    int64_t y;            // address of the results, contiguous
+    int64_t is_bfloat16;  // 1 where x and y are bfloat16, 0 where they are float32
+    int64_t rows;         // rows of activations
+    int64_t threads;      // the most to use
+    int64_t most;         // number of the best engine to use
 };
 
 // y = x rounded to int8 row by row, times the weight. Bit for bit what torch computes in float32 by the same steps, by the best engine up to

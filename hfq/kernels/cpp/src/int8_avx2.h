@@ -1,13 +1,16 @@
 // Products of int8 and the rounding to it, plain and by AVX2; the arguments of both. Included by int8.cpp, in its namespace.
 
+// One multiplication of rounded activations by a weight.
 struct MatmulArgs {
-    const int8_t *weight;
-    const int16_t *activations;
-    int32_t *result;
-    int64_t rows, in_features, out_features;
-    int8_t *packed = nullptr;    // where there are dot products or tiles: the activations' codes for them,
-    int32_t *sums = nullptr;     // room for each thread's sums,
-    int32_t *offsets = nullptr;  // and for dot products what is too much in the sums of each row
+    const int8_t *weight;        // codes, int8 [out_features, in_features]
+    const int16_t *activations;  // codes within int8's range, int16 [rows, in_features]
+    int32_t *result;             // sums, int32 [rows, out_features]
+    int64_t rows;                // rows of activations
+    int64_t in_features;         // input channels
+    int64_t out_features;        // outputs
+    int8_t *packed = nullptr;    // activations' codes for dot products or tiles, or null
+    int32_t *sums = nullptr;     // room for each thread's sums; null where `packed` is
+    int32_t *offsets = nullptr;  // what is too much in the dot products of each row; null where `packed` is
 };
 
 void multiply_plainly(const MatmulArgs &args, int64_t first, int64_t last) {
@@ -187,24 +190,28 @@ thread_local std::vector<int32_t> activation_scratch;
 
 enum class Engine { plain, avx2, dots, tiles };
 
+// What an engine multiplies and rounds with.
 struct Level {
-    Engine engine;
+    Engine engine;  // which one
+    // Outputs [first, last) of all rows.
     void (*multiply)(const MatmulArgs &args, int64_t first, int64_t last);
+    // The largest size of `count` values and `amax`; not a number where a value is not.
     float (*amplitude)(const float *values, int64_t count, float amax);
+    // Values divided by their scale, as int8 codes in int16.
     void (*round)(const float *values, int64_t count, float scale, int16_t *codes);
+    // bfloat16 as float32.
     void (*widen)(const uint16_t *narrow, int64_t count, float *values);
 };
 
 // What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing where y is null.
 struct Scaling {
-    const float *scales;
-    const char *steps;  // float32, bfloat16 or float16, by `steps_dtype`, of any alignment
-    int64_t steps_count;
-    int steps_dtype;
-    float multiplier;
-    char *y;
-    int is_bfloat16;
-
+    const float *scales;  // scale of each row of activations
+    const char *steps;    // scales of the weight, one per output or one for all, of any alignment
+    int64_t steps_count;  // number of `steps`
+    int steps_dtype;      // 0 float32, 1 bfloat16, 2 float16
+    float multiplier;     // factor of `steps`
+    char *y;              // address of the results, [rows, out_features], or null
+    int is_bfloat16;      // 1 where `y` is bfloat16, 0 where it is float32
     float step(int64_t n) const {
         const char *at = steps + (steps_count == 1 ? 0 : n) * (steps_dtype ? 2 : 4);
         uint16_t narrow;
@@ -234,14 +241,14 @@ struct Scaling {
     }
 };
 
-// Rows of activations: float32 or bfloat16, `stride` apart.
+// Rows of activations that are rounded.
 struct Rows {
-    const char *x;
-    int64_t stride;
-    int is_bfloat16;
-    int64_t in_features;
-    float top, bound;
-
+    const char *x;        // address of the activations
+    int64_t stride;       // elements from a row to the next
+    int is_bfloat16;      // 1 where `x` is bfloat16, 0 where it is float32
+    int64_t in_features;  // elements of a row
+    float top;            // what a row's amplitude is divided by for its scale
+    float bound;          // the most that amplitudes count as
     // `count` values of a row as float32, in `wide` where they are not.
     const float *values(const Level &level, int64_t m, int64_t k, int64_t count, float *wide) const {
         if (!is_bfloat16) return (const float *)x + m * stride + k;

@@ -222,9 +222,10 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
 // not finite must leave as they are: rows go one by one.
 bool has_faulty_rows(const MatmulArgs &args) { return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows); }
 
+// Several multiplications whose parts are numbered through.
 struct Group {
-    const MatmulArgs *args;
-    const int64_t *ends;  // of each call's parts
+    const MatmulArgs *args;  // of each multiplication
+    const int64_t *ends;     // number of parts up to the end of each
 };
 
 void group_part(const void *context, int64_t part, float *scratch) {
@@ -267,9 +268,10 @@ bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 }
 
 #if defined(__x86_64__)
+// Several jobs whose parts are numbered through.
 struct Jobs {
-    const bfloat16::Job *jobs;
-    const int64_t *ends;  // of each job's parts
+    const bfloat16::Job *jobs;  // each job
+    const int64_t *ends;        // number of parts up to the end of each
 };
 
 void job_part(const void *context, int64_t part, float *scratch) {
@@ -391,9 +393,13 @@ int64_t hfq_scratch(const Layer *layer, int64_t rows) {
 
 // What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
 struct Product {
-    int64_t layer, x, dtype;  // addresses; y is of x's dtype, and contiguous
-    int64_t rows, x_stride;   // in elements; each row is contiguous
-    int64_t y, threads;
+    int64_t layer;     // address of the Layer
+    int64_t x;         // address of the activations, of which each row is contiguous
+    int64_t dtype;     // Dtype of x and y
+    int64_t rows;      // rows of activations
+    int64_t x_stride;  // elements from a row of x to the next
+    int64_t y;         // address of the results, contiguous
+    int64_t threads;   // the most to use
 };
 
 // y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number.

@@ -7,55 +7,107 @@
 
 namespace {
 
-enum Kind { E4M3 = 0, E5M2 = 1, NIBBLES = 2, INT8 = 3, QUADS = 4, GPTQ = 5, AWQ = 6 };
-enum Dtype { F32 = 0, BF16 = 1, F16 = 2, E8M0 = 3, E4M3_SCALED = 4, NESTED = 5 };
-enum ZeroReading { STORED = 0, FIELD_PLUS_ONE = 1, MASKED_PLUS_ONE = 2, WORD_PLUS_ONE = 3 };
-enum RowZeros { NONE = 0, GROUP_WORDS = 1, OUTPUT_WORDS = 2, BYTES = 3, ADDED = 4 };
+// How a layer's codes are stored.
+enum Kind {
+    E4M3 = 0,     // floats of 8 bits in rows: 4 bits of exponent, 3 of mantissa
+    E5M2 = 1,     // floats of 8 bits in rows: 5 bits of exponent, 2 of mantissa
+    NIBBLES = 2,  // rows of two codes a byte
+    INT8 = 3,     // signed bytes in rows
+    QUADS = 4,    // AWQ's gemv_fast: four rows share a word of 16 bits
+    GPTQ = 5,     // columns: bit streams along the input channels
+    AWQ = 6,      // columns: words of eight columns for each input channel
+};
+// Types of scales, activations, results and added zero points.
+enum Dtype {
+    F32 = 0,          // float32
+    BF16 = 1,         // bfloat16
+    F16 = 2,          // float16
+    E8M0 = 3,         // scales alone: the exponent of a power of two in a byte
+    E4M3_SCALED = 4,  // scales alone: E4M3 codes times or divided by `shared`
+    NESTED = 5,       // scales alone: codes with scales of their own
+};
+// What is added to a stored zero point of columns.
+enum ZeroReading {
+    STORED = 0,           // nothing
+    FIELD_PLUS_ONE = 1,   // 1 after the field was cut out; the result may need a bit more
+    MASKED_PLUS_ONE = 2,  // the same, within the field's bits
+    WORD_PLUS_ONE = 3,    // 1 to each field of the whole word, with carries
+};
+// How the zero points of rows are stored.
+enum RowZeros {
+    NONE = 0,          // there are none
+    GROUP_WORDS = 1,   // nibbles along the groups, `zero_words` words a row
+    OUTPUT_WORDS = 2,  // nibbles less 8 along the outputs, [outputs / 8, groups] words
+    BYTES = 3,         // signed bytes that lie as the scales do
+    ADDED = 4,         // floats that lie as the scales do and are added to the products
+};
 
 // One packed layer; hfq/kernels/cpp/layers.py fills it in.
-// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step with
-// g = index[k] or, without an index, k / block_in.
-//   NIBBLES: two codes a byte, the lower half first unless `high_first`; `values` are the 16 floats that they stand for. Where those
-//   are integers, times a power of two, `integers` are 16 bytes, value / unit + offset; with zero points the unit is 1, the offset 15.
-//   INT8: times `shared`. QUADS (AWQ's gemv_fast): four rows share a word of 16 bits, and W = code * scale + zero.
-// Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves: nested_values[code] *
-// nested_scales[place / nested_size] + shared.
-// Zero points of rows: GROUP_WORDS has nibbles along the groups, `zero_words` words a row; OUTPUT_WORDS nibbles less 8 along the
-// outputs, [outputs / 8, groups] words; BYTES are signed and lie as the scales do; ADDED are floats that are added.
-// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). Where there is an `index` of no bytes, it is the channels, int32, in the order of their
-// groups: the layer is sorted (act_order.h). Rows of words are `row_nbytes` apart.
-// AWQ: the same; row k of the codes, and row g of the zero points, are words of eight columns each (`zero_words` words).
+//
+// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step
+// with g = index[k] or, without an index, k / block_in. QUADS: W[n, k] = code * scale + zero.
+// Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves:
+// nested_values[code] * nested_scales[place / nested_size] + shared.
+//
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). AWQ: the same; row k of the codes, and row g of the zero points,
+// are words of eight columns each. With an `index` but no `index_nbytes` the layer is sorted (act_order.h).
 struct Layer {
-    const char *codes, *scales, *zeros, *index, *values, *integers, *nested_scales, *nested_values;
-    int64_t in_features, out_features;
-    int64_t block_out, block_in, scale_stride, scale_step, nested_size;
-    int64_t groups, zero_words, row_nbytes;
-    float shared, unit;
-    int32_t kind, bits, scale_dtype, divides, zero_reading, index_nbytes;
-    int32_t row_zeros, zero_dtype, high_first, offset;
+    const char *codes;          // address of the codes, at any alignment
+    const char *scales;         // address of the scales, of `scale_dtype`
+    const char *zeros;          // address of the zero points; null where there are none
+    const char *index;          // group of each input channel, or of a sorted layer its channels (int32) by group; or null
+    const char *values;         // NIBBLES: address of the 16 floats that codes stand for
+    const char *integers;       // NIBBLES: address of 16 bytes, value / unit + offset; null where values are no integers
+    const char *nested_scales;  // NESTED: address of a float32 for each `nested_size` scales
+    const char *nested_values;  // NESTED: address of the 256 float32 that scales' codes stand for
+    int64_t in_features;        // input channels
+    int64_t out_features;       // outputs
+    int64_t block_out;          // outputs that share a scale
+    int64_t block_in;           // input channels of a group
+    int64_t scale_stride;       // scales from a block of outputs to the next
+    int64_t scale_step;         // scales from a group to the next
+    int64_t nested_size;        // NESTED: scales that share a scale
+    int64_t groups;             // groups of input channels
+    int64_t zero_words;         // 32-bit words of packed zero points: per output row (GROUP_WORDS) or per group (columns)
+    int64_t row_nbytes;         // bytes from a row of codes, or of words, to the next
+    float shared;               // factor of INT8's values or of E4M3_SCALED scales; term that is added to NESTED scales
+    float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 with zero points
+    int32_t kind;               // Kind
+    int32_t bits;               // bits per code of columns
+    int32_t scale_dtype;        // Dtype of the scales
+    int32_t divides;            // 1 where scales divide by `shared`, or E4M3 and E5M2 sums are divided by scales, else 0
+    int32_t zero_reading;       // ZeroReading of columns
+    int32_t index_nbytes;       // bytes per entry of `index`, 4 or 8; 0 without it and of a sorted layer
+    int32_t row_zeros;          // RowZeros
+    int32_t zero_dtype;         // ADDED: Dtype of the zero points
+    int32_t high_first;         // NIBBLES: 1 where a byte's higher half is the first code, else 0
+    int32_t offset;             // NIBBLES with `integers`: what was added to them; 15 with zero points
 };
 
 // A layer's outputs in numbered parts of `width`: the first begins at 0, and the last takes what is left.
 struct OutputParts {
-    int64_t total, begin, width, parts;  // the first would begin at `begin`, which is 0 or less
+    int64_t total;  // outputs of the layer
+    int64_t begin;  // output at which the first part would begin, 0 or less
+    int64_t width;  // outputs per part
+    int64_t parts;  // number of parts
     int64_t first(int64_t part) const { return part == 0 ? 0 : begin + part * width; }
     int64_t count(int64_t part) const { return (part + 1 == parts ? total : begin + (part + 1) * width) - first(part); }
 };
 
-// One multiplication. `x32` holds [rows, stride] floats, zero beyond in_features. `limbs` are the activations as integers, three
-// bytes each, where those are multiplied; `units` what the integers of a span are counted in; `totals` sums of limbs.
+// One multiplication of activations by a layer.
 struct MatmulArgs {
-    const Layer *layer;
-    const float *x32;
-    int64_t rows, stride;
-    OutputParts outputs;
-    char *y;
-    int64_t y_stride;
-    int32_t y_dtype;
-    const char *limbs;
-    const float *units;
-    const int32_t *totals;
-    const float *ordered;  // where e4m3 codes are read as small floats: the activations for that, and after them two factors for each row
+    const Layer *layer;     // right factor
+    const float *x32;       // activations, float32 [rows, stride], zero beyond in_features
+    int64_t rows;           // rows of activations
+    int64_t stride;         // floats from a row of `x32` to the next
+    OutputParts outputs;    // how outputs are shared out among threads
+    char *y;                // address of the results, [rows, out_features] of `y_dtype`
+    int64_t y_stride;       // elements from a row of `y` to the next
+    int32_t y_dtype;        // Dtype of `y`
+    const char *limbs;      // activations as integers, LIMBS bytes each; null where they are multiplied as floats
+    const float *units;     // value of 1 in `limbs`, for each span of each row
+    const int32_t *totals;  // sums of limbs, totals(layer) for each row
+    const float *ordered;   // activations for e4m3 codes as small floats, then two factors per row (subnormals.h); or null
 };
 
 #ifdef __clang__
@@ -276,11 +328,13 @@ HFQ_INLINE int64_t skipped_before(const Layer &layer, const OutputParts &outputs
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }
 
+// Dequantized outputs [start, start + count) of a layer.
 struct Panel {
-    const Layer *layer;
-    int64_t start, count;
-    char *out;
-    int32_t dtype;
+    const Layer *layer;  // what is dequantized
+    int64_t start;       // first output
+    int64_t count;       // outputs
+    char *out;           // address of the weights: [count, in_features], or of columns [in_features, count]
+    int32_t dtype;       // Dtype of `out`, F32 or BF16
 };
 
 }  // namespace

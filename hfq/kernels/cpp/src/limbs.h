@@ -6,11 +6,12 @@
 // then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once. bfloat16 has eight significant bits: of most
 // activations in it the lowest limb is zero, and columns leave out the products of those.
 
-// Up to SPAN floats as integers, zero from `count` on; each value is 65536 * high + what the two lower bytes of `limbs` are, with signs.
+// Up to SPAN floats as integers, zero from `count` on.
 struct Integers {
-    int32_t values[SPAN], highs[SPAN];
-    uint32_t limbs[SPAN];
-    float unit;
+    int32_t values[SPAN];   // 65536 * high + what the two lower bytes of `limbs` are, with signs
+    int32_t highs[SPAN];    // highest limb of each value
+    uint32_t limbs[SPAN];   // three limbs of each value, a signed byte each, in the lower bytes
+    float unit;             // float that an integer of 1 stands for
 };
 static void to_integers(const float *x, int64_t count, Integers &out) {
     float padded[SPAN];

@@ -54,9 +54,9 @@ static HFQ_INLINE vf decode_quads(const char *p, int place) {
 
 // The codes of an output row, from a channel on: what `decode_two` and `code_at` read.
 struct Codes {
-    const char *row;
-    float values[16];
-    int first;  // the shift of a byte's first nibble
+    const char *row;   // address of the row's codes
+    float values[16];  // NIBBLES: float that each code stands for
+    int first;         // NIBBLES: bits to shift a byte by for its first code, 0 or 4
 };
 
 template <int KIND> static HFQ_INLINE const char *codes_of(const Layer &layer, int64_t n) {

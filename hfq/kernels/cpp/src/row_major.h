@@ -56,11 +56,15 @@ static HFQ_INLINE vf load_eight(const float *p) {
 
 // How nibbles become integers without a sign, and where the scales of their groups are: the same for all output rows.
 struct IntegerCodes {
-    const Layer &layer;
-    int64_t padded, group_size, groups, step;  // step: groups of 8 * W codes, or none where they are part of one
-    bool has_table, has_shifts;
-    vb table;
-    vi places;
+    const Layer &layer;  // whose codes they are
+    int64_t padded;      // input channels, up to whole spans
+    int64_t group_size;  // input channels of a group
+    int64_t groups;      // groups of an output row
+    int64_t step;        // groups of 8 * W codes; 0 where those are part of one
+    bool has_table;      // whether codes are looked up in `table`
+    bool has_shifts;     // whether rows have zero points
+    vb table;            // integer without a sign of each code, in each 128 bits
+    vi places;           // group, of those of 8 * W codes, that each lane belongs to
     explicit HFQ_INLINE IntegerCodes(const Layer &from) : layer(from) {
         padded = up(layer.in_features, SPAN), group_size = least(layer.block_in, padded);
         groups = (layer.in_features + group_size - 1) / group_size, step = 8 * W / group_size;
@@ -73,8 +77,9 @@ struct IntegerCodes {
 
 // An output row of such codes, from its first group on.
 struct IntegerRow {
-    const char *codes;
-    const float *scales, *shifts;
+    const char *codes;    // address of the row's first code
+    const float *scales;  // scale of each group, and W floats of zero
+    const float *shifts;  // bits of four bytes for each group: 15 less its zero point
     HFQ_INLINE void open(const IntegerCodes &of, int64_t n, float *scratch) {
         float *found = scratch + of.groups + W;
         codes = codes_of<NIBBLES>(of.layer, n), scales = scratch, shifts = found;

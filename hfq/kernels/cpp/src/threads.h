@@ -22,8 +22,8 @@ bool has_short();
 
 // Memory that grows to the most that a call asks for; null where there is none.
 struct ThreadScratch {
-    float *memory = nullptr;
-    int64_t size = 0;
+    float *memory = nullptr;  // aligned to 64 bytes
+    int64_t size = 0;         // floats
     ~ThreadScratch() { free(memory); }
     float *get(int64_t floats) {
         if (floats > size) {
@@ -40,19 +40,25 @@ thread_local ThreadScratch order_scratch;   // of a caller, for sorted layers
 
 // Numbered parts of a piece of work, and the floats that each thread takes for it.
 struct Parts {
-    Work work;
-    const void *context;
-    int64_t count, floats;
+    Work work;            // computes one part
+    const void *context;  // first argument of `work`
+    int64_t count;        // number of parts
+    int64_t floats;       // float32 of scratch per thread
 };
 
 HFQ_INLINE int64_t own_floats(bool is_sorted) { return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH; }
 
+// Threads of our own, which sleep until there is work.
 struct Pool {
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER, busy = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
-    Parts parts = {};
-    int64_t next = 0;
-    int threads = 0, wanted = 0, active = 0;
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // guards the fields below
+    pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;   // held by the caller whose parts are run
+    pthread_cond_t wake = PTHREAD_COND_INITIALIZER;     // signals that `wanted` has grown
+    pthread_cond_t done = PTHREAD_COND_INITIALIZER;     // signals that `active` is 0
+    Parts parts = {};                                   // the work that is run
+    int64_t next = 0;                                   // number of the next part that nobody has taken
+    int threads = 0;                                    // threads that were started
+    int wanted = 0;                                     // threads that may still begin
+    int active = 0;                                     // threads that work
 };
 Pool *pool = nullptr;
 pthread_once_t pool_once = PTHREAD_ONCE_INIT;
@@ -92,9 +98,9 @@ int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + p
 
 // One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one leaves over.
 struct Shared {
-    Parts parts;
-    int64_t next;
-    int wanted;
+    Parts parts;   // the work that is run
+    int64_t next;  // number of the next part that nobody has taken
+    int wanted;    // threads that may still begin
 };
 
 void take_shared(void *argument) {

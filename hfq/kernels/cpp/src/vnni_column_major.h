@@ -1,13 +1,16 @@
 // Columns. Included by vnni.h, in its namespace.
 
-// A span of activation rows: limbs, sums of limbs and units of the first of them, and how far they are from a row to the next.
+// A span of activation rows, from the first of them on.
 struct Span {
-    const char *limbs;
-    const int32_t *totals;
-    const float *units;
-    int64_t limbs_apart, totals_apart, units_apart, chunks;
-    uint32_t whole;   // which chunks' lowest limbs are multiplied with the others
-    uint32_t lowest;  // and of other chunks, which fours of channels have lowest limbs, in any row; AWQ's rows are looked up one by one
+    const char *limbs;      // limbs of the first row, LIMBS bytes per activation
+    const int32_t *totals;  // sums of the first row's highest limbs, and of its others
+    const float *units;     // value of 1 in the first row's limbs
+    int64_t limbs_apart;    // bytes of `limbs` from a row to the next
+    int64_t totals_apart;   // sums from a row to the next
+    int64_t units_apart;    // units from a row to the next
+    int64_t chunks;         // chunks of CHUNK channels
+    uint32_t whole;         // bit per chunk: its lowest limbs are multiplied with the others
+    uint32_t lowest;        // bit per four channels of other chunks: some row has lowest limbs there (not AWQ's)
     HFQ_INLINE Span from(int64_t row) const {
         return {limbs + row * limbs_apart, totals + row * totals_apart, units + row * units_apart,
                 limbs_apart, totals_apart, units_apart, chunks, whole, lowest};
@@ -18,28 +21,33 @@ struct Span {
     }
 };
 
-// Some columns of a part: their results, and their sums between two parts of a span; of each row, `wide` apart.
+// Some columns of a part: their results, and their sums between two parts of a span.
 struct Columns {
-    float *y;
-    int32_t *high, *low;
-    int64_t wide;
-    bool begins, ends;  // a span, or goes on with one
+    float *y;       // results of each row, float32
+    int32_t *high;  // sums of the highest limbs of each row
+    int32_t *low;   // sums of the other limbs of each row
+    int64_t wide;   // columns from a row to the next, of all three
+    bool begins;    // whether a span begins here, or goes on
+    bool ends;      // whether it ends here
     HFQ_INLINE Columns from(int64_t row) const { return {y + row * wide, high + row * wide, low + row * wide, wide, begins, ends}; }
 };
 
 // Scales and zero points of some columns' vectors, as they were unpacked.
 struct Unpacked {
-    const float *scales;
-    const int32_t *zeros;
+    const float *scales;   // scale of each column
+    const int32_t *zeros;  // zero point of each column, an integer
     HFQ_INLINE vu zero(int v) const { return load<vu>(zeros + v * W); }
     HFQ_INLINE vf scale(int v) const { return load<vf>(scales + v * W); }
 };
 
 // How zero points and scales of 2, 4 or 8 bits' columns are read that begin where column n does, or any number of words later.
 template <int BITS> struct Reading {
-    vi places;  // words, after the first, that hold the zero points of a vector
-    vu shifts, added, more, kept;
-    int scale_dtype;
+    vi places;        // words from the first to that with each lane's zero point
+    vu shifts;        // bits to shift each lane's word by
+    vu added;         // what is added to whole words
+    vu more;          // what is added to a zero point
+    vu kept;          // bits that are left after that
+    int scale_dtype;  // Dtype of the scales
     HFQ_INLINE Reading(const Layer &layer, int64_t n) : scale_dtype(layer.scale_dtype) {
         const uint32_t from = (uint32_t)(n & (32 / BITS - 1)), most_value = (1u << BITS) - 1;
         vu columns;
@@ -54,8 +62,9 @@ template <int BITS> struct Reading {
 
 // Scales and zero points of some columns' vectors, as a layer holds them. All of a vector's bytes are read of zero points, whatever is in them.
 template <int BITS> struct Packed {
-    const Reading<BITS> &how;
-    const char *scales, *zeros;
+    const Reading<BITS> &how;  // how they are read
+    const char *scales;        // address of the first column's scale
+    const char *zeros;         // address of the word with the first column's zero point
     HFQ_INLINE vu zero(int v) const {
         const vu words = (vu)pick_floats(load<vf>(zeros), how.places + v * (W * BITS / 32));
         return (((words + how.added) >> how.shifts & ((1u << BITS) - 1)) + how.more) & how.kept;
@@ -95,7 +104,7 @@ template <int BITS> constexpr int64_t word_rows() { return BITS == 0 ? CHUNK : B
 
 // Sums of the highest, the middle and the lowest limbs of ROWS activation rows times VECTORS columns' vectors.
 template <int ROWS, int VECTORS> struct Sums {
-    vi of[LIMBS][ROWS][VECTORS];
+    vi of[LIMBS][ROWS][VECTORS];  // int32 per column
     template <class POINTS> HFQ_INLINE void begin(const Span &span, const POINTS &points) {  // at what zero points take off them
         HFQ_UNROLL
         for (int v = 0; v < VECTORS; v++) {
@@ -214,18 +223,21 @@ template <int COUNT> static HFQ_INLINE void add_four(const char *words, int64_t 
     }
 }
 
-// The words of some chunks of a part's columns, in bytes, and where all of the layer's begin and end.
+// The words of some chunks of a part's columns, and where all of the layer's begin and end.
 struct Block {
-    const char *at;
-    int64_t pitch, rows, width;
-    const char *begin, *end;
+    const char *at;     // address of the first word
+    int64_t pitch;      // bytes from a row of words to the next
+    int64_t rows;       // rows of words
+    int64_t width;      // bytes of a row
+    const char *begin;  // address of the layer's first word
+    const char *end;    // address after its last word
     HFQ_INLINE bool holds(int64_t place, int64_t nbytes) const { return at + place >= begin && at + (rows - 1) * pitch + place + nbytes <= end; }
 };
 
 // Lines in the order that they lie in.
 struct Lines {
-    Block of;
-    int64_t place;
+    Block of;       // the words, from the row of the next line on
+    int64_t place;  // bytes of that row before the next line
     HFQ_INLINE void ask_for_next() {
         ask_for(of.at + place), place += 64;
         if (place >= of.width) place = 0, of.at += of.pitch;
@@ -334,8 +346,11 @@ template <int BITS> constexpr int64_t word_nbytes(int64_t columns) { return BITS
 // Blocks of a part's columns, of which `skipped` are none. Those that are not all there are multiplied with what lies there in the layer's memory;
 // where that ends they are copied.
 struct Part {
-    const Layer &layer;
-    int64_t group, n, skipped, count;
+    const Layer &layer;  // whose columns they are
+    int64_t group;       // number of the group of channels
+    int64_t n;           // column at which the part begins
+    int64_t skipped;     // columns at its beginning that are none
+    int64_t count;       // columns, with those
     // The columns of a block that begins at i which are there: from the first of them up to the last.
     HFQ_INLINE int64_t first(int64_t i) const { return i ? 0 : skipped; }
     HFQ_INLINE int64_t last(int64_t i, int64_t columns) const { return least(columns, count - i); }
