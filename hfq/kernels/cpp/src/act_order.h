@@ -1,30 +1,35 @@
-// Columns whose channels' groups are scattered (GPTQ's act-order), with the channels in the order of their groups: a
-// lossless permutation, of activations once and of the words strip by strip, after which a strip is as any other layer.
-// Included by instruction_set.h in the namespace of each instruction set.
+// Columns whose channels' groups are scattered (GPTQ's act-order), with the channels in the order of their
+// groups: a lossless permutation, of activations once and of the words strip by strip, after which a strip is
+// as any other layer. Included by instruction_set.h in the namespace of each instruction set.
 //
-// A word's codes are of different groups, so each channel's codes are brought into a row of bytes of its own, and new words are made of
-// these rows in the groups' order.
+// A word's codes are of different groups, so each channel's codes are brought into a row of bytes of its own,
+// and new words are made of these rows in the groups' order.
 
 const int64_t STRIP_COLUMNS = 4 * W;
 static_assert(STRIP_COLUMNS <= MOST_STRIP, "a strip is wider than what threads keep for it");
 
-// The words of a strip's columns as rows of their first bytes, their second ones, and so on; a row's columns are in an order of its own.
+// The words of a strip's columns as rows of their first bytes, their second ones, and so on; a row's columns
+// are in an order of its own.
 static HFQ_INLINE void part_bytes(vb *v) {
     HFQ_UNROLL
     for (int round = 0; round < 2; round++) {
-        const vb a = low_bytes(v[0], v[2]), b = low_bytes(v[1], v[3]), c = high_bytes(v[0], v[2]), d = high_bytes(v[1], v[3]);
+        const vb a = low_bytes(v[0], v[2]), b = low_bytes(v[1], v[3]), c = high_bytes(v[0], v[2]),
+                 d = high_bytes(v[1], v[3]);
         v[0] = low_bytes(a, b), v[1] = high_bytes(a, b), v[2] = low_bytes(c, d), v[3] = high_bytes(c, d);
     }
 }
 
 // And back.
 static HFQ_INLINE void join_bytes(vb *v) {
-    const vb a = low_bytes(v[0], v[1]), b = low_bytes(v[2], v[3]), c = high_bytes(v[0], v[1]), d = high_bytes(v[2], v[3]);
+    const vb a = low_bytes(v[0], v[1]), b = low_bytes(v[2], v[3]), c = high_bytes(v[0], v[1]),
+             d = high_bytes(v[2], v[3]);
     v[0] = low_pairs(a, b), v[1] = high_pairs(a, b), v[2] = low_pairs(c, d), v[3] = high_pairs(c, d);
 }
 
-// Codes of `count` columns from n on: a row of bytes for each channel, and of them, in the groups' order, words as the layer has them.
-template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_t count, char *rows, char *out, int64_t out_pitch) {
+// Codes of `count` columns from n on: a row of bytes for each channel, and of them, in the groups' order,
+// words as the layer has them.
+template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_t count, char *rows,
+                                           char *out, int64_t out_pitch) {
     const int FIELDS = 8 / BITS;  // codes of a byte
     const int64_t words = layer.in_features * BITS / 32, pitch = layer.row_nbytes, ahead = 32;
     const uint32_t mask = BITS == 8 ? ~0u : BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
@@ -35,7 +40,8 @@ template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_
         if (word + ahead == words) later = layer.codes + 4 * (n + STRIP_COLUMNS);
         char cut[4 * sizeof(vb)];
         const char *at = from;
-        if (count < STRIP_COLUMNS) __builtin_memset(cut, 0, sizeof(cut)), __builtin_memcpy(cut, from, 4 * count), at = cut;
+        if (count < STRIP_COLUMNS)
+            __builtin_memset(cut, 0, sizeof(cut)), __builtin_memcpy(cut, from, 4 * count), at = cut;
         vb bytes[4];
         HFQ_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -46,7 +52,8 @@ template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_
         HFQ_UNROLL
         for (int i = 0; i < 4; i++)
             HFQ_UNROLL
-            for (int field = 0; field < FIELDS; field++, to += sizeof(vb)) store(to, (vu)bytes[i] >> BITS * field & mask);
+            for (int field = 0; field < FIELDS; field++, to += sizeof(vb))
+                store(to, (vu)bytes[i] >> BITS * field & mask);
     }
     const int32_t *order = (const int32_t *)layer.index;
     for (int64_t word = 0; word < words; word++, out += out_pitch) {
@@ -55,7 +62,8 @@ template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_
         for (int i = 0; i < 4; i++) {
             vu codes = {};
             HFQ_UNROLL
-            for (int field = 0; field < FIELDS; field++) codes |= load<vu>(rows + *order++ * (int64_t)sizeof(vb)) << BITS * field;
+            for (int field = 0; field < FIELDS; field++)
+                codes |= load<vu>(rows + *order++ * (int64_t)sizeof(vb)) << BITS * field;
             bytes[i] = (vb)codes;
         }
         join_bytes(bytes);
@@ -66,11 +74,13 @@ template <int BITS> static void sort_words(const Layer &layer, int64_t n, int64_
 
 // Columns that can be sorted together, `wanted` or as many as there is room for.
 static int64_t strip_columns(const Layer &layer, int64_t wanted) {
-    const int64_t room = (SORTED_SCRATCH - layer.in_features * STRIP_COLUMNS) / (layer.in_features * layer.bits / 8);
+    const int64_t room =
+        (SORTED_SCRATCH - layer.in_features * STRIP_COLUMNS) / (layer.in_features * layer.bits / 8);
     return least(up(wanted, STRIP_COLUMNS), room / STRIP_COLUMNS * STRIP_COLUMNS);
 }
 
-// The layer with the words of up to strip_columns columns sorted, in what the thread keeps: it has codes for no others.
+// The layer with the words of up to strip_columns columns sorted, in what the thread keeps: it has codes for
+// no others.
 static Layer sort_strip(const Layer &layer, int64_t n, int64_t count, float *scratch) {
     char *rows = (char *)scratch + TILED_SCRATCH, *words = rows + layer.in_features * STRIP_COLUMNS;
     const int64_t pitch = 4 * up(count, STRIP_COLUMNS);

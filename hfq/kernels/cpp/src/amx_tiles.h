@@ -1,6 +1,7 @@
 // Intel's AMX: eight tiles of 16 rows of 64 bytes, and their products. Included by the sources beside it.
 //
-// Where they are compiled with -DHFQ_EMULATE, plain arrays stand in for the tiles, so that what uses them can be tested anywhere.
+// Where they are compiled with -DHFQ_EMULATE, plain arrays stand in for the tiles, so that what uses them can
+// be tested anywhere.
 
 #pragma once
 
@@ -13,8 +14,8 @@
 
 #include "cpu_features.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
-#if (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)) && !defined(HFQ_EMULATE)  // GCC 11, clang 11
+#if defined(__x86_64__) && defined(__linux__) && defined(__has_include) && !defined(HFQ_EMULATE)
+#if __has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>)  // GCC 11, clang 11
 #define HFQ_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -23,7 +24,8 @@
 
 namespace {
 
-// Subnormal floats count while this is alive: a caller may have had them taken for zeros (torch.set_flush_denormal).
+// Subnormal floats count while this is alive: a caller may have had them taken for zeros
+// (torch.set_flush_denormal).
 struct KeptSubnormals {
 #if defined(__x86_64__)
     unsigned before = _mm_getcsr();  // MXCSR of the caller
@@ -45,7 +47,8 @@ const int64_t TILE = 1024;  // bytes
 #endif
 #define HFQ_AMX_INLINE inline __attribute__((always_inline)) HFQ_AMX_TARGET
 
-// Whether the processor has tiles of bfloat16 and of int8, and the system lets this process use them: asked for once, before the first use.
+// Whether the processor has tiles of bfloat16 and of int8, and the system lets this process use them: asked
+// for once, before the first use.
 inline bool detect() {
     if (!cpu_features::found().tiles) return false;
     const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -77,7 +80,8 @@ template <int T> HFQ_AMX_INLINE void load(const void *p, int64_t pitch = 64) {
 template <int T> HFQ_AMX_INLINE void store(void *p, int64_t pitch = 64) {
     __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(pitch) : "memory");
 }
-// C[i][j] += the sum over 16 pairs k of A[i][2k] B[k][2j] + A[i][2k + 1] B[k][2j + 1]: bfloat16, summed in float32; subnormals are zeros.
+// C[i][j] += the sum over 16 pairs k of A[i][2k] B[k][2j] + A[i][2k + 1] B[k][2j + 1]: bfloat16, summed in
+// float32; subnormals are zeros.
 template <int C, int A, int B> HFQ_AMX_INLINE void dot_bfloats() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
@@ -94,13 +98,18 @@ inline __attribute__((always_inline, target("avx512f"))) void transpose(__m512i 
     }
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {
         r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]),
+              r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
-    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {  // r[4 * j + i] holds columns i, i + 4, i + 8 and i + 12 of rows 4 * j to 4 * j + 3
-        const __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44), high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xEE);
-        const __m512i below = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44), above = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xEE);
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {  // r[4 * j + i] holds columns i, i + 4, i + 8 and
+                                                            // i + 12 of rows 4 * j to 4 * j + 3
+        const __m512i low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x44),
+                      high = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xEE);
+        const __m512i below = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x44),
+                      above = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xEE);
         t[i] = _mm512_shuffle_i32x4(low, below, 0x88), t[i + 4] = _mm512_shuffle_i32x4(low, below, 0xDD);
-        t[i + 8] = _mm512_shuffle_i32x4(high, above, 0x88), t[i + 12] = _mm512_shuffle_i32x4(high, above, 0xDD);
+        t[i + 8] = _mm512_shuffle_i32x4(high, above, 0x88),
+              t[i + 12] = _mm512_shuffle_i32x4(high, above, 0xDD);
     }
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) r[i] = t[i];
 }
@@ -142,7 +151,8 @@ template <int C, int A, int B> inline void dot_bfloats() {
         for (int j = 0; j < 16; j++) {
             float sum;
             memcpy(&sum, tiles[C] + 64 * i + 4 * j, 4);
-            for (int k = 0; k < 32; k++) sum += bfloat_at(tiles[A], 32 * i + k) * bfloat_at(tiles[B], 32 * (k / 2) + 2 * j + k % 2);
+            for (int k = 0; k < 32; k++)
+                sum += bfloat_at(tiles[A], 32 * i + k) * bfloat_at(tiles[B], 32 * (k / 2) + 2 * j + k % 2);
             memcpy(tiles[C] + 64 * i + 4 * j, &sum, 4);
         }
 }
@@ -151,7 +161,8 @@ template <int C, int A, int B> inline void dot_bytes() {
         for (int j = 0; j < 16; j++) {
             int32_t sum;
             memcpy(&sum, tiles[C] + 64 * i + 4 * j, 4);
-            for (int k = 0; k < 64; k++) sum += (int8_t)tiles[A][64 * i + k] * (int8_t)tiles[B][64 * (k / 4) + 4 * j + k % 4];
+            for (int k = 0; k < 64; k++)
+                sum += (int8_t)tiles[A][64 * i + k] * (int8_t)tiles[B][64 * (k / 4) + 4 * j + k % 4];
             memcpy(tiles[C] + 64 * i + 4 * j, &sum, 4);
         }
 }

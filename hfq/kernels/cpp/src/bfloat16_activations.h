@@ -1,8 +1,10 @@
-// Activations as bfloat16, in the order that tiles and vectors read them in. Included by bfloat16.h, in its namespace.
+// Activations as bfloat16, in the order that tiles and vectors read them in. Included by bfloat16.h, in its
+// namespace.
 //
-// [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right one [pair of channels][row][2].
-// A last block of fewer rows has tiles of fewer bytes; what is loaded beyond them makes sums that nobody reads. Up to HALF rows of a right
-// factor that vectors are multiplied with are halved: [four channels][row][4], so that a row's sums take two lanes.
+// [`depth` channels][block of 16 rows][32 channels], each a tile: a left factor [row][channel], or a right
+// one [pair of channels][row][2]. A last block of fewer rows has tiles of fewer bytes; what is loaded beyond
+// them makes sums that nobody reads. Up to HALF rows of a right factor that vectors are multiplied with are
+// halved: [four channels][row][4], so that a row's sums take two lanes.
 
 // Activations that are packed.
 struct Packing {
@@ -27,21 +29,27 @@ inline int64_t place_of(const Layer &layer, int64_t rows, int64_t depth, int64_t
     return 2 * (start * rows + block * BLOCK * count + (k - start) * least(BLOCK, rows - block * BLOCK));
 }
 
-inline int64_t packed_floats(const Layer &layer, int64_t rows) { return rows * steps(layer) * CHANNELS / 2 + 2 * rows + 512; }
+inline int64_t packed_floats(const Layer &layer, int64_t rows) {
+    return rows * steps(layer) * CHANNELS / 2 + 2 * rows + 512;
+}
 
-// Rows of very small or large numbers are multiplied by a power of two, as two factors: subnormal numbers would count as zeros.
+// Rows of very small or large numbers are multiplied by a power of two, as two factors: subnormal numbers
+// would count as zeros.
 void normalize(const char *x, int64_t count, float *by, float *back) {
     uint16_t largest = 0;
     int64_t k = 0;
 #if defined(HFQ_AMX)
     __m512i found = _mm512_setzero_si512();
-    for (; k + 32 <= count; k += 32) found = _mm512_max_epu16(found, _mm512_and_si512(_mm512_loadu_si512(x + 2 * k), _mm512_set1_epi16(0x7FFF)));
+    for (; k + 32 <= count; k += 32)
+        found = _mm512_max_epu16(found,
+                                 _mm512_and_si512(_mm512_loadu_si512(x + 2 * k), _mm512_set1_epi16(0x7FFF)));
     uint16_t lanes[32];
     _mm512_storeu_si512(lanes, found);
     for (uint16_t lane : lanes) largest = (uint16_t)most(largest, lane);
 #endif
     for (; k < count; k++) largest = (uint16_t)most(largest, load16(x + 2 * k) & 0x7FFF);
-    const int exponent = largest >> 7, power = !largest || exponent == 255 || (exponent > 100 && exponent < 180) ? 0 : 127 - exponent;
+    const int exponent = largest >> 7,
+              power = !largest || exponent == 255 || (exponent > 100 && exponent < 180) ? 0 : 127 - exponent;
     const int halves[2] = {power / 2, power - power / 2};
     for (int i = 0; i < 2; i++) {
         by[i] = as_float((uint32_t)(127 + halves[i]) << 23);
@@ -53,23 +61,30 @@ void normalize(const char *x, int64_t count, float *by, float *back) {
 // 32 bfloat16 times two powers of two.
 static inline __m512i scaled(__m512i x, const float *by) {
     const __m512 first = _mm512_set1_ps(by[0]), second = _mm512_set1_ps(by[1]);
-    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xFFFF0000)));
-    even = _mm512_mul_ps(_mm512_mul_ps(even, first), second), odd = _mm512_mul_ps(_mm512_mul_ps(odd, first), second);
-    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xFFFF0000)));
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+           odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xFFFF0000)));
+    even = _mm512_mul_ps(_mm512_mul_ps(even, first), second),
+    odd = _mm512_mul_ps(_mm512_mul_ps(odd, first), second);
+    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                           _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32((int)0xFFFF0000)));
 }
 #endif
 
 // 64 channels of a block of `count` rows, of which `left` are there, to two tiles.
-static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t count, int64_t left, const float (*by)[2], char *const *outs) {
+static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t count, int64_t left,
+                     const float (*by)[2], char *const *outs) {
     const bool is_left = has_columns(*to.layer);
 #if defined(HFQ_AMX)
     const __m512i first = _mm512_load_si512(to.order), second = _mm512_load_si512(to.order + 32);
-    const __mmask32 low = left >= 32 ? ~0u : (1u << left) - 1, high = left >= 64 ? ~0u : left > 32 ? (1u << (left - 32)) - 1 : 0;
+    const __mmask32 low = left >= 32 ? ~0u : (1u << left) - 1, high = left >= 64  ? ~0u
+                                                                      : left > 32 ? (1u << (left - 32)) - 1
+                                                                                  : 0;
     __m512i tiles[2][16] = {};
     for (int64_t m = 0; m < count; m++, x += 2 * stride) {
         __m512i a = _mm512_maskz_loadu_epi16(low, x), b = _mm512_maskz_loadu_epi16(high, x + 64);
         if (by[m][0] != 1 || by[m][1] != 1) a = scaled(a, by[m]), b = scaled(b, by[m]);
-        tiles[0][m] = _mm512_permutex2var_epi16(a, first, b), tiles[1][m] = _mm512_permutex2var_epi16(a, second, b);
+        tiles[0][m] = _mm512_permutex2var_epi16(a, first, b),
+        tiles[1][m] = _mm512_permutex2var_epi16(a, second, b);
     }
     for (int t = 0; t < 2; t++) {
         char *out = outs[t];
@@ -85,7 +100,9 @@ static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t c
             if (count > 1) amx::transpose(tiles[t]);
             if (count == 1) _mm512_storeu_si512(out, tiles[t][0]);
             else
-                for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(out + 4 * count * i, (__mmask16)((1u << count) - 1), tiles[t][i]);
+                for (int i = 0; i < 16; i++)
+                    _mm512_mask_storeu_epi32(out + 4 * count * i, (__mmask16)((1u << count) - 1),
+                                             tiles[t][i]);
         }
     }
 #else
@@ -93,8 +110,10 @@ static void pack_two(const Packing &to, const char *x, int64_t stride, int64_t c
         for (int64_t m = 0; m < count; m++)
             for (int i = 0; i < 32; i++) {
                 const int64_t k = to.order[32 * t + i], lanes = to.halved ? 4 : 2;
-                const int64_t place = is_left ? 32 * m + i : lanes * count * (i / lanes) + lanes * m + i % lanes;
-                const float value = k < left ? float_at(x + 2 * m * stride, BF16, k) * by[m][0] * by[m][1] : 0;
+                const int64_t place =
+                    is_left ? 32 * m + i : lanes * count * (i / lanes) + lanes * m + i % lanes;
+                const float value =
+                    k < left ? float_at(x + 2 * m * stride, BF16, k) * by[m][0] * by[m][1] : 0;
                 const uint16_t half = (uint16_t)(as_bits(value) >> 16);
                 memcpy(outs[t] + 2 * place, &half, 2);
             }
@@ -114,7 +133,8 @@ void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest)
         const __m512 taken = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
         const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(65504), _CMP_LE_OQ);
         _mm256_storeu_si256((__m256i *)(first + k), high);
-        _mm256_storeu_si256((__m256i *)(rest + k), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, value, taken)));
+        _mm256_storeu_si256((__m256i *)(rest + k),
+                            (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, value, taken)));
     }
 #endif
     for (; k < count; k++) {
@@ -126,7 +146,9 @@ void split_halves(const char *x, int64_t count, uint16_t *first, uint16_t *rest)
 
 // Whether a block's activations are brought together before they are packed, and the floats that takes.
 inline bool is_brought(const Layer &layer, int32_t dtype) { return is_sorted(layer) || dtype == F16; }
-inline int64_t brought_floats(const Layer &layer, int32_t dtype) { return is_brought(layer, dtype) ? up((BLOCK + 1) * layer.in_features, 2) / 2 : 0; }
+inline int64_t brought_floats(const Layer &layer, int32_t dtype) {
+    return is_brought(layer, dtype) ? up((BLOCK + 1) * layer.in_features, 2) / 2 : 0;
+}
 
 // Packed rows from `first` on, in the order of the layer's channels and in bfloat16.
 void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) {
@@ -148,17 +170,20 @@ void bring_rows(const Packing &of, int64_t first, int64_t count, uint16_t *out) 
 // One block of rows.
 void pack_block(const void *context, int64_t block, float *scratch) {
     const Packing &to = *(const Packing *)context;
-    const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first), size = to.layer->in_features;
+    const int64_t each = to.apart ? 1 : BLOCK, first = block * each, count = least(each, to.rows - first),
+                  size = to.layer->in_features;
     const bool is_there = !is_brought(*to.layer, to.dtype);
     const char *x = is_there ? to.x + 2 * first * to.x_stride : (const char *)scratch;
     const int64_t stride = is_there ? to.x_stride : size;
     if (!is_there) bring_rows(to, first, count, (uint16_t *)scratch);
     float by[BLOCK][2];
-    for (int64_t m = 0; m < count; m++) normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
+    for (int64_t m = 0; m < count; m++)
+        normalize(x + 2 * m * stride, size, by[m], to.factors + 2 * (first + m));
     for (int64_t k = 0; k < size; k += 64) {
         char *outs[2];
         for (int t = 0; t < 2; t++)
-            outs[t] = to.out + (to.apart ? 2 * (k * to.rows + block * 2 * CHANNELS + t * CHANNELS) : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
+            outs[t] = to.out + (to.apart ? 2 * (k * to.rows + block * 2 * CHANNELS + t * CHANNELS)
+                                         : place_of(*to.layer, to.rows, to.depth, block, k + t * CHANNELS));
         pack_two(to, x + 2 * k, stride, count, size - k, by, outs);
     }
 }

@@ -1,36 +1,49 @@
-// Products of few rows of activations in bfloat16 with rows of floats of 8 bits, by AVX-512's dot products of bfloat16. Included by
-// bfloat16.h, whose instructions, tables and order of activations it takes: codes are unpacked to registers and multiplied there.
+// Products of few rows of activations in bfloat16 with rows of floats of 8 bits, by AVX-512's dot products of
+// bfloat16. Included by bfloat16.h, whose instructions, tables and order of activations it takes: codes are
+// unpacked to registers and multiplied there.
 
 namespace {
 namespace bfloat16_dots {
 
 const int64_t MOST = 8;     // activation rows
 const int64_t WIDTH = 32;   // output rows of a part
-const int64_t LONG = 128;   // and for up to two activation rows, where there are enough: threads ask for what is beyond theirs
-const int64_t PASSED = 16 << 10;  // bytes of activations that stay in the first cache while a part's rows pass by; of up to two rows four times as many are read beside them
-const int64_t MOST_TOGETHER = 8;  // output rows that are read side by side; for up to two activation rows each a run of memory, as far apart as a part lets them be
+// and for up to two activation rows, where there are enough: threads ask for what is beyond theirs
+const int64_t LONG = 128;
+// bytes of activations that stay in the first cache while a part's rows pass by; of up to two rows four times
+// as many are read beside them
+const int64_t PASSED = 16 << 10;
+// output rows that are read side by side; for up to two activation rows each a run of memory, as far apart as
+// a part lets them be
+const int64_t MOST_TOGETHER = 8;
 const int64_t NEAR = 512;   // bytes of codes that are brought to the first cache before they are read
-const int64_t FAR = 4096;   // and to the second, rounded down to whole rows, or one: both for up to two activation rows
+// and to the second, rounded down to whole rows, or one: both for up to two activation rows
+const int64_t FAR = 4096;
 const int64_t USUAL = 128;  // channels of a block that needs no loop
-const int64_t LATER = 2;    // output rows after which those are multiplied that are brought to the first cache, where activations are many
+// output rows after which those are multiplied that are brought to the first cache, where activations are
+// many
+const int64_t LATER = 2;
 
 // Output rows of a part: those of a longer one share their scales, or none do.
 int64_t part_width(const Layer &layer, int64_t rows, int threads) {
-    const bool is_even = layer.block_out == 1 || layer.block_out % LONG == 0 || layer.block_out >= layer.out_features;
+    const bool is_even =
+        layer.block_out == 1 || layer.block_out % LONG == 0 || layer.block_out >= layer.out_features;
     return rows <= 2 && is_even && layer.out_features >= 4 * LONG * threads ? LONG : WIDTH;
 }
 
 bool reads(const Layer &layer) {
 #if defined(HFQ_AMX)
     if (!bfloat16::has_bfloats() || (layer.kind != E4M3 && layer.kind != E5M2)) return false;
-    return layer.block_in >= layer.in_features || (layer.block_in % 64 == 0 && bfloat16::row_groups(layer) * MOST_TOGETHER <= bfloat16::MOST_SCALES * bfloat16::PAIR);
+    return layer.block_in >= layer.in_features ||
+           (layer.block_in % 64 == 0 &&
+            bfloat16::row_groups(layer) * MOST_TOGETHER <= bfloat16::MOST_SCALES * bfloat16::PAIR);
 #else
     return false;
 #endif
 }
 
 #if defined(HFQ_AMX)
-// Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum each, and they are multiplied alike.
+// Output rows that are read side by side: a sum waits for itself. Any number of activation rows has one sum
+// each, and they are multiplied alike.
 template <int ROWS> constexpr int TOGETHER = ROWS > 4 ? 1 : ROWS > 2 ? 2 : ROWS > 1 ? 4 : MOST_TOGETHER;
 
 // 64 codes times as many activations of each of ROWS rows.
@@ -39,7 +52,8 @@ static HFQ_INLINE void dot(const bfloat16::Table<KIND> &table, __m512i codes, co
     const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
     __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
     high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
-    const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
+    const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high),
+                   second = (__m512bh)_mm512_unpackhi_epi8(low, high);
     HFQ_UNROLL
     for (int m = 0; m < ROWS; m++) {
         sums[m] = _mm512_dpbf16_ps(sums[m], first, (__m512bh)_mm512_loadu_si512(x + 128 * m));
@@ -47,10 +61,11 @@ static HFQ_INLINE void dot(const bfloat16::Table<KIND> &table, __m512i codes, co
     }
 }
 
-// The next up to 64 channels of OUT output rows, which lie `pitch` apart. `later` is what is asked for meanwhile, of the first row.
+// The next up to 64 channels of OUT output rows, which lie `pitch` apart. `later` is what is asked for
+// meanwhile, of the first row.
 template <int KIND, int ROWS, int OUT>
-static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char *codes, int64_t pitch, __mmask64 there, const char *later, const char *x,
-                                 __m512 (*sums)[ROWS]) {
+static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char *codes, int64_t pitch,
+                                 __mmask64 there, const char *later, const char *x, __m512 (*sums)[ROWS]) {
     if (ROWS <= 2) avx512::keep_place(codes), avx512::keep_place(later);
     HFQ_UNROLL
     for (int r = 0; r < OUT; r++) {
@@ -63,16 +78,20 @@ static HFQ_INLINE void add_codes(const bfloat16::Table<KIND> &table, const char 
     }
 }
 
-// Channels [k, last) of OUT output rows, the n-th and others each `spaced` after the last, times ROWS activation rows; `scales` of each output row are
-// `apart` from the next one's. The sums of a group that ends later are kept as they are: what channels are passed at once depends on the activation
-// rows, and no bit may.
+// Channels [k, last) of OUT output rows, the n-th and others each `spaced` after the last, times ROWS
+// activation rows; `scales` of each output row are `apart` from the next one's. The sums of a group that ends
+// later are kept as they are: what channels are passed at once depends on the activation rows, and no bit
+// may.
 template <int KIND, int ROWS, int OUT>
-static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &table, int64_t n, int64_t spaced, int64_t k, int64_t last, const float *scales,
-                     int64_t apart, const char *ahead, __m512 (*kept)[ROWS]) {
+static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &table, int64_t n, int64_t spaced,
+                     int64_t k, int64_t last, const float *scales, int64_t apart, const char *ahead,
+                     __m512 (*kept)[ROWS]) {
     const Layer &layer = *job.layer;
     const int64_t pitch = spaced * layer.row_nbytes;
     const char *codes = layer.codes + n * layer.row_nbytes, *x = job.x;
-    const char *later = ROWS > 2 ? ahead : codes + (spaced > 1 ? 1 : OUT) * most(FAR / layer.row_nbytes, 1) * layer.row_nbytes;
+    const char *later =
+        ROWS > 2 ? ahead
+                 : codes + (spaced > 1 ? 1 : OUT) * most(FAR / layer.row_nbytes, 1) * layer.row_nbytes;
     const bool divides = job.divides, is_single = layer.block_in >= layer.in_features;
     __m512 totals[OUT][ROWS];
     HFQ_UNROLL
@@ -81,11 +100,14 @@ static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &tabl
         stop = least(last, k + layer.block_in);
         __m512 sums[OUT][ROWS] = {};
         HFQ_UNROLL
-        for (int i = 0; i < OUT * ROWS && is_single; i++) sums[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS], totals[i / ROWS][i % ROWS] = _mm512_setzero_ps();
+        for (int i = 0; i < OUT * ROWS && is_single; i++)
+            sums[i / ROWS][i % ROWS] = totals[i / ROWS][i % ROWS],
+                               totals[i / ROWS][i % ROWS] = _mm512_setzero_ps();
         int64_t i = k;
         if (stop - k == USUAL) {
             add_codes<KIND, ROWS, OUT>(table, codes + k, pitch, ~0ull, later + k, x + 2 * ROWS * k, sums);
-            add_codes<KIND, ROWS, OUT>(table, codes + k + 64, pitch, ~0ull, later + k + 64, x + 2 * ROWS * (k + 64), sums);
+            add_codes<KIND, ROWS, OUT>(table, codes + k + 64, pitch, ~0ull, later + k + 64,
+                                       x + 2 * ROWS * (k + 64), sums);
             i = stop;
         }
         for (; i < stop; i += 64) {
@@ -97,7 +119,9 @@ static void add_rows(const bfloat16::Job &job, const bfloat16::Table<KIND> &tabl
             const __m512 scale = _mm512_set1_ps(scales[i / ROWS * apart]), sum = sums[i / ROWS][i % ROWS];
             __m512 &total = totals[i / ROWS][i % ROWS];
             if (is_single && stop < layer.in_features) total = sum;
-            else total = divides ? _mm512_add_ps(total, _mm512_div_ps(sum, scale)) : _mm512_fmadd_ps(sum, scale, total);
+            else
+                total = divides ? _mm512_add_ps(total, _mm512_div_ps(sum, scale))
+                                : _mm512_fmadd_ps(sum, scale, total);
         }
     }
     HFQ_UNROLL
@@ -111,40 +135,51 @@ template <int ROWS> static int64_t passed(const Layer &layer) {
     return layer.block_in >= layer.in_features ? whole : most(whole / layer.block_in, 1) * layer.block_in;
 }
 
-template <int KIND, int ROWS> static void part_of(const bfloat16::Job &job, int64_t first, int64_t width, bfloat16::TileScratch &work) {
+template <int KIND, int ROWS>
+static void part_of(const bfloat16::Job &job, int64_t first, int64_t width, bfloat16::TileScratch &work) {
     const Layer &layer = *job.layer;
     const bfloat16::Table<KIND> table(layer);
     const int64_t stop = first + width, groups = bfloat16::row_groups(layer), step = passed<ROWS>(layer);
-    const int64_t together = TOGETHER<ROWS>, spaced = ROWS <= 2 ? width / together : 1, fits = ROWS <= 2 ? first + spaced : stop - together + 1;
+    const int64_t together = TOGETHER<ROWS>, spaced = ROWS <= 2 ? width / together : 1,
+                  fits = ROWS <= 2 ? first + spaced : stop - together + 1;
     const bool shared = first / layer.block_out == (stop - 1) / layer.block_out;
     __m512 (*totals)[ROWS] = (__m512 (*)[ROWS])work.totals;
     memset(work.totals, 0, sizeof(__m512) * ROWS * width);
     if (shared) bfloat16::find_row_scales(layer, first, work.scales);
     for (int64_t k = 0; k < layer.in_features; k += step)
         for (int64_t n = first; n < stop;) {
-            const int64_t last = least(k + step, layer.in_features), group = groups > 1 ? k / layer.block_in : 0, count = n < fits ? together : 1;
-            for (int64_t r = 0; r < count && !shared; r++) bfloat16::find_row_scales(layer, n + r * spaced, work.scales + r * groups);
+            const int64_t last = least(k + step, layer.in_features),
+                          group = groups > 1 ? k / layer.block_in : 0, count = n < fits ? together : 1;
+            for (int64_t r = 0; r < count && !shared; r++)
+                bfloat16::find_row_scales(layer, n + r * spaced, work.scales + r * groups);
             const float *scales = work.scales + group;
-            const char *ahead = layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes : (n + LATER - width) * layer.row_nbytes + step);
-            if (count > 1) add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, spaced, k, last, scales, shared ? 0 : groups, ahead, totals + (n - first));
+            const char *ahead =
+                layer.codes + (n + LATER < stop ? (n + LATER) * layer.row_nbytes
+                                                : (n + LATER - width) * layer.row_nbytes + step);
+            if (count > 1)
+                add_rows<KIND, ROWS, TOGETHER<ROWS>>(job, table, n, spaced, k, last, scales,
+                                                     shared ? 0 : groups, ahead, totals + (n - first));
             else add_rows<KIND, ROWS, 1>(job, table, n, 1, k, last, scales, 0, ahead, totals + (n - first));
             n += ROWS > 2 ? count : n + 1 == fits ? 1 + (together - 1) * spaced : 1;
         }
     for (int64_t n = first; n < stop; n++)
         for (int m = 0; m < ROWS; m++) {
-            const uint16_t half = float_to_bfloat(_mm512_reduce_add_ps(totals[n - first][m]) * job.factors[2 * m] * job.factors[2 * m + 1]);
+            const uint16_t half = float_to_bfloat(_mm512_reduce_add_ps(totals[n - first][m]) *
+                                                  job.factors[2 * m] * job.factors[2 * m + 1]);
             memcpy(job.y + 2 * (m * job.y_stride + n), &half, 2);
         }
 }
 
 typedef void (*Part)(const bfloat16::Job &, int64_t, int64_t, bfloat16::TileScratch &);
-template <int KIND> const Part parts[MOST] = {part_of<KIND, 1>, part_of<KIND, 2>, part_of<KIND, 3>, part_of<KIND, 4>,
-                                              part_of<KIND, 5>, part_of<KIND, 6>, part_of<KIND, 7>, part_of<KIND, 8>};
+template <int KIND> const Part parts[MOST] = {part_of<KIND, 1>, part_of<KIND, 2>, part_of<KIND, 3>,
+                                              part_of<KIND, 4>, part_of<KIND, 5>, part_of<KIND, 6>,
+                                              part_of<KIND, 7>, part_of<KIND, 8>};
 #endif
 
 void part(const bfloat16::Job &job, int64_t first, int64_t width, float *scratch) {
 #if defined(HFQ_AMX)
-    (job.layer->kind == E4M3 ? parts<E4M3> : parts<E5M2>)[job.rows - 1](job, first, width, *(bfloat16::TileScratch *)scratch);
+    (job.layer->kind == E4M3 ? parts<E4M3> : parts<E5M2>)[job.rows - 1](
+        job, first, width, *(bfloat16::TileScratch *)scratch);
 #endif
 }
 

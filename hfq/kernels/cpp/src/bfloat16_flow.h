@@ -21,7 +21,8 @@ struct Job {
 inline int64_t blocks(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
 
 // total += sums * scales, of 16 rows of a tile; a scale for each of them, or for each column.
-template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divides, float *total) {
+template <bool LEFT>
+static HFQ_INLINE void add_up(const float *sums, const float *scales, bool divides, float *total) {
 #if defined(HFQ_AMX)
     const __m512 columns = _mm512_loadu_ps(scales);
     if (LEFT && divides) {
@@ -34,7 +35,8 @@ template <bool LEFT> static HFQ_INLINE void add_up(const float *sums, const floa
     HFQ_UNROLL
     for (int i = 0; i < 16; i++) {
         const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : columns;
-        _mm512_store_ps(total + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(sums + 16 * i), scale, _mm512_load_ps(total + 16 * i)));
+        _mm512_store_ps(total + 16 * i, _mm512_fmadd_ps(_mm512_load_ps(sums + 16 * i), scale,
+                                                        _mm512_load_ps(total + 16 * i)));
     }
 #else
     for (int i = 0; i < 256; i++) {
@@ -52,8 +54,8 @@ struct Factor {
     int64_t rows;    // activation rows of the block
 };
 
-// Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next leave. So tiles multiply
-// while codes are unpacked and sums added up.
+// Sums on their way: those in the tiles leave them when the next are begun, and are added up when the next
+// leave. So tiles multiply while codes are unpacked and sums added up.
 template <bool LEFT> struct TileFlow {
     const bool divides;   // whether sums are divided by their scales
     float (*sums)[256];   // of up to four tiles, on their way
@@ -68,14 +70,17 @@ template <bool LEFT> struct TileFlow {
     TileFlow(const Job &job, TileScratch &work) : divides(job.divides), sums(work.sums) {}
 
     HFQ_INLINE void move() {
-        for (int i = 0; i < outside.count; i++) add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
+        for (int i = 0; i < outside.count; i++)
+            add_up<LEFT>(sums[i], outside.scales + i % 2 * BLOCK, divides, outside.totals + 256 * i);
         outside = inside, inside.count = 0;
         if (outside.count > 0) amx::store<0>(sums[0]), amx::store<1>(sums[1]);
         if (outside.count > 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
     }
 
-    // totals, [block][two tiles] += the products of a pair of weights, [32 channels][two tiles] of `count`, and one or two blocks.
-    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+    // totals, [block][two tiles] += the products of a pair of weights, [32 channels][two tiles] of `count`,
+    // and one or two blocks.
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales,
+                             float *totals) {
         move();
         amx::zero<0>(), amx::zero<1>();
         if (other.at) amx::zero<2>(), amx::zero<3>();
@@ -103,15 +108,17 @@ static HFQ_INLINE void dot_pairs(__m512 &sums, __m512bh columns, const char *pai
 }
 #endif
 
-// The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are multiplied with those of the
-// 16 columns of the right one. What is computed of a sum, and when, is the same for any rows beside it.
+// The same without tiles: a vector of sums for each row of the left factor, whose pairs of channels are
+// multiplied with those of the 16 columns of the right one. What is computed of a sum, and when, is the same
+// for any rows beside it.
 template <bool LEFT> struct VectorFlow {
     const bool divides;  // whether sums are divided by their scales
     const bool halved;   // whether a row's sums take two lanes
     VectorFlow(const Job &job, TileScratch &) : divides(job.divides), halved(job.halved) {}
 
     // As below, of one tile and up to HALF rows.
-    static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales, bool divides, float *totals) {
+    static HFQ_INLINE void dot_halves(const char *left, const Factor &x, int64_t count, const float *scales,
+                                      bool divides, float *totals) {
 #if defined(HFQ_AMX)
         const char *right = x.at;
         __m512 sums[16][1] = {};
@@ -134,7 +141,8 @@ template <bool LEFT> struct VectorFlow {
                 float sum = 0;
                 for (int64_t k = 0; k < 32 * count; k++) {
                     if (k / 2 % 2 != j % 2) continue;
-                    const char *a = left + k / 32 * 2 * amx::TILE + 64 * i + 2 * (k % 32), *b = x.at + k / 32 * x.step + k % 32 / 4 * x.pitch + 8 * (j / 2) + 2 * (k % 4);
+                    const char *a = left + k / 32 * 2 * amx::TILE + 64 * i + 2 * (k % 32),
+                               *b = x.at + k / 32 * x.step + k % 32 / 4 * x.pitch + 8 * (j / 2) + 2 * (k % 4);
                     sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
                 }
                 totals[16 * i + j] += divides ? sum / scales[i] : sum * scales[i];
@@ -143,7 +151,9 @@ template <bool LEFT> struct VectorFlow {
     }
 
 #if defined(HFQ_AMX)
-    template <int COUNT, int TILES> static HFQ_INLINE void add_up(const __m512 (*sums)[TILES], const float *scales, bool divides, float *totals) {
+    template <int COUNT, int TILES> static
+        HFQ_INLINE void add_up(const __m512 (*sums)[TILES], const float *scales, bool divides,
+                               float *totals) {
         HFQ_UNROLL
         for (int t = 0; t < TILES; t++) {
             const __m512 all = LEFT ? _mm512_setzero_ps() : _mm512_loadu_ps(scales + BLOCK * t);
@@ -151,7 +161,8 @@ template <bool LEFT> struct VectorFlow {
             for (int i = 0; i < COUNT; i++) {
                 float *total = totals + 256 * t + 16 * i;
                 const __m512 scale = LEFT ? _mm512_set1_ps(scales[i]) : all, before = _mm512_load_ps(total);
-                const __m512 after = LEFT && divides ? _mm512_add_ps(before, _mm512_div_ps(sums[i][t], scale)) : _mm512_fmadd_ps(sums[i][t], scale, before);
+                const __m512 after = LEFT && divides ? _mm512_add_ps(before, _mm512_div_ps(sums[i][t], scale))
+                                                     : _mm512_fmadd_ps(sums[i][t], scale, before);
                 _mm512_store_ps(total, after);
             }
         }
@@ -160,8 +171,9 @@ template <bool LEFT> struct VectorFlow {
 
     // totals += COUNT rows of the left factor times 16 columns of TILES right ones.
     template <int COUNT, int TILES>
-    static HFQ_INLINE void dot(const char *left, int64_t left_pitch, int64_t left_step, const char *right, int64_t right_pitch, int64_t right_step,
-                               int64_t count, const float *scales, bool divides, float *totals) {
+    static HFQ_INLINE void dot(const char *left, int64_t left_pitch, int64_t left_step, const char *right,
+                               int64_t right_pitch, int64_t right_step, int64_t count, const float *scales,
+                               bool divides, float *totals) {
 #if defined(HFQ_AMX)
         __m512 sums[COUNT][TILES] = {};
         for (int64_t s = 0; s < count; s++, left += left_step, right += right_step) {
@@ -169,17 +181,21 @@ template <bool LEFT> struct VectorFlow {
             for (int pair = 0; pair < 16; pair++) {
                 __m512bh columns[TILES];
                 HFQ_UNROLL
-                for (int t = 0; t < TILES; t++) columns[t] = (__m512bh)_mm512_loadu_si512(right + pair * right_pitch + t * amx::TILE);
+                for (int t = 0; t < TILES; t++)
+                    columns[t] = (__m512bh)_mm512_loadu_si512(right + pair * right_pitch + t * amx::TILE);
                 if (TILES == 1) {
                     HFQ_UNROLL
-                    for (int i = 0; i < COUNT; i++) dot_pairs(sums[i][0], columns[0], left + i * left_pitch + 4 * pair);
+                    for (int i = 0; i < COUNT; i++)
+                        dot_pairs(sums[i][0], columns[0], left + i * left_pitch + 4 * pair);
                     continue;
                 }
                 HFQ_UNROLL
                 for (int i = 0; i < COUNT; i++) {
-                    const __m512bh row = (__m512bh)_mm512_set1_epi32((int)load32(left + i * left_pitch + 4 * pair));
+                    const __m512bh row =
+                        (__m512bh)_mm512_set1_epi32((int)load32(left + i * left_pitch + 4 * pair));
                     HFQ_UNROLL
-                    for (int t = 0; t < TILES; t++) sums[i][t] = _mm512_dpbf16_ps(sums[i][t], columns[t], row);
+                    for (int t = 0; t < TILES; t++)
+                        sums[i][t] = _mm512_dpbf16_ps(sums[i][t], columns[t], row);
                 }
             }
         }
@@ -188,10 +204,12 @@ template <bool LEFT> struct VectorFlow {
         for (int t = 0; t < TILES; t++)
             for (int i = 0; i < COUNT; i++)
                 for (int j = 0; j < 16; j++) {
-                    float sum = 0, scale = scales[LEFT ? i : BLOCK * t + j], &total = totals[256 * t + 16 * i + j];
+                    float sum = 0, scale = scales[LEFT ? i : BLOCK * t + j],
+                          &total = totals[256 * t + 16 * i + j];
                     for (int64_t k = 0; k < 32 * count; k++) {
                         const char *a = left + k / 32 * left_step + i * left_pitch + 2 * (k % 32);
-                        const char *b = right + k / 32 * right_step + k % 32 / 2 * right_pitch + t * amx::TILE + 4 * j + 2 * (k % 2);
+                        const char *b = right + k / 32 * right_step + k % 32 / 2 * right_pitch +
+                                        t * amx::TILE + 4 * j + 2 * (k % 2);
                         sum += float_at(a, BF16, 0) * float_at(b, BF16, 0);
                     }
                     total += divides ? sum / scale : sum * scale;
@@ -202,8 +220,12 @@ template <bool LEFT> struct VectorFlow {
     void multiply(const char *codes, Factor x, int64_t count, const float *scales, float *totals) {
         if (LEFT) {
             for (int64_t t = 0; t < 2; t++)
-                if (halved) dot_halves(codes + t * amx::TILE, x, count, scales + BLOCK * t, divides, totals + 256 * t);
-                else dot<16, 1>(codes + t * amx::TILE, 64, 2 * amx::TILE, x.at, x.pitch, x.step, count, scales + BLOCK * t, divides, totals + 256 * t);
+                if (halved)
+                    dot_halves(codes + t * amx::TILE, x, count, scales + BLOCK * t, divides,
+                               totals + 256 * t);
+                else
+                    dot<16, 1>(codes + t * amx::TILE, 64, 2 * amx::TILE, x.at, x.pitch, x.step, count,
+                               scales + BLOCK * t, divides, totals + 256 * t);
         } else if (x.rows <= 4) {
             dot<4, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
         } else if (x.rows <= 8) {
@@ -212,11 +234,13 @@ template <bool LEFT> struct VectorFlow {
             dot<12, 2>(x.at, x.pitch, x.step, codes, 64, 2 * amx::TILE, count, scales, divides, totals);
         } else {
             for (int64_t t = 0; t < 2; t++)
-                dot<16, 1>(x.at, x.pitch, x.step, codes + t * amx::TILE, 64, 2 * amx::TILE, count, scales + BLOCK * t, divides, totals + 256 * t);
+                dot<16, 1>(x.at, x.pitch, x.step, codes + t * amx::TILE, 64, 2 * amx::TILE, count,
+                           scales + BLOCK * t, divides, totals + 256 * t);
         }
     }
 
-    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales, float *totals) {
+    HFQ_INLINE void multiply(const char *codes, Factor x, Factor other, int64_t count, const float *scales,
+                             float *totals) {
         multiply(codes, x, count, scales, totals);
         if (other.at) multiply(codes, other, count, scales, totals + 2 * 256);
     }

@@ -1,6 +1,7 @@
 // Codes as bfloat16. Included by bfloat16.h, in its namespace.
 //
-// [32 channels][two tiles]: the codes of a pair's outputs, a left factor where they are rows and a right one where they are columns.
+// [32 channels][two tiles]: the codes of a pair's outputs, a left factor where they are rows and a right one
+// where they are columns.
 
 inline uint16_t short_of(float value) { return (uint16_t)(as_bits(value) >> 16); }
 
@@ -38,10 +39,13 @@ template <int KIND> struct Table {
     __m512i low[2];   // lower bytes of 128 bfloat16
     explicit Table(const Layer &layer) {
         if (KIND == ZEROED) high[0] = all_integers();
-        if (KIND == NIBBLES) high[0] = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(layer.values), 16)));
+        if (KIND == NIBBLES)
+            high[0] = _mm512_broadcast_i64x4(
+                _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(layer.values), 16)));
         if (KIND != E4M3 && KIND != E5M2) return;
         static const Bytes bytes(KIND);
-        for (int i = 0; i < 2; i++) high[i] = _mm512_load_si512(bytes.high + 64 * i), low[i] = _mm512_load_si512(bytes.low + 64 * i);
+        for (int i = 0; i < 2; i++)
+            high[i] = _mm512_load_si512(bytes.high + 64 * i), low[i] = _mm512_load_si512(bytes.low + 64 * i);
     }
 };
 #else
@@ -53,33 +57,44 @@ template <int KIND> struct Table {
 #endif
 
 // 64 codes of a row, from `p`, as rows of two tiles; `shift` is added to codes that have a zero point.
-template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, int shift, char *first, char *second) {
+template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, const char *p, int shift,
+                                                      char *first, char *second) {
 #if defined(HFQ_AMX)
     if constexpr (KIND == NIBBLES || KIND == ZEROED) {
         const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
         __m512i low = _mm512_and_si512(codes, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(codes, 4);
-        if (KIND == ZEROED) low = _mm512_add_epi16(low, _mm512_set1_epi16((short)shift)), high = _mm512_add_epi16(high, _mm512_set1_epi16((short)shift));
-        _mm512_store_si512(first, _mm512_permutexvar_epi16(low, table.high[0])), _mm512_store_si512(second, _mm512_permutexvar_epi16(high, table.high[0]));
+        if (KIND == ZEROED)
+            low = _mm512_add_epi16(low, _mm512_set1_epi16((short)shift)),
+            high = _mm512_add_epi16(high, _mm512_set1_epi16((short)shift));
+        _mm512_store_si512(first, _mm512_permutexvar_epi16(low, table.high[0])),
+            _mm512_store_si512(second, _mm512_permutexvar_epi16(high, table.high[0]));
     } else if constexpr (KIND == INT8) {
         for (int i = 0; i < 64; i += 32) {
-            const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i))));
-            const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i + 16))));
+            const __m512 low =
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i))));
+            const __m512 high =
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + i + 16))));
             _mm512_store_si512(i ? second : first, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     } else {
-        const __m512i codes = _mm512_loadu_si512(p), low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
+        const __m512i codes = _mm512_loadu_si512(p),
+                      low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
         __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
-        high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);  // or the codes' signs
-        _mm512_store_si512(first, _mm512_unpacklo_epi8(low, high)), _mm512_store_si512(second, _mm512_unpackhi_epi8(low, high));
+        // or the codes' signs
+        high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8((char)0x80), 0xF8);
+        _mm512_store_si512(first, _mm512_unpacklo_epi8(low, high)),
+            _mm512_store_si512(second, _mm512_unpackhi_epi8(low, high));
     }
 #else
     const bool high_first = table.layer.high_first != 0;
     for (int i = 0; i < 64; i++) {
         const int k = table.order[i];
         const bool is_nibble = KIND == NIBBLES || KIND == ZEROED;
-        const uint8_t byte = (uint8_t)p[is_nibble ? k / 2 : k], nibble = byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15;
+        const uint8_t byte = (uint8_t)p[is_nibble ? k / 2 : k],
+                      nibble = byte >> ((k % 2 != 0) != high_first ? 4 : 0) & 15;
         float value = KIND == INT8 ? (float)(int8_t)byte : code_value(byte, KIND);
-        if (is_nibble) value = KIND == ZEROED ? (float)(nibble + shift - 16) : float_at(table.layer.values, F32, nibble);
+        if (is_nibble)
+            value = KIND == ZEROED ? (float)(nibble + shift - 16) : float_at(table.layer.values, F32, nibble);
         const uint16_t half = short_of(value);
         memcpy((i < 32 ? first : second) + 2 * (i % 32), &half, 2);
     }
@@ -88,26 +103,32 @@ template <int KIND> static HFQ_INLINE void unpack_row(const Table<KIND> &table, 
 
 // What is added to a row's codes, from channel k on, to find them among all_integers.
 template <int KIND> static HFQ_INLINE int shift_of(const Layer &layer, int64_t n, int64_t k) {
-    return KIND == ZEROED ? 16 - (int)row_zero(layer, n, k / layer.block_in) - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0) : 0;
+    return KIND == ZEROED
+               ? 16 - (int)row_zero(layer, n, k / layer.block_in) - (layer.row_zeros == OUTPUT_WORDS ? 8 : 0)
+               : 0;
 }
 
-// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for, by where they end: the line that they
-// begin in was asked for with those before them.
-template <int KIND>
-static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
+// Channels [k, k + length) of the rows [n, n + count); `lead` is how far away codes lie that are asked for,
+// by where they end: the line that they begin in was asked for with those before them.
+template <int KIND> static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
+                                            int64_t length, int64_t lead, char *out) {
     const int64_t line = KIND == NIBBLES || KIND == ZEROED ? 32 : 64, whole = length / 128 * 128;
     const Table<KIND> table(layer);
     const char *row = layer.codes + n * layer.row_nbytes + k / 64 * line;
-    for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {  // beyond the last, the last again
+    // beyond the last, the last again
+    for (int64_t r = 0; r < PAIR; r++, row += r < count ? layer.row_nbytes : 0) {
         char *to = out + r / BLOCK * amx::TILE + r % BLOCK * 64;
         const char *codes = row;
         int64_t i = 0;
-        __builtin_prefetch(row + ROWS_AHEAD * layer.row_nbytes);  // a line that codes before these lie in, too, may have left the second cache
+        // a line that codes before these lie in, too, may have left the second cache
+        __builtin_prefetch(row + ROWS_AHEAD * layer.row_nbytes);
         for (; i < whole; i += 128, codes += 2 * line, to += 8 * amx::TILE) {
             HFQ_UNROLL
             for (int j = 0; j < 2; j++) {
                 if (j == 0 || line == 64) __builtin_prefetch(codes + j * line + lead + 63, 0, 2);
-                unpack_row<KIND>(table, codes + j * line, shift_of<KIND>(layer, n + least(r, count - 1), k + i + 64 * j), to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
+                unpack_row<KIND>(table, codes + j * line,
+                                 shift_of<KIND>(layer, n + least(r, count - 1), k + i + 64 * j),
+                                 to + j * 4 * amx::TILE, to + (4 * j + 2) * amx::TILE);
             }
         }
         for (; i < length; i += 64, codes += line, to += 4 * amx::TILE) {
@@ -117,18 +138,22 @@ static void unpack_rows(const Layer &layer, int64_t n, int64_t count, int64_t k,
                 memset(rest, 0, sizeof(rest)), memcpy(rest, codes, ((length - i) * line + 63) / 64);
                 at = rest;
             }
-            unpack_row<KIND>(table, at, shift_of<KIND>(layer, n + least(r, count - 1), k + i), to, to + 2 * amx::TILE);
+            unpack_row<KIND>(table, at, shift_of<KIND>(layer, n + least(r, count - 1), k + i), to,
+                             to + 2 * amx::TILE);
         }
     }
 }
 
-// The largest exponent among up to 16 groups of a row, a step's, of scales that are powers of two. They are folded as parts of it, and it is
-// the scale of the sums: a weight of any size is a normal number in its tile.
+// The largest exponent among up to 16 groups of a row, a step's, of scales that are powers of two. They are
+// folded as parts of it, and it is the scale of the sums: a weight of any size is a normal number in its
+// tile.
 inline int largest_exponent(const char *scales, int64_t count) {
 #if defined(HFQ_AMX)
     __m128i largest = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), scales);
-    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 8)), largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 4));
-    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 2)), largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 1));
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 8)),
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 4));
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 2)),
+    largest = _mm_max_epu8(largest, _mm_srli_si128(largest, 1));
     return _mm_cvtsi128_si32(largest) & 255;
 #else
     int largest = 0;
@@ -144,11 +169,16 @@ inline float folded_scale(const Layer &layer, int64_t place, int largest) {
 }
 
 // What the sums of a pair's rows are multiplied with.
-inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, float *scales) {
+inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length,
+                          float *scales) {
     const int64_t first = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
     const float shared = layer.divides ? 1 / layer.shared : layer.shared;
     for (int64_t r = 0; r < PAIR; r++) {
-        const char exponent = (char)(layer.scale_dtype == E8M0 ? largest_exponent(layer.scales + (n + least(r, count - 1)) * layer.scale_stride + first, groups) : 0);
+        const char exponent =
+            (char)(layer.scale_dtype == E8M0
+                       ? largest_exponent(
+                             layer.scales + (n + least(r, count - 1)) * layer.scale_stride + first, groups)
+                       : 0);
         scales[r] = layer.scale_dtype == E8M0 ? float_at(&exponent, E8M0, 0) : shared;
     }
 }
@@ -156,26 +186,33 @@ inline void find_unfolded(const Layer &layer, int64_t n, int64_t count, int64_t 
 #if defined(HFQ_AMX)
 // Up to 16 of them.
 static HFQ_INLINE __m512 folded_scales(const Layer &layer, int64_t place, int64_t count, int largest) {
-    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << least(count, 16)) - 1), layer.scales + place);
+    const __m128i bytes =
+        _mm_maskz_loadu_epi8((__mmask16)((1u << least(count, 16)) - 1), layer.scales + place);
     if (layer.scale_dtype == E8M0) {
-        const __m512i exponents = _mm512_add_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127 - largest));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_max_epi32(exponents, _mm512_setzero_si512()), 23));
+        const __m512i exponents =
+            _mm512_add_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127 - largest));
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_max_epi32(exponents, _mm512_setzero_si512()), 23));
     }
-    const __m256i wide = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF));
+    const __m256i wide =
+        _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF));
     const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
-    return _mm512_mask_mov_ps(_mm512_mul_ps(_mm512_cvtph_ps(wide), _mm512_set1_ps(256)), nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
+    return _mm512_mask_mov_ps(_mm512_mul_ps(_mm512_cvtph_ps(wide), _mm512_set1_ps(256)), nan,
+                              _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
 }
 #endif
 
 #if defined(HFQ_AMX)
 // The 16 values times each of two scales.
 static HFQ_INLINE __m512i scaled_values(__m512 values, const float *scales) {
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(values, _mm512_set1_ps(scales[1])), _mm512_mul_ps(values, _mm512_set1_ps(scales[0])));
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(values, _mm512_set1_ps(scales[1])),
+                                        _mm512_mul_ps(values, _mm512_set1_ps(scales[0])));
 }
 #endif
 
 // As unpack_rows, of nibbles with their scales.
-static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, char *out) {
+static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length,
+                          int64_t lead, char *out) {
     const char *row = layer.codes + n * layer.row_nbytes + k / 2;
     const int64_t start = k / layer.block_in, groups = (length + layer.block_in - 1) / layer.block_in;
 #if defined(HFQ_AMX)
@@ -202,24 +239,29 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
             char rest[32];
             const char *codes = row + i / 2;
             if (i % 128 == 0) __builtin_prefetch(codes + lead + 63, 0, 2);
-            if (length - i < 64) memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
+            if (length - i < 64)
+                memset(rest, 0, sizeof(rest)), memcpy(rest, codes, (length - i + 1) / 2), codes = rest;
 #if defined(HFQ_AMX)
             const float *of = factors + (i >> shift);
             const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-            const __m512i low = _mm512_or_si512(_mm512_and_si512(bytes, fifteen), groups_of), high = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), groups_of);
+            const __m512i low = _mm512_or_si512(_mm512_and_si512(bytes, fifteen), groups_of),
+                          high = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), groups_of);
             const __m512i table = scaled_values(values, of);
             if (is_short) {
                 const __m512i other = scaled_values(values, of + 2);
                 _mm512_store_si512(to, _mm512_permutex2var_epi16(table, low, other));
                 _mm512_store_si512(to + 2 * amx::TILE, _mm512_permutex2var_epi16(table, high, other));
             } else {
-                _mm512_store_si512(to, _mm512_permutexvar_epi16(low, table)), _mm512_store_si512(to + 2 * amx::TILE, _mm512_permutexvar_epi16(high, table));
+                _mm512_store_si512(to, _mm512_permutexvar_epi16(low, table)),
+                    _mm512_store_si512(to + 2 * amx::TILE, _mm512_permutexvar_epi16(high, table));
             }
 #else
             for (int j = 0; j < 64; j++) {
                 const int at = order[j];
-                const uint8_t code = (uint8_t)codes[at / 2] >> ((at % 2 != 0) != (layer.high_first != 0) ? 4 : 0) & 15;
-                const float scale = i + at < length ? folded_scale(layer, place + (i + at) / layer.block_in, largest) : 0;
+                const uint8_t code =
+                    (uint8_t)codes[at / 2] >> ((at % 2 != 0) != (layer.high_first != 0) ? 4 : 0) & 15;
+                const float scale =
+                    i + at < length ? folded_scale(layer, place + (i + at) / layer.block_in, largest) : 0;
                 const uint16_t half = short_of(float_at(layer.values, F32, code) * scale);
                 memcpy(to + j / 32 * 2 * amx::TILE + 2 * (j % 32), &half, 2);
             }
@@ -228,7 +270,8 @@ static void unpack_folded(const Layer &layer, int64_t n, int64_t count, int64_t 
     }
 }
 
-// A tile's 32 channels of 16 columns, of which `count` are there; `zeros` are taken off. `rows` of words are there.
+// A tile's 32 channels of 16 columns, of which `count` are there; `zeros` are taken off. `rows` of words are
+// there.
 #if defined(HFQ_AMX)
 struct Columns {
     const char *words;  // address of the first word
@@ -242,29 +285,37 @@ struct Columns {
 
 // Pairs of integers less than 256 as pairs of bfloat16, less their zero points.
 static HFQ_INLINE __m512i whole(__m512i pairs, __m512i zeros) {
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)), zeros));
+    const __m512 low =
+        _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF)), zeros));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(pairs, 16), zeros));
     return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
 }
 
-// What a word's codes are made bfloat16 with: for each column 16 less its zero point in every byte, or the zero point.
+// What a word's codes are made bfloat16 with: for each column 16 less its zero point in every byte, or the
+// zero point.
 template <int BITS> static HFQ_INLINE __m512i shifts_of(const float *zeros) {
     const __m512i zero = _mm512_cvtps_epi32(_mm512_loadu_ps(zeros));
-    return BITS == 8 ? zero : _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zero), _mm512_set1_epi32(0x01010101));
+    return BITS == 8 ? zero
+                     : _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), zero),
+                                          _mm512_set1_epi32(0x01010101));
 }
 
 // Words of a column that hold whole codes, and pairs of channels in them.
 template <int BITS> constexpr int UNIT = BITS == 3 ? 3 : 1;
 template <int BITS> constexpr int PAIRS = BITS == 3 ? 16 : 16 / BITS;
 
-// The pairs of channels of 16 columns' words: codes of the first half of the channels, and of the second. Bytes hold a code each; where pairs
-// are looked up that is done by the lower byte of each half of a word, and then by the upper one.
-template <int BITS> static HFQ_INLINE void unpack_pairs(const __m512i *words, __m512i shifts, __m512i table, __m512i *pairs) {
+// The pairs of channels of 16 columns' words: codes of the first half of the channels, and of the second.
+// Bytes hold a code each; where pairs are looked up that is done by the lower byte of each half of a word,
+// and then by the upper one.
+template <int BITS>
+static HFQ_INLINE void unpack_pairs(const __m512i *words, __m512i shifts, __m512i table, __m512i *pairs) {
     if constexpr (BITS == 8) {
         const __m512i mask = _mm512_set1_epi32(0xFF00FF);
-        pairs[0] = whole(_mm512_and_si512(words[0], mask), shifts), pairs[1] = whole(_mm512_and_si512(_mm512_srli_epi32(words[0], 8), mask), shifts);
+        pairs[0] = whole(_mm512_and_si512(words[0], mask), shifts),
+        pairs[1] = whole(_mm512_and_si512(_mm512_srli_epi32(words[0], 8), mask), shifts);
     } else if constexpr (BITS == 3) {
-        const __m512i seven = _mm512_set1_epi32(7), both = _mm512_and_si512(shifts, _mm512_set1_epi32(0xFF00FF));
+        const __m512i seven = _mm512_set1_epi32(7),
+                      both = _mm512_and_si512(shifts, _mm512_set1_epi32(0xFF00FF));
         HFQ_UNROLL
         for (int i = 0; i < 16; i++) {
             __m512i codes[2];
@@ -272,7 +323,9 @@ template <int BITS> static HFQ_INLINE void unpack_pairs(const __m512i *words, __
             for (int half = 0; half < 2; half++) {
                 const int bit = 3 * (i + 16 * half), word = bit / 32, shift = bit % 32;
                 codes[half] = _mm512_srli_epi32(words[word], shift);
-                if (shift > 29) codes[half] = _mm512_or_si512(codes[half], _mm512_slli_epi32(words[(word + 1) % 3], 32 - shift));
+                if (shift > 29)
+                    codes[half] =
+                        _mm512_or_si512(codes[half], _mm512_slli_epi32(words[(word + 1) % 3], 32 - shift));
                 codes[half] = _mm512_and_si512(codes[half], seven);
             }
             const __m512i both_codes = _mm512_or_si512(codes[0], _mm512_slli_epi32(codes[1], 16));
@@ -283,13 +336,16 @@ template <int BITS> static HFQ_INLINE void unpack_pairs(const __m512i *words, __
         const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
         HFQ_UNROLL
         for (int i = 0; i < each; i++) {
-            const __m512i bytes = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(words[0], BITS * i), mask), shifts);
-            pairs[i] = _mm512_permutexvar_epi16(bytes, table), pairs[i + each] = _mm512_permutexvar_epi16(_mm512_srli_epi32(bytes, 8), table);
+            const __m512i bytes =
+                _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(words[0], BITS * i), mask), shifts);
+            pairs[i] = _mm512_permutexvar_epi16(bytes, table),
+            pairs[i + each] = _mm512_permutexvar_epi16(_mm512_srli_epi32(bytes, 8), table);
         }
     }
 }
 
-template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, const float *zeros, __m512i table, char *out) {
+template <int BITS>
+static HFQ_INLINE void unpack_words(const Columns &from, const float *zeros, __m512i table, char *out) {
     const __m512i shifts = shifts_of<BITS>(zeros);
     HFQ_UNROLL
     for (int row = 0; row < BITS; row += UNIT<BITS>) {
@@ -303,15 +359,21 @@ template <int BITS> static HFQ_INLINE void unpack_words(const Columns &from, con
 
 // What is added to AWQ's codes of 16 columns, less their zero points, to find them among all_integers.
 static HFQ_INLINE __m512i awq_shifts(const float *zeros) {
-    return _mm512_mullo_epi32(_mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros))), _mm512_set1_epi32(0x10001));
+    return _mm512_mullo_epi32(
+        _mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros))),
+        _mm512_set1_epi32(0x10001));
 }
 
-// AWQ's: two channels of a pair's columns, whose words hold eight of them. The channels' words, in turns by their halves, are those of the even
-// columns and of the odd ones; each shifted by its own nibbles gives pairs of channels.
-static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool are_two, __mmask8 there, const __m512i *added, __m512i table, __m512i *pairs) {
-    const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12), fifteen = _mm512_set1_epi32(0xF000F);
+// AWQ's: two channels of a pair's columns, whose words hold eight of them. The channels' words, in turns by
+// their halves, are those of the even columns and of the odd ones; each shifted by its own nibbles gives
+// pairs of channels.
+static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool are_two, __mmask8 there,
+                                        const __m512i *added, __m512i table, __m512i *pairs) {
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12),
+                  fifteen = _mm512_set1_epi32(0xF000F);
     const __m512i places = _mm512_setr_epi32(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3);
-    const __m128i first = _mm_maskz_loadu_epi32(there, words), second = are_two ? _mm_maskz_loadu_epi32(there, words + pitch) : _mm_setzero_si128();
+    const __m128i first = _mm_maskz_loadu_epi32(there, words),
+                  second = are_two ? _mm_maskz_loadu_epi32(there, words + pitch) : _mm_setzero_si128();
     const __m128i turns[2] = {_mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second)};
     HFQ_UNROLL
     for (int t = 0; t < 2; t++) {
@@ -322,7 +384,8 @@ static HFQ_INLINE void unpack_awq_pairs(const char *words, int64_t pitch, bool a
 }
 
 // 32 channels of a pair's columns.
-static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns, const float *zeros, __m512i table, char *out) {
+static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows, int64_t columns,
+                                  const float *zeros, __m512i table, char *out) {
     const __mmask8 there = (__mmask8)((1u << (columns + 7) / 8) - 1);
     const __m512i added[2] = {awq_shifts(zeros), awq_shifts(zeros + BLOCK)};
     for (int64_t i = 0; i < CHANNELS; i += 2, words += 2 * pitch, out += 64) {
@@ -334,18 +397,21 @@ static HFQ_INLINE void unpack_awq(const char *words, int64_t pitch, int64_t rows
 #endif
 
 // The scales and zero points of a pair's columns of a group.
-inline void find_group(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales, float *zeros) {
+inline void find_group(const Layer &layer, int64_t group, int64_t n, int64_t count, float *scales,
+                       float *zeros) {
     avx512::group_scales(layer, group, n, count, scales, PAIR);
     avx512::group_zeros(layer, group, n, count, zeros, PAIR);
 }
 
 // 32 channels, of which `codes` are there, of 16 columns, of which `count` are.
-template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t codes, int64_t lead,
+template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64_t n, int64_t count,
+                                                       int64_t k, int64_t codes, int64_t lead,
                                                        const float *zeros, const Integers &table, char *out) {
     const int64_t pitch = layer.row_nbytes, columns = least(BLOCK, count);
     if (columns <= 0) { memset(out, 0, amx::TILE); return; }
 #if defined(HFQ_AMX)
-    const Columns from = {layer.codes + k * BITS / 32 * pitch + 4 * n, pitch, codes * BITS / 32, (__mmask16)((1u << columns) - 1)};
+    const Columns from = {layer.codes + k * BITS / 32 * pitch + 4 * n, pitch, codes * BITS / 32,
+                          (__mmask16)((1u << columns) - 1)};
     for (int64_t row = 0; row < from.rows; row++) __builtin_prefetch(from.words + row * pitch + lead, 0, 2);
     unpack_words<BITS == 0 ? 4 : BITS>(from, zeros, table, out);
 #else
@@ -357,9 +423,14 @@ template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64
             float value = 0;
             if (order[place] < codes && j < columns) {
                 uint64_t found = 0;
-                if (BITS == 0) found = load32(layer.codes + channel * pitch + column / 8 * 4) >> 4 * awq_place((int)(column % 8));
+                if (BITS == 0)
+                    found = load32(layer.codes + channel * pitch + column / 8 * 4) >>
+                            4 * awq_place((int)(column % 8));
                 else found = load32(layer.codes + channel * layer.bits / 32 * pitch + 4 * column);
-                if (BITS == 3 && bit > 29) found |= (uint64_t)load32(layer.codes + (channel * layer.bits / 32 + 1) * pitch + 4 * column) << 32;
+                if (BITS == 3 && bit > 29)
+                    found |=
+                        (uint64_t)load32(layer.codes + (channel * layer.bits / 32 + 1) * pitch + 4 * column)
+                        << 32;
                 value = (float)(found >> (BITS == 0 ? 0 : bit) & ((1u << layer.bits) - 1)) - zeros[j];
             }
             const uint16_t half = short_of(value);
@@ -368,8 +439,10 @@ template <int BITS> static HFQ_INLINE void unpack_tile(const Layer &layer, int64
 #endif
 }
 
-// AWQ's words of a part's columns, for `length` channels, one row after the other: where they lie they share few places of the first cache.
-static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, int64_t length, int64_t lead, char *out) {
+// AWQ's words of a part's columns, for `length` channels, one row after the other: where they lie they share
+// few places of the first cache.
+static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, int64_t length, int64_t lead,
+                       char *out) {
     const int64_t pitch = layer.row_nbytes, nbytes = up(width, 8) / 2;
     const char *words = layer.codes + k * pitch + n / 2;
     for (int64_t row = 0; row < length; row++, words += pitch, out += MOST_FEW / 2) {
@@ -380,9 +453,9 @@ static void copy_words(const Layer &layer, int64_t n, int64_t width, int64_t k, 
 }
 
 // As unpack_rows: of columns, the channels of one group. AWQ's are at `words`, of a row of MOST_FEW.
-template <int BITS>
-static void unpack_columns(const Layer &layer, int64_t n, int64_t count, int64_t k, int64_t length, int64_t lead, const float *zeros,
-                           const char *words, char *out) {
+template <int BITS> static void unpack_columns(const Layer &layer, int64_t n, int64_t count, int64_t k,
+                                               int64_t length, int64_t lead, const float *zeros,
+                                               const char *words, char *out) {
     const Integers table = all_integers();
     for (int64_t i = 0; i < length; i += CHANNELS, out += 2 * amx::TILE) {
         const int64_t codes = least(CHANNELS, length - i);
@@ -392,6 +465,8 @@ static void unpack_columns(const Layer &layer, int64_t n, int64_t count, int64_t
             continue;
         }
 #endif
-        for (int64_t t = 0; t < 2; t++) unpack_tile<BITS>(layer, n + BLOCK * t, count - BLOCK * t, k + i, codes, lead, zeros + BLOCK * t, table, out + t * amx::TILE);
+        for (int64_t t = 0; t < 2; t++)
+            unpack_tile<BITS>(layer, n + BLOCK * t, count - BLOCK * t, k + i, codes, lead, zeros + BLOCK * t,
+                              table, out + t * amx::TILE);
     }
 }

@@ -9,14 +9,17 @@ template <int BITS, int CODE> struct Place {
     static const int shift = CODE * BITS % 32;                     // bits from the word's lowest
     static const bool straddles = shift + BITS > 32;               // whether it goes on in the next word
     static const bool is_high = shift + BITS > 31;                 // whether it has the word's highest bit
-    static const int exponent = straddles || is_high ? 0 : shift;  // log2 of what it is too large by unless shifted down
+    // log2 of what it is too large by unless shifted down
+    static const int exponent = straddles || is_high ? 0 : shift;
 };
 template <int BITS, int CODE, bool SHIFTED>
 static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
     typedef Place<BITS, CODE> P;
     const uint32_t mask = (1u << BITS) - 1;
     vu word = load<vu>(words + P::word * pitch);
-    if (P::straddles) return to_float((word >> P::shift | load<vu>(words + (P::word + 1) * pitch) << ((32 - P::shift) % 32)) & mask);
+    if (P::straddles)
+        return to_float(
+            (word >> P::shift | load<vu>(words + (P::word + 1) * pitch) << ((32 - P::shift) % 32)) & mask);
     if (P::is_high) return to_float(word >> P::shift);
     if (SHIFTED) return to_float(word >> P::shift & mask);
     return to_float(word & (mask << P::shift));
@@ -26,14 +29,16 @@ static HFQ_INLINE vf code_at(const char *words, int64_t pitch) {
 template <int BITS> constexpr int unit() { return 32 % BITS == 0 ? 32 / BITS : 32; }
 
 // [codes][W] floats of one column vector.
-template <int BITS, int CODE> static HFQ_INLINE void spread_codes(const char *words, int64_t pitch, float *out) {
+template <int BITS, int CODE>
+static HFQ_INLINE void spread_codes(const char *words, int64_t pitch, float *out) {
     if constexpr (CODE < unit<BITS>()) {
         store(out + CODE * W, code_at<BITS, CODE, true>(words, pitch));
         spread_codes<BITS, CODE + 1>(words, pitch, out);
     }
 }
 template <int BITS> static void decode_words(const char *words, int64_t pitch, int64_t codes, float *out) {
-    for (int64_t c = 0; c < codes; c += unit<BITS>()) spread_codes<BITS, 0>(words + c * BITS / 32 * pitch, pitch, out + c * W);
+    for (int64_t c = 0; c < codes; c += unit<BITS>())
+        spread_codes<BITS, 0>(words + c * BITS / 32 * pitch, pitch, out + c * W);
 }
 // AWQ: a word, or two, for each code.
 static void decode_awq(const char *words, int64_t pitch, int64_t codes, float *out) {
@@ -53,15 +58,20 @@ typedef void (*Decode)(const char *words, int64_t pitch, int64_t codes, float *o
 static Decode decoder(const Layer &layer) {
     const int bits = layer.kind == AWQ ? 0 : layer.bits;
     if (bits == 0) return decode_awq;
-    return bits == 2 ? decode_words<2> : bits == 3 ? decode_words<3> : bits == 4 ? decode_words<4> : decode_words<8>;
+    return bits == 2   ? decode_words<2>
+           : bits == 3 ? decode_words<3>
+           : bits == 4 ? decode_words<4>
+                       : decode_words<8>;
 }
 
 // The scales of `count` columns of a group, padded with zeros to `wide` columns.
-static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
+static void group_scales(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out,
+                         int64_t wide) {
     int64_t place = group * layer.out_features + n, i = 0;
     for (; i + W <= count && layer.scale_dtype <= F16; i += W)
         if (layer.scale_dtype == F32) store(out + i, load<vf>(layer.scales + 4 * (place + i)));
-        else if (layer.scale_dtype == F16) store(out + i, from_half(load<vuh>(layer.scales + 2 * (place + i))));
+        else if (layer.scale_dtype == F16)
+            store(out + i, from_half(load<vuh>(layer.scales + 2 * (place + i))));
         else store(out + i, __builtin_convertvector(load<vuh>(layer.scales + 2 * (place + i)), vu) << 16);
     for (; i < count; i++) out[i] = scale_at(layer, place + i);
     for (; i < wide; i++) out[i] = 0;
@@ -81,8 +91,10 @@ struct Zeros {
         for (int j = 0; j < W; j++) places[j] = j % 8, of_awq[j] = (uint32_t)(4 * awq_place(j % 8));
         shifts = layer.kind == AWQ ? of_awq : bits == 8 ? (vu){} : places * (uint32_t)bits;
         added = (vu){} + (layer.zero_reading == WORD_PLUS_ONE ? word_ones(4) : 0);
-        more = (vu){} + (layer.zero_reading == FIELD_PLUS_ONE || layer.zero_reading == MASKED_PLUS_ONE ? 1u : 0u);
-        mask = (vu){} + most_value, kept = (vu){} + (layer.zero_reading == MASKED_PLUS_ONE ? most_value : ~0u);
+        more = (vu){} +
+               (layer.zero_reading == FIELD_PLUS_ONE || layer.zero_reading == MASKED_PLUS_ONE ? 1u : 0u);
+        mask = (vu){} + most_value,
+        kept = (vu){} + (layer.zero_reading == MASKED_PLUS_ONE ? most_value : ~0u);
     }
     HFQ_INLINE vu fields(vu words) const { return (((words + added) >> shifts & mask) + more) & kept; }
     HFQ_INLINE uint32_t eight(const char *p) const {
@@ -98,11 +110,13 @@ struct Zeros {
     }
     // The columns from n on whose zero points can be taken.
     static HFQ_INLINE int64_t whole(const Layer &layer, int64_t n, int64_t count) {
-        return n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4) ? count / W * W : 0;  // there one is added to 32 bits
+        // there one is added to 32 bits
+        return n % 8 == 0 && (layer.zero_reading != WORD_PLUS_ONE || layer.bits == 4) ? count / W * W : 0;
     }
 };
 
-static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out, int64_t wide) {
+static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, float *out,
+                        int64_t wide) {
     const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
     const int64_t whole = Zeros::whole(layer, n, count);
     const Zeros zeros(layer);
@@ -113,7 +127,8 @@ static void group_zeros(const Layer &layer, int64_t group, int64_t n, int64_t co
 }
 
 // Zero points of a group's columns as integers; of four bits eight vectors' at once.
-static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out, int64_t wide) {
+static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t count, int32_t *out,
+                          int64_t wide) {
     const char *row = layer.zeros + 4 * group * layer.zero_words + n * layer.bits / 8;
     const int64_t whole = Zeros::whole(layer, n, count);
     const Zeros zeros(layer);
@@ -123,20 +138,22 @@ static void integer_zeros(const Layer &layer, int64_t group, int64_t n, int64_t 
     for (; W == 16 && zeros.bits == 4 && i + 8 * W <= whole; i += 8 * W) {
         const vf table = load<vf>(row + i / 2);
         HFQ_UNROLL
-        for (int v = 0; v < 8; v++) store(out + i + v * W, zeros.fields((vu)pick_floats(table, places + 2 * v)));
+        for (int v = 0; v < 8; v++)
+            store(out + i + v * W, zeros.fields((vu)pick_floats(table, places + 2 * v)));
     }
     for (; i < whole; i += W) store(out + i, zeros.take(row + i * zeros.bits / 8));
     for (; i < count; i++) out[i] = (int32_t)zero_at(layer, group, n + i);
     for (; i < wide; i++) out[i] = 0;
 }
 
-// The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last column, or the end of a
-// group, is copied and padded.
+// The words of up to CHUNK codes [k, k + codes) of `most` neighbouring columns; what is cut off by the last
+// column, or the end of a group, is copied and padded.
 struct Words {
     const char *at;            // address of the first word
     int64_t pitch;             // bytes from a row of words to the next
     char copy[CHUNK * 4 * W];  // bytes of words that were copied
-    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns, int64_t most_columns, int64_t most_codes) {
+    HFQ_INLINE void take(const Layer &layer, int64_t k, int64_t codes, int64_t n, int64_t columns,
+                         int64_t most_columns, int64_t most_codes) {
         int64_t rows = codes, nbytes = columns / 2, wide = most_columns / 2;
         pitch = layer.row_nbytes;
         if (layer.kind == AWQ) {
@@ -147,7 +164,8 @@ struct Words {
         }
         if (columns >= most_columns && codes >= most_codes) return;
         __builtin_memset(copy, 0, sizeof(copy));
-        for (int64_t r = 0; r < rows; r++) __builtin_memcpy(copy + wide * r, at + pitch * r, least(nbytes, wide));
+        for (int64_t r = 0; r < rows; r++)
+            __builtin_memcpy(copy + wide * r, at + pitch * r, least(nbytes, wide));
         at = copy, pitch = wide;
     }
 };
@@ -168,8 +186,10 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
             out[4 * part] = low_pairs(a, b), out[4 * part + 1] = high_pairs(a, b);
             out[4 * part + 2] = low_pairs(c, d), out[4 * part + 3] = high_pairs(c, d);
         }
-    } else if constexpr (BITS == 3) {  // 24 bits hold eight codes: first the first, second and third bytes of all four such
-        vu w0 = load<vu>(words), w1 = load<vu>(words + pitch), w2 = load<vu>(words + 2 * pitch), low = (vu){} + 0xFFu;
+    } else if constexpr (BITS == 3) {  // 24 bits hold eight codes: first the first, second and third bytes of
+                                       // all four such
+        vu w0 = load<vu>(words), w1 = load<vu>(words + pitch), w2 = load<vu>(words + 2 * pitch),
+           low = (vu){} + 0xFFu;
         vu a = (w0 & low) | (w0 >> 16 & 0xFF00u) | (w1 & 0xFF0000u) | (w2 << 16 & 0xFF000000u);
         vu b = (w0 >> 8 & low) | (w1 << 8 & 0xFF00u) | (w1 >> 8 & 0xFF0000u) | (w2 << 8 & 0xFF000000u);
         vu c = (w0 >> 16 & low) | (w1 & 0xFF00u) | (w2 << 16 & 0xFF0000u) | (w2 & 0xFF000000u);
@@ -184,7 +204,8 @@ template <int BITS> static HFQ_INLINE void unpack(const char *words, int64_t pit
         HFQ_UNROLL
         for (int v = 0; v < 8; v++) {
             vu word = load<vu>(words + v / parts * pitch);
-            out[v] = (vb)(BITS == 8 ? word : word >> BITS * (v % parts) & (BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u));
+            out[v] =
+                (vb)(BITS == 8 ? word : word >> BITS * (v % parts) & (BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u));
         }
     }
 }

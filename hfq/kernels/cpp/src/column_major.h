@@ -1,16 +1,18 @@
 // Products with columns, and panels of them. Included by instruction_set.h in the
 // namespace of each instruction set.
 
-// Which halves of a chunk have lowest limbs other than zero. Activations of bfloat16 have them where they are below 2**-7 of a span's
-// largest, and then often alone.
+// Which halves of a chunk have lowest limbs other than zero. Activations of bfloat16 have them where they are
+// below 2**-7 of a span's largest, and then often alone.
 static HFQ_INLINE int lowest_limbs(const char *limbs) {
     uint64_t words[4];
     __builtin_memcpy(words, limbs + (LIMBS - 1) * CHUNK, sizeof(words));
     return (words[0] | words[1] ? 1 : 0) | (words[2] | words[3] ? 2 : 0);
 }
 
-// Four vectors of a chunk's codes times one of their limbs; of eight bits, the halves each by itself: int16 holds no more.
-template <int BITS> static HFQ_INLINE void add_half(const vb *codes, const char *limbs, vs &first, vs &second) {
+// Four vectors of a chunk's codes times one of their limbs; of eight bits, the halves each by itself: int16
+// holds no more.
+template <int BITS>
+static HFQ_INLINE void add_half(const vb *codes, const char *limbs, vs &first, vs &second) {
     HFQ_UNROLL
     for (int v = 0; v < 4; v++) {
         vsb x = spread(limbs + 4 * v);
@@ -21,7 +23,8 @@ template <int BITS> static HFQ_INLINE void add_half(const vb *codes, const char 
 }
 
 // A chunk of codes times the limbs of its activations, of which the halves in `lowest` have lowest ones.
-template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *limbs, int lowest, int32_t *high, int32_t *low) {
+template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char *limbs, int lowest,
+                                                     int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1;
     vi sum[LIMBS] = {};
     HFQ_UNROLL
@@ -31,7 +34,8 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
         vs weight = d == 1 ? ones * (int16_t)256 : ones, first = {}, second = {};
         HFQ_UNROLL
         for (int half = 0; half < 2; half++)
-            if (!is_last || lowest >> half & 1) add_half<BITS>(codes + 4 * half, limbs + d * CHUNK + 16 * half, first, second);
+            if (!is_last || lowest >> half & 1)
+                add_half<BITS>(codes + 4 * half, limbs + d * CHUNK + 16 * half, first, second);
         sum[d] = dot_shorts(first, weight);
         if (BITS == 8) sum[d] += dot_shorts(second, weight * (int16_t)16);
     }
@@ -40,8 +44,9 @@ template <int BITS> static HFQ_INLINE void add_chunk(const vb *codes, const char
 }
 
 // As add_chunk, for the codes of two column vectors, straight from their words, and the first COUNT limbs.
-template <int BITS, int COUNT>
-static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *limbs, int32_t *high, int32_t *low) {
+template <int BITS, int COUNT> static HFQ_INLINE void add_two(const char *words, int64_t pitch,
+                                                              const char *limbs, int32_t *high,
+                                                              int32_t *low) {
     const int parts = 8 / BITS;
     const uint32_t mask = BITS == 4 ? 0x0F0F0F0Fu : 0x03030303u;
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
@@ -55,31 +60,36 @@ static HFQ_INLINE void add_two(const char *words, int64_t pitch, const char *lim
             HFQ_UNROLL
             for (int d = 0; d < COUNT; d++) {
                 vsb x = spread(limbs + d * CHUNK + 4 * (r * parts + part));
-                a[d] += dot_bytes((vb)(first >> BITS * part & mask), x), b[d] += dot_bytes((vb)(second >> BITS * part & mask), x);
+                a[d] += dot_bytes((vb)(first >> BITS * part & mask), x),
+                    b[d] += dot_bytes((vb)(second >> BITS * part & mask), x);
                 keep_here(a[d]), keep_here(b[d]);
             }
     }
     vi low_a = dot_shorts(a[1], heavier), low_b = dot_shorts(b[1], heavier);
     if (COUNT == LIMBS) low_a += dot_shorts(a[2], ones), low_b += dot_shorts(b[2], ones);
-    store(high, load<vi>(high) + dot_shorts(a[0], ones)), store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
+    store(high, load<vi>(high) + dot_shorts(a[0], ones)),
+        store(high + W, load<vi>(high + W) + dot_shorts(b[0], ones));
     store(low, load<vi>(low) + low_a), store(low + W, load<vi>(low + W) + low_b);
 }
 
 // add_two along a row of words; returns the columns that were taken.
-template <int BITS, int COUNT>
-static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch, const char *limbs, int64_t count, int32_t *high, int32_t *low) {
+template <int BITS, int COUNT> static HFQ_INLINE int64_t add_pairs(const char *words, int64_t pitch,
+                                                                   const char *limbs, int64_t count,
+                                                                   int32_t *high, int32_t *low) {
     int64_t i = 0;
     for (; i + 2 * W <= count; i += 2 * W) {
         HFQ_UNROLL
         for (int r = 0; r < BITS; r++)
-            for (int64_t line = 0; line < 8 * W; line += 64) __builtin_prefetch(words + (BITS + r) * pitch + 4 * i + line);
+            for (int64_t line = 0; line < 8 * W; line += 64)
+                __builtin_prefetch(words + (BITS + r) * pitch + 4 * i + line);
         add_two<BITS, COUNT>(words + 4 * i, pitch, limbs, high + i, low + i);
     }
     return i;
 }
 
 // As add_chunk, for four codes of 8 * W columns of AWQ: vector by vector.
-template <int COUNT> static HFQ_INLINE void add_awq_limbs(const vb *codes, const char *limbs, int32_t *high, int32_t *low) {
+template <int COUNT>
+static HFQ_INLINE void add_awq_limbs(const vb *codes, const char *limbs, int32_t *high, int32_t *low) {
     const vs ones = (vs){} + (int16_t)1, heavier = (vs){} + (int16_t)256;
     vsb x[COUNT];
     HFQ_UNROLL
@@ -111,9 +121,9 @@ struct AwqOrder {
 static constexpr AwqOrder awq_order;
 
 // sum over the chunks of a span of a group, for all columns of a tile.
-template <int BITS>
-static void add_span(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, int64_t k, int64_t stop,
-                     const char *limbs, int32_t *high, int32_t *low, int64_t wide) {
+template <int BITS> static void add_span(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n,
+                                         int64_t count, int64_t k, int64_t stop, const char *limbs,
+                                         int32_t *high, int32_t *low, int64_t wide) {
     const Layer &layer = *args.layer;
     const int64_t step = BITS == 0 ? 8 * W : W, each = limbs_nbytes(layer);
     for (; k < stop; k += CHUNK, limbs += LIMBS * CHUNK) {
@@ -134,22 +144,26 @@ static void add_span(const MatmulArgs &args, int64_t row, int64_t rows, int64_t 
             if constexpr (BITS == 0) {
                 for (int set = 0; set < 8; set++) {
                     HFQ_UNROLL
-                    for (int r = 0; r < 4; r++) __builtin_prefetch(words.at + (4 * set + CHUNK + r) * words.pitch);
+                    for (int r = 0; r < 4; r++)
+                        __builtin_prefetch(words.at + (4 * set + CHUNK + r) * words.pitch);
                     unpack<0>(words.at + 4 * set * words.pitch, words.pitch, codes);
                     for (int64_t m = 0; m < rows; m++)
-                        add_awq(codes, limbs + (row + m) * each + 4 * set, high + m * wide + i, low + m * wide + i);
+                        add_awq(codes, limbs + (row + m) * each + 4 * set, high + m * wide + i,
+                                low + m * wide + i);
                 }
             } else {
                 unpack<BITS>(words.at, words.pitch, codes);
                 for (int64_t m = 0; m < rows; m++)
-                    add_chunk<BITS>(codes, limbs + (row + m) * each, lowest[m], high + m * wide + i, low + m * wide + i);
+                    add_chunk<BITS>(codes, limbs + (row + m) * each, lowest[m], high + m * wide + i,
+                                    low + m * wide + i);
             }
         }
     }
 }
 
 // The results of a tile's columns, of which `skipped` are none; AWQ's have an order of their own.
-static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t skipped, int64_t count, const float *y, int64_t wide, bool is_awq) {
+static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t skipped,
+                        int64_t count, const float *y, int64_t wide, bool is_awq) {
     for (int64_t m = 0; m < rows; m++, y += wide)
         for (int64_t i = 0; i < count; i += 8 * W) {
             float ordered[8 * W];
@@ -158,13 +172,16 @@ static void put_columns(const MatmulArgs &args, int64_t row, int64_t rows, int64
             if (is_awq) from = ordered;
             int64_t j = i ? 0 : skipped, there = least(8 * W, count - i);
             char *to = args.y + 2 * ((row + m) * args.y_stride + n + i);
-            for (; args.y_dtype == BF16 && j + W <= there; j += W) store(to + 2 * j, to_short(load<vf>(from + j)));
+            for (; args.y_dtype == BF16 && j + W <= there; j += W)
+                store(to + 2 * j, to_short(load<vf>(from + j)));
             for (; j < there; j++) put(args, row + m, n + i + j, from[j]);
         }
 }
 
-// A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points taken off, span by span.
-template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n, int64_t count, float *scratch) {
+// A pass of activation rows times the columns of a tile, as integers; scales are applied, and zero points
+// taken off, span by span.
+template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row, int64_t rows, int64_t n,
+                                             int64_t count, float *scratch) {
     const Layer &layer = *args.layer;
     const int64_t wide = up(count, BITS == 0 ? 8 * W : W), size = layer.in_features;
     float *y = scratch, *scales = y + rows * wide, *loose = scales + wide;
@@ -178,12 +195,14 @@ template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row
         if (BITS == 0) {
             for (int64_t i = 0; i < wide; i++) scales[i] = loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
             group_zeros(layer, group, n, count, loose, wide);
-            for (int64_t i = 0; i < wide; i++) zeros[i] = (int32_t)loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
+            for (int64_t i = 0; i < wide; i++)
+                zeros[i] = (int32_t)loose[i / (8 * W) * 8 * W + column[i % (8 * W)]];
         } else {
             integer_zeros(layer, group, n, count, zeros, wide);
         }
         for (int64_t s = 0; s < group_spans(layer); s++, span++) {
-            int64_t k = start + s * SPAN, chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
+            int64_t k = start + s * SPAN,
+                    chunks = least(SPAN / CHUNK, group_chunks(layer) - s * (SPAN / CHUNK));
             for (int64_t m = 0; m < rows; m++) {  // sums begin at what zero points take off them
                 const int32_t *sums = args.totals + (row + m) * totals(layer) + 2 * span;
                 vu high_sum = (vu){} - (uint32_t)sums[0], low_sum = (vu){} - (uint32_t)sums[1];
@@ -198,7 +217,8 @@ template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row
                 vf unit = all(args.units[(row + m) * spans(layer) + span]);
                 for (int64_t i = 0; i < wide; i += W) {
                     vf value = of_limbs(load<vi>(high + m * wide + i), load<vi>(low + m * wide + i));
-                    store(y + m * wide + i, fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
+                    store(y + m * wide + i,
+                          fma(load<vf>(scales + i), value * unit, load<vf>(y + m * wide + i)));
                 }
             }
         }
@@ -207,14 +227,16 @@ template <int BITS> static void integer_tile(const MatmulArgs &args, int64_t row
 }
 
 // Scales and zero points of all groups for the columns of a tile, [groups, wide] each.
-static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wide, float *scales, float *zeros) {
+static void all_groups(const Layer &layer, int64_t n, int64_t count, int64_t wide, float *scales,
+                       float *zeros) {
     for (int64_t group = 0; group < layer.groups; group++) {
         group_scales(layer, group, n, count, scales + group * wide, wide);
         group_zeros(layer, group, n, count, zeros + group * wide, wide);
     }
 }
 
-// What a tile of scattered groups is multiplied with: scales and zero points, [groups, wide] each, and up to 32 codes of each vector.
+// What a tile of scattered groups is multiplied with: scales and zero points, [groups, wide] each, and up to
+// 32 codes of each vector.
 struct Scattered {
     int64_t wide;        // columns of the tile, up to whole vectors
     int64_t codes;       // codes of each column, up to 32
@@ -224,9 +246,11 @@ struct Scattered {
     float *decoded;      // codes of each vector of columns, float32 [32, W]
 };
 
-// sums[v * W] += up to 32 codes of each of VECTORS column vectors, from column i of the tile on, times ROWS activation rows.
-template <int ROWS, int VECTORS>
-static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i, const float *x, int64_t stride, float *sums) {
+// sums[v * W] += up to 32 codes of each of VECTORS column vectors, from column i of the tile on, times ROWS
+// activation rows.
+template <int ROWS, int VECTORS> static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i,
+                                                                      const float *x, int64_t stride,
+                                                                      float *sums) {
     vf sum[ROWS][VECTORS];
     HFQ_UNROLL
     for (int m = 0; m < ROWS; m++)
@@ -248,13 +272,16 @@ static HFQ_INLINE void add_scattered(const Scattered &of, int64_t i, const float
         for (int v = 0; v < VECTORS; v++) store(sums + m * of.wide + v * W, sum[m][v]);
 }
 
-// Each code with the scale and zero point of its own group; of one activation row several vectors at a time, since a sum waits for itself.
-template <int ROWS> static void scattered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, float *scratch) {
+// Each code with the scale and zero point of its own group; of one activation row several vectors at a time,
+// since a sum waits for itself.
+template <int ROWS>
+static void scattered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, float *scratch) {
     const Layer &layer = *args.layer;
     const Decode decode_block = decoder(layer);
     const int64_t wide = up(count, W), size = layer.in_features;
     const int VECTORS = ROWS == 1 ? 4 : 1;
-    Scattered of = {wide, 0, {}, scratch, scratch + layer.groups * wide, scratch + (2 * layer.groups + ROWS) * wide};
+    Scattered of = {
+        wide, 0, {}, scratch, scratch + layer.groups * wide, scratch + (2 * layer.groups + ROWS) * wide};
     float *y = of.zeros + layer.groups * wide;
     all_groups(layer, n, count, wide, of.scales, of.zeros);
     __builtin_memset(y, 0, sizeof(float) * ROWS * wide);
@@ -267,7 +294,8 @@ template <int ROWS> static void scattered_tile(const MatmulArgs &args, int64_t r
             for (int64_t v = 0; v < vectors; v++) {
                 Words words;
                 words.take(layer, k, of.codes, n + i + v * W, count - i - v * W, W, 0);
-                for (int64_t r = 0; r < layer.bits && words.at != words.copy; r++) __builtin_prefetch(words.at + (layer.bits + r) * words.pitch);
+                for (int64_t r = 0; r < layer.bits && words.at != words.copy; r++)
+                    __builtin_prefetch(words.at + (layer.bits + r) * words.pitch);
                 decode_block(words.at, words.pitch, of.codes, of.decoded + v * 32 * W);
             }
             if (vectors > 1) add_scattered<ROWS, VECTORS>(of, i, x, args.stride, y + i);
@@ -295,7 +323,8 @@ static void multiply_columns(const MatmulArgs &args, int64_t n, int64_t count, f
 }
 
 // The columns of a part, of a sorted layer strip by strip.
-template <void (*MULTIPLY)(const MatmulArgs &, int64_t, int64_t, float *)> static void multiply_strips(const MatmulArgs &args, int64_t part, float *scratch) {
+template <void (*MULTIPLY)(const MatmulArgs &, int64_t, int64_t, float *)>
+static void multiply_strips(const MatmulArgs &args, int64_t part, float *scratch) {
     const Layer &layer = *args.layer;
     const int64_t first = args.outputs.first(part), stop = first + args.outputs.count(part);
     if (!is_sorted(layer)) return MULTIPLY(args, first, stop - first, scratch);
@@ -316,7 +345,8 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
     const Panel &panel = *(const Panel *)context;
     const Layer &layer = *panel.layer;
     const Decode decode_block = decoder(layer);
-    int64_t first = part * panel_columns(layer), count = least(panel_columns(layer), panel.count - first), size = layer.in_features, wide = (count + W - 1) / W * W;
+    int64_t first = part * panel_columns(layer), count = least(panel_columns(layer), panel.count - first),
+            size = layer.in_features, wide = (count + W - 1) / W * W;
     float *scales = scratch, *zeros = scales + layer.groups * wide, *decoded = zeros + layer.groups * wide;
     all_groups(layer, panel.start + first, count, wide, scales, zeros);
     for (int64_t k = 0; k < size; k += 32) {
@@ -326,10 +356,12 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
             Words words;
             words.take(layer, k, codes, panel.start + first + i, count - i, W, 0);
             decode_block(words.at, words.pitch, codes, decoded);
-            if (panel.dtype == F32 && count - i >= W && places[0] == places[codes - 1] && !layer.index_nbytes) {
+            if (panel.dtype == F32 && count - i >= W && places[0] == places[codes - 1] &&
+                !layer.index_nbytes) {
                 vf scale = load<vf>(scales + places[0] + i), zero = load<vf>(zeros + places[0] + i);
                 float *to = (float *)panel.out + k * panel.count + first + i;
-                for (int64_t c = 0; c < codes; c++, to += panel.count) store(to, (load<vf>(decoded + c * W) - zero) * scale);
+                for (int64_t c = 0; c < codes; c++, to += panel.count)
+                    store(to, (load<vf>(decoded + c * W) - zero) * scale);
                 continue;
             }
             if (panel.dtype == BF16 && count - i >= W) {
@@ -342,8 +374,10 @@ static void columns_panel(const void *context, int64_t part, float *scratch) {
             }
             for (int64_t c = 0; c < codes; c++) {
                 float *code = decoded + c * W;
-                store(code, (load<vf>(code) - load<vf>(zeros + places[c] + i)) * load<vf>(scales + places[c] + i));
-                store_panel(panel.out, panel.dtype, (k + c) * panel.count + first + i, code, least(W, count - i));
+                store(code,
+                      (load<vf>(code) - load<vf>(zeros + places[c] + i)) * load<vf>(scales + places[c] + i));
+                store_panel(panel.out, panel.dtype, (k + c) * panel.count + first + i, code,
+                            least(W, count - i));
             }
         }
     }

@@ -1,4 +1,5 @@
-// What the processor has and the system keeps of a thread, asked of both once: not every compiler's runtime answers
+// What the processor has and the system keeps of a thread, asked of both once: not every compiler's runtime
+// answers
 // __builtin_cpu_supports truly (zig's knows nothing of AVX-512). Included by the sources beside it.
 //
 // Places of the bits: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2A, CPUID.
@@ -33,7 +34,8 @@ inline Found ask() {
     const bool halves_and_fma = has(c, 12) && has(c, 29);
     uint32_t kept, high;
     __asm__ volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
-    const bool keeps_256 = (kept & 0x6) == 0x6, keeps_512 = (kept & 0xE6) == 0xE6, keeps_tiles = (kept & 0x600E6) == 0x600E6;
+    const bool keeps_256 = (kept & 0x6) == 0x6, keeps_512 = (kept & 0xE6) == 0xE6,
+               keeps_tiles = (kept & 0x600E6) == 0x600E6;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
     found.avx2 = keeps_256 && halves_and_fma && has(b, 5);
     found.avx512 = found.avx2 && keeps_512 && has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);

@@ -1,8 +1,10 @@
-// Integer products of int8 activations by an int8 weight that lies as nn.Linear has it; a plain C interface, loaded by ctypes.
+// Integer products of int8 activations by an int8 weight that lies as nn.Linear has it; a plain C interface,
+// loaded by ctypes.
 //
-// AVX2 without VNNI has one exact way: codes are widened to 16 bits and multiplied in pairs into 32 (vpmaddwd). The shorter way by 8 bits
-// (vpmaddubsw) saturates at 16. Dot products of bytes (AVX-512 VNNI) and Intel's tiles (AMX) sum in 32 bits; where they are, they take every
-// product. Sums are exact for fewer than 2**17 inputs, so that neither order nor threads matter.
+// AVX2 without VNNI has one exact way: codes are widened to 16 bits and multiplied in pairs into 32
+// (vpmaddwd). The shorter way by 8 bits (vpmaddubsw) saturates at 16. Dot products of bytes (AVX-512 VNNI)
+// and Intel's tiles (AMX) sum in 32 bits; where they are, they take every product. Sums are exact for fewer
+// than 2**17 inputs, so that neither order nor threads matter.
 
 #include <pthread.h>
 
@@ -46,8 +48,9 @@ Level level_of(int most) {
     return {engine, multiply_plainly, amplitude_plainly, round_plainly, widen_plainly};
 }
 
-// What is multiplied at once: pairs of blocks of rows, by strips of 32 output features, by steps of channels whose activations stay in the
-// second cache. Where that is not all channels, the sums of several strips are kept, so that activations are read less often.
+// What is multiplied at once: pairs of blocks of rows, by strips of 32 output features, by steps of channels
+// whose activations stay in the second cache. Where that is not all channels, the sums of several strips are
+// kept, so that activations are read less often.
 struct TilePlan {
     int64_t pairs;   // pairs of blocks of rows
     int64_t strips;  // strips of 32 output features
@@ -55,7 +58,8 @@ struct TilePlan {
     int64_t piece;   // steps of a piece of the weight
 
     TilePlan(int64_t rows, int64_t in_features) {
-        const int64_t all_pairs = (blocks_of(rows) + 1) / 2, passes = (all_pairs + MOST_PAIRS - 1) / MOST_PAIRS;
+        const int64_t all_pairs = (blocks_of(rows) + 1) / 2,
+                      passes = (all_pairs + MOST_PAIRS - 1) / MOST_PAIRS;
         pairs = (all_pairs + passes - 1) / passes;
         steps = RESIDENT / (2 * amx::TILE * pairs) / PIECE * PIECE;
         if (steps > steps_of(in_features)) steps = steps_of(in_features);
@@ -63,7 +67,8 @@ struct TilePlan {
         piece = pairs > FEW_PAIRS ? PIECE : SHORT_PIECE;
     }
 
-    int64_t words() const { return strips * pairs * amx::TILE; }  // of a thread's sums: four tiles for each strip and pair
+    // of a thread's sums: four tiles for each strip and pair
+    int64_t words() const { return strips * pairs * amx::TILE; }
 };
 
 // Some steps of a strip: what the first cache holds of the weight.
@@ -81,11 +86,12 @@ AVX512 void copy_piece(const int8_t *w, int64_t pitch, int64_t out, int64_t chan
     }
 }
 
-// A piece by 16 * ROWS rows; sums are added to `sums` unless these are the first. Meanwhile rows `ahead`, `pitch` bytes apart, are fetched.
-template <int ROWS>
-HFQ_AMX_TARGET void multiply_tiles(
-    const Piece &piece, const int8_t *x, int64_t x_pitch, int64_t steps, bool is_first, int32_t (*sums)[SIDE * SIDE], const int8_t *ahead,
-    int64_t pitch, int64_t lines) {
+// A piece by 16 * ROWS rows; sums are added to `sums` unless these are the first. Meanwhile rows `ahead`,
+// `pitch` bytes apart, are fetched.
+template <int ROWS> HFQ_AMX_TARGET void multiply_tiles(const Piece &piece, const int8_t *x, int64_t x_pitch,
+                                                       int64_t steps, bool is_first,
+                                                       int32_t (*sums)[SIDE * SIDE], const int8_t *ahead,
+                                                       int64_t pitch, int64_t lines) {
     if (is_first) {
         amx::zero<0>(), amx::zero<1>();
         if (ROWS == 2) amx::zero<2>(), amx::zero<3>();
@@ -106,10 +112,11 @@ HFQ_AMX_TARGET void multiply_tiles(
     if (ROWS == 2) amx::store<2>(sums[2]), amx::store<3>(sums[3]);
 }
 
-// Blocks of rows by a strip's rows from `w` on and some steps of channels, in pieces of `length`; `later` is what is multiplied afterwards.
-void multiply_strip(
-    const MatmulArgs &args, int64_t length, int64_t from, int64_t to, const int8_t *w, int64_t out, int64_t first_step, int64_t last_step,
-    const int8_t *later, int32_t (*sums)[SIDE * SIDE]) {
+// Blocks of rows by a strip's rows from `w` on and some steps of channels, in pieces of `length`; `later` is
+// what is multiplied afterwards.
+void multiply_strip(const MatmulArgs &args, int64_t length, int64_t from, int64_t to, const int8_t *w,
+                    int64_t out, int64_t first_step, int64_t last_step, const int8_t *later,
+                    int32_t (*sums)[SIDE * SIDE]) {
     const int64_t in = args.in_features, all_steps = steps_of(in), pairs = (to - from + 1) / 2;
     Piece piece;
     for (int64_t step = first_step; step < last_step; step += length) {
@@ -119,35 +126,42 @@ void multiply_strip(
         for (int64_t pair = 0; pair < pairs; pair++) {
             const int8_t *x = args.packed + ((from + 2 * pair) * all_steps + step) * amx::TILE;
             const int64_t fetched = WIDTH * pair / pairs, lines = WIDTH * (pair + 1) / pairs - fetched;
-            (from + 2 * pair + 1 < to ? multiply_tiles<2> : multiply_tiles<1>)(
-                piece, x, all_steps * amx::TILE, steps, step == 0, sums + 4 * pair, next + fetched * in, in, lines);
+            (from + 2 * pair + 1 < to ? multiply_tiles<2>
+                                      : multiply_tiles<1>)(piece, x, all_steps * amx::TILE, steps, step == 0,
+                                                           sums + 4 * pair, next + fetched * in, in, lines);
         }
     }
 }
 
 // Output features from `first`, a multiple of 32, to `last`, by all rows. `sums` has room for a plan's.
-HFQ_AMX_TARGET void multiply_by_tiles(
-    const MatmulArgs &args, const Scaling &scaling, const TilePlan &plan, int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
+HFQ_AMX_TARGET void multiply_by_tiles(const MatmulArgs &args, const Scaling &scaling, const TilePlan &plan,
+                                      int64_t first, int64_t last, int32_t (*sums)[SIDE * SIDE]) {
     amx::Tiles tiles;
-    const int64_t in = args.in_features, all_steps = steps_of(in), blocks = blocks_of(args.rows), stride = plan.pairs * 4;
+    const int64_t in = args.in_features, all_steps = steps_of(in), blocks = blocks_of(args.rows),
+                  stride = plan.pairs * 4;
     for (int64_t from = 0; from < blocks; from += 2 * plan.pairs)
         for (int64_t n = first; n < last; n += plan.strips * WIDTH) {
-            const int64_t to = std::min(from + 2 * plan.pairs, blocks), end = std::min(n + plan.strips * WIDTH, last);
+            const int64_t to = std::min(from + 2 * plan.pairs, blocks),
+                          end = std::min(n + plan.strips * WIDTH, last);
             for (int64_t step = 0; step < all_steps; step += plan.steps) {
                 const int64_t next = std::min(step + plan.steps, all_steps);
                 for (int64_t i = n; i < end; i += WIDTH) {
                     const int8_t *w = args.weight + i * in;
                     const bool is_last = i + WIDTH >= end && next < all_steps;
-                    const int8_t *later = is_last ? args.weight + n * in + next * STEP : w + WIDTH * in + step * STEP;
+                    const int8_t *later =
+                        is_last ? args.weight + n * in + next * STEP : w + WIDTH * in + step * STEP;
                     const int64_t out = std::min(end - i, WIDTH);
-                    multiply_strip(args, plan.piece, from, to, w, out, step, next, later, sums + (i - n) / WIDTH * stride);
+                    multiply_strip(args, plan.piece, from, to, w, out, step, next, later,
+                                   sums + (i - n) / WIDTH * stride);
                 }
             }
             for (int64_t i = n; i < end; i += WIDTH) {
                 float scales[WIDTH] = {};
-                for (int64_t j = 0; j < std::min(end - i, WIDTH) && scaling.y; j++) scales[j] = scaling.step(i + j);
+                for (int64_t j = 0; j < std::min(end - i, WIDTH) && scaling.y; j++)
+                    scales[j] = scaling.step(i + j);
                 for (int64_t block = from; block < to; block++)
-                    finish(args, scaling, sums + (i - n) / WIDTH * stride + (block - from) * 2, scales, block * SIDE, i);
+                    finish(args, scaling, sums + (i - n) / WIDTH * stride + (block - from) * 2, scales,
+                           block * SIDE, i);
             }
         }
 }
@@ -164,7 +178,8 @@ struct DotPlan {
     DotPlan(int64_t rows, int64_t in_features) : rows(rows), steps(steps_of(in_features)) {
         groups = (rows + GROUP - 1) / GROUP;
         chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
-        passes = std::max((rows * (steps / chunks) * STEP + PASS - 1) / PASS, (rows + MOST_ROWS - 1) / MOST_ROWS);
+        passes =
+            std::max((rows * (steps / chunks) * STEP + PASS - 1) / PASS, (rows + MOST_ROWS - 1) / MOST_ROWS);
         strips = chunks > 1 ? MOST_STRIPS : 1;
     }
 
@@ -175,26 +190,32 @@ struct DotPlan {
     int64_t words() const { return strips * stride(); }                   // of a thread's sums
 };
 
-typedef void (*MultiplyDots)(const int8_t *const *, const int8_t *, int64_t, bool, int32_t *, const int8_t *, int64_t, int64_t);
-const MultiplyDots BY_ROWS[GROUP] = {multiply_dots<1>, multiply_dots<2>, multiply_dots<3>, multiply_dots<4>, multiply_dots<5>, multiply_dots<6>};
+typedef void (*MultiplyDots)(const int8_t *const *, const int8_t *, int64_t, bool, int32_t *, const int8_t *,
+                             int64_t, int64_t);
+const MultiplyDots BY_ROWS[GROUP] = {multiply_dots<1>, multiply_dots<2>, multiply_dots<3>,
+                                     multiply_dots<4>, multiply_dots<5>, multiply_dots<6>};
 
-// Groups of rows by at most four output features from `n` on and some steps of channels; `later` is what is multiplied afterwards.
-void multiply_four(
-    const MatmulArgs &args, const DotPlan &plan, int64_t from, int64_t to, int64_t n, int64_t out, int64_t first_step, int64_t last_step,
-    const int8_t *later, int32_t *sums) {
+// Groups of rows by at most four output features from `n` on and some steps of channels; `later` is what is
+// multiplied afterwards.
+void multiply_four(const MatmulArgs &args, const DotPlan &plan, int64_t from, int64_t to, int64_t n,
+                   int64_t out, int64_t first_step, int64_t last_step, const int8_t *later, int32_t *sums) {
     const int64_t in = args.in_features, channels = std::min(in, last_step * STEP) - first_step * STEP;
     const int8_t *w[FOUR];
-    for (int64_t i = 0; i < FOUR; i++) w[i] = args.weight + (n + std::min(i, out - 1)) * in + first_step * STEP;
+    for (int64_t i = 0; i < FOUR; i++)
+        w[i] = args.weight + (n + std::min(i, out - 1)) * in + first_step * STEP;
     for (int64_t group = from; group < to; group++) {
         const int64_t first = plan.first_row(group), rows = plan.first_row(group + 1) - first;
         const int8_t *x = args.packed + (first * plan.steps + rows * first_step) * STEP;
-        const int64_t fetched = FOUR * (group - from) / (to - from), lines = FOUR * (group - from + 1) / (to - from) - fetched;
-        BY_ROWS[rows - 1](w, x, channels, first_step == 0, sums + (first - plan.first_row(from)) * SIDE, later + fetched * in, in, lines);
+        const int64_t fetched = FOUR * (group - from) / (to - from),
+                      lines = FOUR * (group - from + 1) / (to - from) - fetched;
+        BY_ROWS[rows - 1](w, x, channels, first_step == 0, sums + (first - plan.first_row(from)) * SIDE,
+                          later + fetched * in, in, lines);
     }
 }
 
 // Output features from `first` to `last`, by all rows. `sums` has room for a plan's.
-void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotPlan &plan, int64_t first, int64_t last, int32_t *sums) {
+void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotPlan &plan, int64_t first,
+                      int64_t last, int32_t *sums) {
     const int64_t in = args.in_features;
     for (int64_t pass = 0; pass < plan.passes; pass++) {
         const int64_t from = plan.first_group(pass), until = plan.first_group(pass + 1);
@@ -204,7 +225,8 @@ void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotP
                 const int64_t step = plan.first_step(chunk), next = plan.first_step(chunk + 1);
                 for (int64_t i = n; i < end; i += FOUR) {
                     const bool is_last = i + FOUR >= end && next < plan.steps;
-                    const int8_t *later = args.weight + (is_last ? n * in + next * STEP : (i + FOUR) * in + step * STEP);
+                    const int8_t *later =
+                        args.weight + (is_last ? n * in + next * STEP : (i + FOUR) * in + step * STEP);
                     int32_t *to = sums + (i - n) / SIDE * plan.stride() + (i - n) % SIDE;
                     multiply_four(args, plan, from, until, i, std::min(end - i, FOUR), step, next, later, to);
                 }
@@ -214,7 +236,8 @@ void multiply_by_dots(const MatmulArgs &args, const Scaling &scaling, const DotP
                 float scales[SIDE] = {};
                 for (int64_t j = 0; j < count && scaling.y; j++) scales[j] = scaling.step(i + j);
                 const int32_t *done = sums + (i - n) / SIDE * plan.stride();
-                finish_dots(args, scaling, done, scales, plan.first_row(from), plan.first_row(until), i, count);
+                finish_dots(args, scaling, done, scales, plan.first_row(from), plan.first_row(until), i,
+                            count);
             }
         }
     }
@@ -247,7 +270,8 @@ void take_parts(void *argument) {
     for (int64_t part; (part = __atomic_fetch_add(&parts->next, 1, __ATOMIC_RELAXED)) < parts->count;) {
         const int64_t first = parts->first(part, multiple), last = parts->first(part + 1, multiple);
         if (engine == Engine::tiles) {
-            multiply_by_tiles(args, parts->scaling, tiles, first, last, (int32_t (*)[SIDE * SIDE])(args.sums + tiles.words() * thread));
+            multiply_by_tiles(args, parts->scaling, tiles, first, last,
+                              (int32_t (*)[SIDE * SIDE])(args.sums + tiles.words() * thread));
         } else if (engine == Engine::dots) {
             multiply_by_dots(args, parts->scaling, dots, first, last, args.sums + dots.words() * thread);
         } else {
@@ -257,7 +281,8 @@ void take_parts(void *argument) {
     }
 }
 
-// Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows for tiles and in groups for dot products.
+// Activations are packed, and rounded unless `rows` is null, in blocks of 16 rows for tiles and in groups for
+// dot products.
 struct Packing {
     const MatmulArgs &args;  // of which `packed` and `offsets` are written
     const Level &level;      // what rounds
@@ -269,8 +294,8 @@ struct Packing {
     void scale(int64_t m) const {
         const int64_t in = args.in_features, start = m * rows->stride;
         const bool is_narrow = rows->is_bfloat16;
-        scales[m] = rows->scale(
-            is_narrow ? amplitude_of_bfloats((const uint16_t *)rows->x + start, in) : level.amplitude((const float *)rows->x + start, in, 0));
+        scales[m] = rows->scale(is_narrow ? amplitude_of_bfloats((const uint16_t *)rows->x + start, in)
+                                          : level.amplitude((const float *)rows->x + start, in, 0));
     }
 
     // At most CHUNK channels of a row as codes, in `codes` where they have to be rounded.
@@ -283,7 +308,8 @@ struct Packing {
 
 void pack_block(const Packing &packing, int64_t first) {
     const MatmulArgs &args = packing.args;
-    const int64_t in = args.in_features, count = std::min(args.rows - first, SIDE), pitch = packing.rows ? CHUNK : in;
+    const int64_t in = args.in_features, count = std::min(args.rows - first, SIDE),
+                  pitch = packing.rows ? CHUNK : in;
     int8_t *tile = args.packed + first / SIDE * steps_of(in) * amx::TILE;
     float wide[CHUNK];
     int16_t room[SIDE][CHUNK];
@@ -292,14 +318,16 @@ void pack_block(const Packing &packing, int64_t first) {
         const int64_t width = std::min(in - k, CHUNK);
         const int16_t *codes = packing.codes(first, k, width, wide, room[0]);
         for (int64_t m = 1; m < count; m++) packing.codes(first + m, k, width, wide, room[m]);
-        for (int64_t at = 0; at < width; at += STEP, tile += amx::TILE) pack(codes + at, pitch, count, std::min(width - at, STEP), tile);
+        for (int64_t at = 0; at < width; at += STEP, tile += amx::TILE)
+            pack(codes + at, pitch, count, std::min(width - at, STEP), tile);
     }
 }
 
 void pack_group(const Packing &packing, int64_t group) {
     const MatmulArgs &args = packing.args;
     const DotPlan plan(args.rows, args.in_features);
-    const int64_t in = args.in_features, first = plan.first_row(group), rows = plan.first_row(group + 1) - first;
+    const int64_t in = args.in_features, first = plan.first_row(group),
+                  rows = plan.first_row(group + 1) - first;
     int8_t *to = args.packed + first * plan.steps * STEP;
     uint32_t sums[GROUP] = {};
     float wide[CHUNK];
@@ -308,7 +336,8 @@ void pack_group(const Packing &packing, int64_t group) {
     for (int64_t k = 0; k < in; k += CHUNK, to += rows * CHUNK) {
         const int64_t width = std::min(in - k, CHUNK);
         for (int64_t m = 0; m < rows; m++)
-            sums[m] += (uint32_t)pack_row(packing.codes(first + m, k, width, wide, room), width, to + m * STEP, rows * STEP);
+            sums[m] += (uint32_t)pack_row(packing.codes(first + m, k, width, wide, room), width,
+                                          to + m * STEP, rows * STEP);
     }
     for (int64_t m = 0; m < rows; m++) args.offsets[first + m] = (int32_t)(128 * sums[m]);
 }
@@ -322,7 +351,8 @@ void take_packing(void *argument) {
     }
 }
 
-// GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see threads.h), or null.
+// GOMP_parallel of torch's OpenMP runtime, whose threads are awake and would be in the way of others (see
+// threads.h), or null.
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
 pthread_once_t team_once = PTHREAD_ONCE_INIT;
@@ -342,16 +372,20 @@ void spread(void (*work)(void *), void *data, int64_t worth, int threads) {
 }
 
 void run(const MatmulArgs &args, const Level &level, const Scaling &scaling, int threads) {
-    int64_t worth = 1 + (args.rows * args.in_features * args.out_features >> (team ? 19 : 21));  // products that pay for a thread
+    // products that pay for a thread
+    int64_t worth = 1 + (args.rows * args.in_features * args.out_features >> (team ? 19 : 21));
     if (worth > threads) worth = threads;
-    const int64_t shares = level.engine == Engine::dots ? 8 : 2;  // parts for each thread: those that others disturb take fewer
+    // parts for each thread: those that others disturb take fewer
+    const int64_t shares = level.engine == Engine::dots ? 8 : 2;
     Parts parts = {args, level, scaling, worth > 1 ? shares * worth : 1, 0, 0};
     spread(take_parts, &parts, worth, threads);
 }
 
 void run_packing(const MatmulArgs &args, const Level &level, const Rows *rows, float *scales, int threads) {
-    const int64_t count = level.engine == Engine::tiles ? blocks_of(args.rows) : DotPlan(args.rows, args.in_features).groups;
-    int64_t worth = std::min(1 + (args.rows * args.in_features >> (team ? 16 : 18)), count);  // values that pay for a thread
+    const int64_t count =
+        level.engine == Engine::tiles ? blocks_of(args.rows) : DotPlan(args.rows, args.in_features).groups;
+    // values that pay for a thread
+    int64_t worth = std::min(1 + (args.rows * args.in_features >> (team ? 16 : 18)), count);
     if (worth > threads) worth = threads;
     Packing packing = {args, level, rows, scales, count, 0};
     spread(take_packing, &packing, worth, threads);
@@ -377,7 +411,8 @@ struct Room {
     Room(Engine engine, int64_t rows, int64_t in_features, int threads) {
         if (engine < Engine::dots) return;
         const bool by_tiles = engine == Engine::tiles;
-        sums = (by_tiles ? TilePlan(rows, in_features).words() : DotPlan(rows, in_features).words()) * std::max(threads, 1);
+        sums = (by_tiles ? TilePlan(rows, in_features).words() : DotPlan(rows, in_features).words()) *
+               std::max(threads, 1);
         packed = (by_tiles ? blocks_of(rows) * SIDE : rows) * steps_of(in_features) * (STEP / 4);
         offsets = by_tiles ? 0 : rows;
     }
@@ -404,11 +439,11 @@ void hfq_int8_use_team(Team wanted) {
 // The best engine that there is, by its number; dot products and tiles take any number of rows.
 int hfq_int8_engine() { return (int)engine_of((int)Engine::tiles); }
 
-// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment; activations are within int8's range.
-// By the best engine up to `most`. Not 0 where there was no memory, and nothing was computed.
-int hfq_int8_product(
-    const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows, int64_t in_features, int64_t out_features,
-    int threads, int most) {
+// result[m, n] = sum of activations[m, k] * weight[n, k]; everything is contiguous, of any alignment;
+// activations are within int8's range. By the best engine up to `most`. Not 0 where there was no memory, and
+// nothing was computed.
+int hfq_int8_product(const int8_t *weight, const int16_t *activations, int32_t *result, int64_t rows,
+                     int64_t in_features, int64_t out_features, int threads, int most) {
     const Level level = level_of(most);
     MatmulArgs args = {weight, activations, result, rows, in_features, out_features};
     if (level.engine >= Engine::dots) {
@@ -422,8 +457,8 @@ int hfq_int8_product(
     return 0;
 }
 
-// `steps`, of `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all; that of a row of activations is
-// min(amplitude, bound) / top, or 1 where that is 0.
+// `steps`, of `steps_dtype`, times `multiplier` are the scales of the weight's rows, or one for all; that of
+// a row of activations is min(amplitude, bound) / top, or 1 where that is 0.
 struct Weight {
     int64_t codes;         // address of the codes, int8 [out_features, in_features]
     int64_t steps;         // address of the scales, but for `multiplier`
@@ -436,7 +471,8 @@ struct Weight {
     float bound;           // the most that amplitudes count as
 };
 
-// What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
+// What is packed into one argument: a caller that converts many takes as long as the product by a small
+// layer.
 struct Product {
     int64_t x;            // address of the activations, of which each row is contiguous
     int64_t x_stride;     // elements from a row of x to the next
@@ -447,18 +483,20 @@ struct Product {
     int64_t most;         // number of the best engine to use
 };
 
-// y = x rounded to int8 row by row, times the weight. Bit for bit what torch computes in float32 by the same steps, by the best engine up to
-// `most`. Not 0 where there was no memory, and nothing was computed.
-// With dot products and tiles, what is kept is a byte for each activation, of rows (with tiles) and channels filled up to 16 and 64, a word or
-// two for each row, and at most 512 KB of sums for each thread.
+// y = x rounded to int8 row by row, times the weight. Bit for bit what torch computes in float32 by the same
+// steps, by the best engine up to `most`. Not 0 where there was no memory, and nothing was computed. With dot
+// products and tiles, what is kept is a byte for each activation, of rows (with tiles) and channels filled up
+// to 16 and 64, a word or two for each row, and at most 512 KB of sums for each thread.
 int hfq_int8_linear(const Weight *by, const Product *of) {
     const int64_t rows = of->rows, in_features = by->in_features, out_features = by->out_features;
     const int threads = (int)of->threads, is_bfloat16 = (int)of->is_bfloat16;
     const Level level = level_of((int)of->most);
-    const Rows given = {(const char *)(uintptr_t)of->x, of->x_stride, is_bfloat16, in_features, by->top, by->bound};
+    const Rows given = {
+        (const char *)(uintptr_t)of->x, of->x_stride, is_bfloat16, in_features, by->top, by->bound};
     const bool is_packed = level.engine >= Engine::dots;
     const Room room(level.engine, rows, in_features, threads);
-    int32_t *words = own_words(is_packed ? room.words() + rows : rows * (1 + out_features + (in_features + 1) / 2) + in_features);
+    int32_t *words = own_words(is_packed ? room.words() + rows
+                                         : rows * (1 + out_features + (in_features + 1) / 2) + in_features);
     if (!words) return -3;
     float *scales = (float *)(words + room.words()), *wide = scales + rows;
     int32_t *sums = (int32_t *)(wide + in_features);
@@ -470,8 +508,9 @@ int hfq_int8_linear(const Weight *by, const Product *of) {
     } else {
         round_rows(level, given, rows, wide, scales, codes);
     }
-    const Scaling scaling = {scales, (const char *)(uintptr_t)by->steps, by->steps_count, (int)by->steps_dtype, by->multiplier,
-                             (char *)(uintptr_t)of->y, is_bfloat16};
+    const Scaling scaling = {
+        scales,         (const char *)(uintptr_t)by->steps, by->steps_count, (int)by->steps_dtype,
+        by->multiplier, (char *)(uintptr_t)of->y,           is_bfloat16};
     run(args, level, scaling, threads);
     return 0;
 }

@@ -1,4 +1,5 @@
-// Products of int8 and the rounding to it, plain and by AVX2; the arguments of both. Included by int8.cpp, in its namespace.
+// Products of int8 and the rounding to it, plain and by AVX2; the arguments of both. Included by int8.cpp, in
+// its namespace.
 
 // One multiplication of rounded activations by a weight.
 struct MatmulArgs {
@@ -48,10 +49,14 @@ AVX2 inline void tile(const MatmulArgs &args, int64_t n, int64_t m) {
     int64_t k = 0;
     for (; k + 16 <= in; k += 16) {
         __m256i wide[OUT];
-        UNROLLED for (int i = 0; i < OUT; i++) wide[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + i * in + k)));
+        UNROLLED
+        for (int i = 0; i < OUT; i++)
+            wide[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + i * in + k)));
         UNROLLED for (int j = 0; j < ROWS; j++) {
             __m256i values = _mm256_loadu_si256((const __m256i *)(x + j * in + k));
-            UNROLLED for (int i = 0; i < OUT; i++) sums[i][j] = _mm256_add_epi32(sums[i][j], _mm256_madd_epi16(wide[i], values));
+            UNROLLED
+            for (int i = 0; i < OUT; i++)
+                sums[i][j] = _mm256_add_epi32(sums[i][j], _mm256_madd_epi16(wide[i], values));
         }
     }
     UNROLLED for (int i = 0; i < OUT; i++)
@@ -67,7 +72,8 @@ AVX2 inline void row(const MatmulArgs &args, int64_t n, int64_t m) {
     const int64_t in = args.in_features;
     const int8_t *w = args.weight + n * in;
     const int16_t *x = args.activations + m * in;
-    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+                       _mm256_setzero_si256()};
     int64_t k = 0;
     for (; k + 64 <= in; k += 64) {
         __builtin_prefetch(w + k + AHEAD);
@@ -77,7 +83,8 @@ AVX2 inline void row(const MatmulArgs &args, int64_t n, int64_t m) {
             sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(wide, values));
         }
     }
-    int32_t sum = sum_of(_mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]), _mm256_add_epi32(sums[2], sums[3])));
+    int32_t sum =
+        sum_of(_mm256_add_epi32(_mm256_add_epi32(sums[0], sums[1]), _mm256_add_epi32(sums[2], sums[3])));
     for (; k < in; k++) sum += (int32_t)w[k] * x[k];
     args.result[m * args.out_features + n] = sum;
 }
@@ -165,7 +172,8 @@ AVX2 float amplitude_avx2(const float *values, int64_t count, float amax) {
 AVX2 void widen_avx2(const uint16_t *narrow, int64_t count, float *values) {
     int64_t k = 0;
     for (; k + 8 <= count; k += 8) {
-        __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(narrow + k))), 16);
+        __m256i wide =
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(narrow + k))), 16);
         _mm256_storeu_ps(values + k, _mm256_castsi256_ps(wide));
     }
     widen_plainly(narrow + k, count - k, values + k);
@@ -176,7 +184,8 @@ AVX2 void round_avx2(const float *values, int64_t count, float scale, int16_t *c
     int64_t k = 0;
     for (; k + 8 <= count; k += 8) {
         __m256 code = _mm256_div_ps(_mm256_loadu_ps(values + k), by);
-        code = _mm256_and_ps(_mm256_round_ps(code, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_cmp_ps(code, code, _CMP_ORD_Q));
+        code = _mm256_and_ps(_mm256_round_ps(code, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                             _mm256_cmp_ps(code, code, _CMP_ORD_Q));
         __m256i whole = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(code, low), high));
         __m256i narrow = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole, whole), 0x08);
         _mm_storeu_si128((__m128i *)(codes + k), _mm256_castsi256_si128(narrow));
@@ -203,7 +212,8 @@ struct Level {
     void (*widen)(const uint16_t *narrow, int64_t count, float *values);
 };
 
-// What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing where y is null.
+// What becomes of the sums: y[m, n] = sum * scales[m] * (steps[n] * multiplier), float32 or bfloat16; nothing
+// where y is null.
 struct Scaling {
     const float *scales;  // scale of each row of activations
     const char *steps;    // scales of the weight, one per output or one for all, of any alignment
@@ -216,7 +226,8 @@ struct Scaling {
         const char *at = steps + (steps_count == 1 ? 0 : n) * (steps_dtype ? 2 : 4);
         uint16_t narrow;
         float value;
-        if (steps_dtype) memcpy(&narrow, at, 2), value = steps_dtype == 1 ? widened(narrow) : from_half(narrow);
+        if (steps_dtype)
+            memcpy(&narrow, at, 2), value = steps_dtype == 1 ? widened(narrow) : from_half(narrow);
         else memcpy(&value, at, 4);
         return value * multiplier;
     }
@@ -263,7 +274,8 @@ struct Rows {
 };
 
 // Rows as codes, under a scale for each.
-void round_rows(const Level &level, const Rows &given, int64_t rows, float *wide, float *scales, int16_t *codes) {
+void round_rows(const Level &level, const Rows &given, int64_t rows, float *wide, float *scales,
+                int16_t *codes) {
     KeptSubnormals here;
     for (int64_t m = 0; m < rows; m++) {
         const float *values = given.values(level, m, 0, given.in_features, wide);

@@ -1,12 +1,15 @@
 // Multiplies by packed weights on a CPU, reading the checkpoint's bytes where they lie, at any alignment.
 //
-// Plain C ABI, no torch and no Python headers; hfq/kernels/cpp/library.py compiles this file and loads it. It includes
-// instruction_set.h once for each instruction set (scalar, AVX2, AVX-512); the best that the processor has is chosen when it runs.
+// Plain C ABI, no torch and no Python headers; hfq/kernels/cpp/library.py compiles this file and loads it.
+// It includes instruction_set.h once for each instruction set (scalar, AVX2, AVX-512); the best that the
+// processor has is chosen when it runs.
 //
-// With -DHFQ_EMULATE every form is compiled for any processor, without its own instructions, so that its logic can be tested there.
+// With -DHFQ_EMULATE every form is compiled for any processor, without its own instructions, so that its
+// logic can be tested there.
 //
-// Every output is summed by one thread in an order that depends on the sizes, the number of activation rows and the instruction
-// set alone: never on the number of threads, nor on where the bytes rest. Nothing writes to the weights.
+// Every output is summed by one thread in an order that depends on the sizes, the number of activation rows
+// and the instruction set alone: never on the number of threads, nor on where the bytes rest. Nothing writes
+// to the weights.
 
 #include <cstdint>
 #include <cstring>
@@ -69,7 +72,8 @@ int chosen = -1;
 
 int level() { return chosen < 0 ? chosen = detect() : chosen; }
 
-// Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a hundred times as long.
+// Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a
+// hundred times as long.
 bool detect_subnormals() {
 #if defined(__x86_64__)
     return cpu_features::found().is_amd;
@@ -145,19 +149,22 @@ const Work panel_works[][2] = {
 
 Work linear_work(const Layer &layer) { return linear_works[uses_vnni() ? 3 : level()][has_columns(layer)]; }
 
-// Output rows of a part, all of which share their scales if any do; the more, the fewer times are these multiplied with the activations.
+// Output rows of a part, all of which share their scales if any do; the more, the fewer times are these
+// multiplied with the activations.
 int64_t ordered_width(const Layer &layer, int threads) {
     int64_t width = 128;
-    while (width > TILE_ROWS && (layer.block_out % width || layer.out_features < 8 * width * threads)) width /= 2;
+    while (width > TILE_ROWS && (layer.block_out % width || layer.out_features < 8 * width * threads))
+        width /= 2;
     return width;
 }
 
 // The activations as the kernels read them, in `scratch`.
-MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride, char *y, int32_t y_dtype,
-             int64_t y_stride, float *scratch, int threads) {
+MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride,
+                   char *y, int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
     int64_t stride = padded_columns(layer);
     bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
-    if (is_sorted(layer)) activation_sorts[level()](layer, rows, stride, scratch, (float *)layer.index + layer.in_features);
+    if (is_sorted(layer))
+        activation_sorts[level()](layer, rows, stride, scratch, (float *)layer.index + layer.in_features);
     bool integers = finite && level() > 0 && has_integers(layer, rows);
     float *units = scratch + padded_rows(layer, rows) * stride;
     int32_t *sums = (int32_t *)(units + rows * spans(layer));
@@ -166,10 +173,14 @@ MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t r
     bool ordered = finite && has_order(layer, rows);
     if (ordered) orders[level()](layer, scratch, rows, stride, units);
     const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
-    const int64_t width = columns ? tile_columns(layer, rows, threads, integers, along) : ordered ? ordered_width(layer, threads) : TILE_ROWS;
-    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());  // without VNNI other words take no longer across them
+    const int64_t width = columns   ? tile_columns(layer, rows, threads, integers, along)
+                          : ordered ? ordered_width(layer, threads)
+                                    : TILE_ROWS;
+    // without VNNI other words take no longer across them
+    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());
     const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
-    return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype, integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
+    return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype,
+            integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
 }
 
 // Whether a layer's channels can be sorted, if its groups are whole.
@@ -179,7 +190,8 @@ bool is_sortable(const Layer &layer) {
     return layer.in_features * MOST_STRIP * (8 + layer.bits) / 8 <= SORTED_SCRATCH;
 }
 
-// The channels in the order of their groups; false where a group has not as many as a layer's without an index.
+// The channels in the order of their groups; false where a group has not as many as a layer's without an
+// index.
 bool sort_channels(const Layer &layer, int32_t *order) {
     int64_t next[MOST_GROUPS];
     if (layer.groups > MOST_GROUPS) return false;
@@ -192,8 +204,9 @@ bool sort_channels(const Layer &layer, int32_t *order) {
     return true;
 }
 
-// The layers as they are multiplied: with an index of their own, which is checked and never read again, since that on disk can change; and sorted,
-// where they can be and `sorts`. An order is followed by room for a row of activations. -2 for an index that leaves its range, -3 without memory.
+// The layers as they are multiplied: with an index of their own, which is checked and never read again, since
+// that on disk can change; and sorted, where they can be and `sorts`. An order is followed by room for a row
+// of activations. -2 for an index that leaves its range, -3 without memory.
 int settle(const Layer *&layers, int64_t count, bool sorts = true) {
     int64_t channels = 0;
     for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
@@ -211,16 +224,19 @@ int settle(const Layer *&layers, int64_t count, bool sorts = true) {
             index[k] = (int32_t)group;
         }
         layer.index = (const char *)index, layer.index_nbytes = 4;
-        if (sorts && is_sortable(layer) && sort_channels(layer, order)) layer.index = (const char *)order, layer.index_nbytes = 0;
+        if (sorts && is_sortable(layer) && sort_channels(layer, order))
+            layer.index = (const char *)order, layer.index_nbytes = 0;
         next = index + layer.in_features;
     }
     layers = copies;
     return 0;
 }
 
-// Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and among others, which one that is
-// not finite must leave as they are: rows go one by one.
-bool has_faulty_rows(const MatmulArgs &args) { return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows); }
+// Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and
+// among others, which one that is not finite must leave as they are: rows go one by one.
+bool has_faulty_rows(const MatmulArgs &args) {
+    return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows);
+}
 
 // Several multiplications whose parts are numbered through.
 struct Group {
@@ -244,9 +260,12 @@ bool uses_tiles() {
 }
 
 // Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
-bool is_dotted(const Layer &layer, int64_t rows) { return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST); }
+bool is_dotted(const Layer &layer, int64_t rows) {
+    return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST);
+}
 
-// The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few rows of codes whose unpacking does.
+// The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few
+// rows of codes whose unpacking does.
 int64_t least_short(const Layer &layer) {
     if (uses_tiles() || !has_integers(layer, 1)) return 2;
     if (!has_columns(layer)) return LIMB_ROWS + 1;
@@ -254,8 +273,8 @@ int64_t least_short(const Layer &layer) {
 }
 #endif
 
-// Whether activations are multiplied in bfloat16, by tiles or vectors: those in it, and of float16 so many rows that two of it for each take no
-// longer than integers.
+// Whether activations are multiplied in bfloat16, by tiles or vectors: those in it, and of float16 so many
+// rows that two of it for each take no longer than integers.
 bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;
@@ -279,7 +298,8 @@ void job_part(const void *context, int64_t part, float *scratch) {
     int64_t i = 0;
     while (all.ends[i] <= part) i++;
     const bfloat16::Job &job = all.jobs[i];
-    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.outputs.first(own), width = job.outputs.count(own);
+    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.outputs.first(own),
+                  width = job.outputs.count(own);
     if (job.apart) bfloat16_dots::part(job, first, width, scratch);
     else bfloat16::part(job, first, width, scratch);
 }
@@ -287,13 +307,14 @@ void job_part(const void *context, int64_t part, float *scratch) {
 // Floats that run_short keeps for layers that it takes together.
 int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
     int64_t floats = up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
-    for (int64_t i = 0; i < count; i++) floats += up(bfloat16::packed_floats(layers[i], rows[i] * bfloat16::rows_of(dtype)), 16);
+    for (int64_t i = 0; i < count; i++)
+        floats += up(bfloat16::packed_floats(layers[i], rows[i] * bfloat16::rows_of(dtype)), 16);
     return floats;
 }
 
 // One layer after the other, whose rows follow each other, at once; -3 without memory.
-int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride,
-              int threads) {
+int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x,
+              int64_t x_stride, char *y, int64_t y_stride, int threads) {
     float *scratch = activation_scratch.get(short_floats(layers, rows, count, dtype));
     int64_t own = own_floats(any_sorted(layers, count));
     for (int64_t i = 0; i < count; i++) own = most(own, bfloat16::brought_floats(layers[i], dtype));
@@ -305,13 +326,20 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
     int64_t *ends = (int64_t *)(jobs + count);
     scratch += up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t packed = rows[i] * bfloat16::rows_of(dtype), floats = up(bfloat16::packed_floats(layers[i], packed), 16);
+        const int64_t packed = rows[i] * bfloat16::rows_of(dtype),
+                      floats = up(bfloat16::packed_floats(layers[i], packed), 16);
         float *factors = scratch + floats - 2 * packed;
-        jobs[i] = bfloat16::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors, wanted, uses_tiles());
-        if (is_dotted(layers[i], rows[i])) jobs[i].apart = true, jobs[i].outputs = cut_outputs(layers[i], bfloat16_dots::part_width(layers[i], rows[i], wanted));
-        bfloat16::Packing packing = {layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved, (char *)scratch, factors, {}};
+        jobs[i] = bfloat16::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors,
+                                 wanted, uses_tiles());
+        if (is_dotted(layers[i], rows[i]))
+            jobs[i].apart = true,
+            jobs[i].outputs = cut_outputs(layers[i], bfloat16_dots::part_width(layers[i], rows[i], wanted));
+        bfloat16::Packing packing = {
+            layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved,
+            (char *)scratch, factors, {}};
         bfloat16::find_order(layers[i], packing.order);
-        run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own}, threads, rows[i] > MOST_ROWS ? wanted : 1);
+        run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own},
+                  threads, rows[i] > MOST_ROWS ? wanted : 1);
         ends[i] = parts += jobs[i].outputs.parts;
         scratch += floats;
         x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
@@ -321,12 +349,14 @@ int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t d
     return 0;
 }
 
-int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y, int64_t y_stride, int threads) {
+int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y,
+                  int64_t y_stride, int threads) {
     const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
     for (int64_t first = 0, count; first < rows; first += count) {
         const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
         count = left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
-        const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride, y + 2 * first * y_stride, y_stride, threads);
+        const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride,
+                                     y + 2 * first * y_stride, y_stride, threads);
         if (status != 0) return status;
     }
     return 0;
@@ -339,9 +369,11 @@ extern "C" {
 
 int hfq_abi() { return 7; }
 
-// The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or null for our own.
+// The threads to work on: GOMP_parallel of the OpenMP runtime that the caller's other products run in, or
+// null for our own.
 void hfq_use_team(Team wanted) {
-    pthread_once(&pool_once, make_pool);  // a child of a fork must give the team up, also where nothing was computed before
+    // a child of a fork must give the team up, also where nothing was computed before
+    pthread_once(&pool_once, make_pool);
     team = wanted;
 }
 
@@ -351,18 +383,19 @@ int hfq_detected() { return detect(); }
 // Chooses a lower level, for tests; returns the level that runs.
 int hfq_use(int wanted) { return chosen = wanted < 0 ? detect() : (int)least(wanted, detect()); }
 
-// Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for tests; what then holds.
+// Whether e4m3 codes may be read as small floats, where the processor is chosen for it (-1), or anywhere, for
+// tests; what then holds.
 int hfq_use_subnormals(int wanted) { return subnormals = wanted < 0 ? detect_subnormals() : wanted; }
 
-// Whether activations as integers are multiplied by AVX-512's dot products of bytes, where the processor has them, or not (0), for tests, which
-// changes no bit of a result; what then holds.
+// Whether activations as integers are multiplied by AVX-512's dot products of bytes, where the processor has
+// them, or not (0), for tests, which changes no bit of a result; what then holds.
 int hfq_use_vnni(int wanted) {
     byte_dots = wanted == 0 ? 0 : -1;
     return uses_vnni();
 }
 
-// How activations in bfloat16 are multiplied: in float32 or as integers (0), in bfloat16 by vectors (1), or by tiles (2), where the
-// processor has them; what then holds.
+// How activations in bfloat16 are multiplied: in float32 or as integers (0), in bfloat16 by vectors (1), or
+// by tiles (2), where the processor has them; what then holds.
 int hfq_use_short(int wanted) {
     short_forms = wanted < 0 ? 2 : wanted;
 #if defined(__x86_64__)
@@ -373,7 +406,8 @@ int hfq_use_short(int wanted) {
 
 int64_t hfq_most_rows() { return MOST_ROWS; }
 
-// Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which take any number of them.
+// Whether so many rows of a layer's are multiplied in bfloat16 by tiles, or vectors in their place, which
+// take any number of them.
 int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 #if defined(__x86_64__)
     if (settle(layer, 1) != 0) return 0;
@@ -386,12 +420,14 @@ int hfq_is_tiled(const Layer *layer, int64_t rows, int32_t dtype) {
 // Floats that hfq_linear keeps for the next call: a function of the activations' size, not of the weight's.
 int64_t hfq_scratch(const Layer *layer, int64_t rows) {
     int64_t floats = padded_rows(*layer, rows) * padded_columns(*layer);
-    if (has_integers(*layer, rows)) floats += rows * (up(limbs_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
+    if (has_integers(*layer, rows))
+        floats += rows * (up(limbs_nbytes(*layer), 4) / 4 + spans(*layer) + totals(*layer));
     if (layer->kind == E4M3 && rows <= ORDERED_ROWS) floats += rows * (ordered_columns(*layer) + 2);
     return floats;
 }
 
-// What is packed into one argument: a caller that converts many takes as long as the product by a small layer.
+// What is packed into one argument: a caller that converts many takes as long as the product by a small
+// layer.
 struct Product {
     int64_t layer;     // address of the Layer
     int64_t x;         // address of the activations, of which each row is contiguous
@@ -403,7 +439,8 @@ struct Product {
 };
 
 // y[m, n] = sum over k of x[m, k] W[n, k], for 1 to MOST_ROWS rows, or by tiles for any number.
-// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3 without memory.
+// Not 0 where nothing was computed: -1 for another number of rows, -2 for an index that leaves its range, -3
+// without memory.
 int hfq_linear(const Product *given) {
     const Layer *layer = (const Layer *)(uintptr_t)given->layer;
     const char *x = (const char *)(uintptr_t)given->x;
@@ -414,7 +451,8 @@ int hfq_linear(const Product *given) {
     if (const int status = settle(layer, 1)) return status;
     KeptSubnormals here;
 #if defined(__x86_64__)
-    if (is_short(*layer, rows, dtype)) return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
+    if (is_short(*layer, rows, dtype))
+        return run_all_short(*layer, rows, dtype, x, x_stride, y, y_stride, threads);
 #endif
     if (rows > MOST_ROWS) return -1;
     float *scratch = activation_scratch.get(hfq_scratch(layer, rows));
@@ -424,7 +462,9 @@ int hfq_linear(const Product *given) {
     MatmulArgs args = prepare(*layer, x, dtype, rows, x_stride, y, dtype, y_stride, scratch, wanted);
     const int64_t each = has_faulty_rows(args) ? 1 : rows, size = dtype == F32 ? 4 : 2;
     for (int64_t m = 0; m < rows; m += each) {
-        if (each < rows) args = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size, dtype, y_stride, scratch, wanted);
+        if (each < rows)
+            args = prepare(*layer, x + m * x_stride * size, dtype, 1, x_stride, y + m * y_stride * size,
+                           dtype, y_stride, scratch, wanted);
         run_parts({linear_work(*layer), &args, args.outputs.parts, own}, threads, wanted);
     }
     return 0;
@@ -433,14 +473,16 @@ int hfq_linear(const Product *given) {
 // Floats that hfq_grouped keeps for layers that it takes together.
 int64_t hfq_grouped_scratch(const Layer *layers, const int64_t *rows, int64_t count) {
     int64_t floats = 0;
-    for (int64_t i = 0; i < count; i++) floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(MatmulArgs) + sizeof(int64_t)) / 4;
+    for (int64_t i = 0; i < count; i++)
+        floats += hfq_scratch(layers + i, rows[i]) + (int64_t)(sizeof(MatmulArgs) + sizeof(int64_t)) / 4;
     return floats;
 }
 
-// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same, and all at once, or as many
-// at once as GROUPED_FLOATS of activations allow. -4 where rows would go one by one: those are for hfq_linear.
-int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype, int64_t x_stride, char *y,
-                int32_t y_dtype, int64_t y_stride, int threads) {
+// As hfq_linear for one layer after the other, whose rows follow each other in x and y: bit for bit the same,
+// and all at once, or as many at once as GROUPED_FLOATS of activations allow. -4 where rows would go one by
+// one: those are for hfq_linear.
+int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const char *x, int32_t x_dtype,
+                int64_t x_stride, char *y, int32_t y_dtype, int64_t y_stride, int threads) {
     for (int64_t i = 0; i < count; i++)
         if (rows[i] < 1 || rows[i] > MOST_ROWS) return -1;
     if (const int status = settle(layers, count)) return status;
@@ -454,7 +496,9 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
                 if (next > first && floats > GROUPED_FLOATS) break;
                 taken += rows[next];
             }
-            if (run_short(layers + first, rows + first, next - first, x_dtype, x, x_stride, y, y_stride, threads)) return -3;
+            if (run_short(layers + first, rows + first, next - first, x_dtype, x, x_stride, y, y_stride,
+                          threads))
+                return -3;
             x += 2 * taken * x_stride, y += 2 * taken * y_stride;
             continue;
         }
@@ -462,7 +506,9 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
         int64_t floats = 0, products = 0, parts = 0;
         for (next = first; next < count; next++) {
             int64_t more = hfq_grouped_scratch(layers + next, rows + next, 1);
-            if (next > first && (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype))) break;
+            if (next > first &&
+                (floats + more > GROUPED_FLOATS || is_short(layers[next], rows[next], x_dtype)))
+                break;
             floats += more, products += rows[next] * layers[next].in_features * layers[next].out_features;
         }
         float *scratch = activation_scratch.get(floats);
@@ -487,8 +533,8 @@ int hfq_grouped(const Layer *layers, const int64_t *rows, int64_t count, const c
     return 0;
 }
 
-// Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features, count]; float32 or bfloat16.
-// Not 0 where nothing was computed, as hfq_linear.
+// Weights of output rows [start, start + count): [count, in_features], or for GPTQ and AWQ [in_features,
+// count]; float32 or bfloat16. Not 0 where nothing was computed, as hfq_linear.
 int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, int32_t dtype, int threads) {
     if (const int status = settle(layer, 1, false)) return status;
     if (!own_scratch.get(own_floats(false))) return -3;
@@ -497,7 +543,8 @@ int hfq_dequantize(const Layer *layer, int64_t start, int64_t count, char *out, 
     bool columns = has_columns(*layer);
     int wanted = worthwhile(threads, count * layer->in_features);
     int64_t width = columns ? panel_columns(*layer) : PANEL_ROWS;
-    run_parts({panel_works[level()][columns], &panel, (count + width - 1) / width, own_floats(false)}, threads, wanted);
+    run_parts({panel_works[level()][columns], &panel, (count + width - 1) / width, own_floats(false)},
+              threads, wanted);
     return 0;
 }
 

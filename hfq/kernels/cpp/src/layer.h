@@ -44,20 +44,21 @@ enum RowZeros {
 
 // One packed layer; hfq/kernels/cpp/layers.py fills it in.
 //
-// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at n / block_out * scale_stride + g * scale_step
-// with g = index[k] or, without an index, k / block_in. QUADS: W[n, k] = code * scale + zero.
-// Scales that are E4M3 codes are multiplied by `shared`, or divided by it. NESTED ones are codes themselves:
-// nested_values[code] * nested_scales[place / nested_size] + shared.
+// Rows of codes: W[n, k] = (value(codes[n, k]) - zero) * scale, both at
+// n / block_out * scale_stride + g * scale_step with g = index[k] or, without an index, k / block_in. QUADS:
+// W[n, k] = code * scale + zero. Scales that are E4M3 codes are multiplied by `shared`, or divided by it.
+// NESTED ones are codes themselves: nested_values[code] * nested_scales[place / nested_size] + shared.
 //
-// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). AWQ: the same; row k of the codes, and row g of the zero points,
-// are words of eight columns each. With an `index` but no `index_nbytes` the layer is sorted (act_order.h).
+// GPTQ: W[n, k] = scales[g, n] * (q[k, n] - z[g, n]). AWQ: the same; row k of the codes, and row g of the
+// zero points, are words of eight columns each. With an `index` but no `index_nbytes` the layer is sorted
+// (act_order.h).
 struct Layer {
     const char *codes;          // address of the codes, at any alignment
     const char *scales;         // address of the scales, of `scale_dtype`
     const char *zeros;          // address of the zero points; null where there are none
-    const char *index;          // group of each input channel, or of a sorted layer its channels (int32) by group; or null
+    const char *index;          // group of each input channel, or if sorted int32 channels by group; or null
     const char *values;         // NIBBLES: address of the 16 floats that codes stand for
-    const char *integers;       // NIBBLES: address of 16 bytes, value / unit + offset; null where values are no integers
+    const char *integers;       // NIBBLES: address of 16 bytes, value / unit + offset; null if no integers
     const char *nested_scales;  // NESTED: address of a float32 for each `nested_size` scales
     const char *nested_values;  // NESTED: address of the 256 float32 that scales' codes stand for
     int64_t in_features;        // input channels
@@ -68,14 +69,14 @@ struct Layer {
     int64_t scale_step;         // scales from a group to the next
     int64_t nested_size;        // NESTED: scales that share a scale
     int64_t groups;             // groups of input channels
-    int64_t zero_words;         // 32-bit words of packed zero points: per output row (GROUP_WORDS) or per group (columns)
+    int64_t zero_words;         // 32-bit words of packed zero points per output row, or of columns per group
     int64_t row_nbytes;         // bytes from a row of codes, or of words, to the next
-    float shared;               // factor of INT8's values or of E4M3_SCALED scales; term that is added to NESTED scales
+    float shared;               // factor of INT8's values or E4M3_SCALED scales; term added to NESTED scales
     float unit;                 // NIBBLES with `integers`: value of 1, a power of two; 1 with zero points
     int32_t kind;               // Kind
     int32_t bits;               // bits per code of columns
     int32_t scale_dtype;        // Dtype of the scales
-    int32_t divides;            // 1 where scales divide by `shared`, or E4M3 and E5M2 sums are divided by scales, else 0
+    int32_t divides;            // 1 where codes or scales are divided by their factor and not multiplied
     int32_t zero_reading;       // ZeroReading of columns
     int32_t index_nbytes;       // bytes per entry of `index`, 4 or 8; 0 without it and of a sorted layer
     int32_t row_zeros;          // RowZeros
@@ -91,7 +92,9 @@ struct OutputParts {
     int64_t width;  // outputs per part
     int64_t parts;  // number of parts
     int64_t first(int64_t part) const { return part == 0 ? 0 : begin + part * width; }
-    int64_t count(int64_t part) const { return (part + 1 == parts ? total : begin + (part + 1) * width) - first(part); }
+    int64_t count(int64_t part) const {
+        return (part + 1 == parts ? total : begin + (part + 1) * width) - first(part);
+    }
 };
 
 // One multiplication of activations by a layer.
@@ -104,10 +107,10 @@ struct MatmulArgs {
     char *y;                // address of the results, [rows, out_features] of `y_dtype`
     int64_t y_stride;       // elements from a row of `y` to the next
     int32_t y_dtype;        // Dtype of `y`
-    const char *limbs;      // activations as integers, LIMBS bytes each; null where they are multiplied as floats
+    const char *limbs;      // activations as integers, LIMBS bytes each; null where they are floats
     const float *units;     // value of 1 in `limbs`, for each span of each row
     const int32_t *totals;  // sums of limbs, totals(layer) for each row
-    const float *ordered;   // activations for e4m3 codes as small floats, then two factors per row (subnormals.h); or null
+    const float *ordered;   // activations for subnormals.h, float32, then two factors per row; or null
 };
 
 #ifdef __clang__
@@ -116,13 +119,14 @@ struct MatmulArgs {
 #define HFQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Inlined into the code of each instruction set: a call to a function that was compiled for another one, while the wide registers
-// are in use, costs more than what it computes.
+// Inlined into the code of each instruction set: a call to a function that was compiled for another one,
+// while the wide registers are in use, costs more than what it computes.
 #define HFQ_INLINE inline __attribute__((always_inline))
 
 const int64_t MOST_ROWS = 64;        // of activations in one call
 const int64_t SCRATCH = 96 * 1024;   // floats that each thread keeps
-const int64_t GROUPED_FLOATS = 2 << 20;  // of activations as the kernels read them, of layers that are taken together
+// of activations as the kernels read them, of layers that are taken together
+const int64_t GROUPED_FLOATS = 2 << 20;
 const int64_t STEP = 256;            // input channels of a tile of decoded weights
 const int64_t TILE_ROWS = 16;        // output rows of such a tile
 const int64_t PASS = 8;              // activation rows that share one decoding of GPTQ's codes
@@ -130,13 +134,17 @@ const int64_t PANEL_ROWS = 4;        // output rows of a part of a panel
 const int64_t CHUNK = 32;            // input channels of a column whose codes are unpacked together
 const int64_t SPAN = 128;            // input channels whose activations are counted in one unit
 const int64_t LIMBS = 3;             // bytes of an activation as an integer
-const int64_t LIMB_ROWS = 8;         // the most activation rows for which rows of codes are multiplied as integers
+// the most activation rows for which rows of codes are multiplied as integers
+const int64_t LIMB_ROWS = 8;
 const int64_t MOST_COLUMNS = 2048;   // output columns of a part for one row, of a multiple of 128
-const int64_t LONG_COLUMNS = 16384;  // and where they are read along rows of words (vnni.h), of which three floats each are kept
+// and where they are read along rows of words (vnni.h), of which three floats each are kept
+const int64_t LONG_COLUMNS = 16384;
 const int64_t AHEAD = 4096;          // bytes of codes that are asked for before they are read: the next page
 const int64_t ORDERED_ROWS = 8;      // the most activation rows for which e4m3 codes are read as small floats
-const int64_t TILED_SCRATCH = 688 << 10;  // bytes that each thread keeps in place of SCRATCH floats, where there are tiles (bfloat16.h)
-const int64_t SORTED_SCRATCH = 3 << 20;  // and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
+// bytes that each thread keeps in place of SCRATCH floats, where there are tiles (bfloat16.h)
+const int64_t TILED_SCRATCH = 688 << 10;
+// and after those, once there was a sorted layer: for a strip of up to MOST_STRIP columns, or of more
+const int64_t SORTED_SCRATCH = 3 << 20;
 const int64_t MOST_STRIP = 64;
 const int64_t MOST_GROUPS = 1024;
 
@@ -208,8 +216,11 @@ HFQ_INLINE int64_t scale_place(const Layer &layer, int64_t n, int64_t group) {
 // What is taken off the codes of a row's group, or ADDED to their products with its scale.
 HFQ_INLINE float row_zero(const Layer &layer, int64_t n, int64_t group) {
     switch (layer.row_zeros) {
-        case GROUP_WORDS: return (float)(load32(layer.zeros + 4 * (n * layer.zero_words + group / 8)) >> group % 8 * 4 & 15);
-        case OUTPUT_WORDS: return (float)(load32(layer.zeros + 4 * (n / 8 * layer.groups + group)) >> n % 8 * 4 & 15) - 8.0f;
+        case GROUP_WORDS:
+            return (float)(load32(layer.zeros + 4 * (n * layer.zero_words + group / 8)) >> group % 8 * 4 &
+                           15);
+        case OUTPUT_WORDS:
+            return (float)(load32(layer.zeros + 4 * (n / 8 * layer.groups + group)) >> n % 8 * 4 & 15) - 8.0f;
         case BYTES: return (float)(int8_t)layer.zeros[scale_place(layer, n, group)];
         case ADDED: return float_at(layer.zeros, layer.zero_dtype, scale_place(layer, n, group));
     }
@@ -222,7 +233,9 @@ HFQ_INLINE int64_t group_of(const Layer &layer, int64_t k) {
     return k / layer.block_in;
 }
 
-HFQ_INLINE uint32_t word_ones(int bits) { return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u; }
+HFQ_INLINE uint32_t word_ones(int bits) {
+    return bits == 2 ? 0x55555555u : bits == 4 ? 0x11111111u : 0x01010101u;
+}
 
 // The nibble of a column among the eight of its word.
 HFQ_INLINE int awq_place(int column) { return column / 2 + column % 2 * 4; }
@@ -257,7 +270,9 @@ HFQ_INLINE bool is_scattered(const Layer &layer) {
 }
 
 // Whether a layer's channels come in the order of their groups, which is not the one that they lie in.
-HFQ_INLINE bool is_sorted(const Layer &layer) { return layer.kind == GPTQ && layer.index && !layer.index_nbytes; }
+HFQ_INLINE bool is_sorted(const Layer &layer) {
+    return layer.kind == GPTQ && layer.index && !layer.index_nbytes;
+}
 
 HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
     for (int64_t i = 0; i < count; i++)
@@ -265,7 +280,8 @@ HFQ_INLINE bool any_sorted(const Layer *layers, int64_t count) {
     return false;
 }
 
-// Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of the cache.
+// Rows of activations as floats; 16 more, so that rows of a power of two do not fall onto the same lines of
+// the cache.
 HFQ_INLINE int64_t padded_columns(const Layer &layer) { return (layer.in_features + 15) / 16 * 16 + 16; }
 
 // Columns are multiplied by activations in passes of 1, PASS / 2 or PASS rows.
@@ -278,24 +294,36 @@ HFQ_INLINE int64_t padded_rows(const Layer &layer, int64_t rows) {
 // Whether the codes are integers, and a group's scale can be taken out of the sum.
 HFQ_INLINE bool has_integers(const Layer &layer, int64_t rows) {
     if (has_columns(layer)) return !is_scattered(layer);
-    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 || rows > LIMB_ROWS) return false;
+    if (layer.kind != NIBBLES || !layer.integers || layer.index_nbytes || layer.block_out != 1 ||
+        rows > LIMB_ROWS)
+        return false;
     if (layer.row_zeros > OUTPUT_WORDS || layer.scale_step != 1) return false;
     bool is_single = layer.block_in >= layer.in_features;
-    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 || layer.block_in == 16;
+    return is_single || layer.block_in % SPAN == 0 || layer.block_in == 64 || layer.block_in == 32 ||
+           layer.block_in == 16;
 }
 
-HFQ_INLINE int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+HFQ_INLINE int64_t up(int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
 
 // Of one activation row as integers: bytes of limbs, spans with a unit of their own, and totals.
-HFQ_INLINE int64_t group_chunks(const Layer &layer) { return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK; }
+HFQ_INLINE int64_t group_chunks(const Layer &layer) {
+    return up(least(layer.block_in, layer.in_features), CHUNK) / CHUNK;
+}
 HFQ_INLINE int64_t group_spans(const Layer &layer) { return up(group_chunks(layer) * CHUNK, SPAN) / SPAN; }
-HFQ_INLINE int64_t limbs_nbytes(const Layer &layer) {  // and some, so that rows do not fall onto the same lines of the cache
-    return LIMBS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK : up(layer.in_features, SPAN)) + 192;
+// and some, so that rows do not fall onto the same lines of the cache
+HFQ_INLINE int64_t limbs_nbytes(const Layer &layer) {
+    return LIMBS * (has_columns(layer) ? layer.groups * group_chunks(layer) * CHUNK
+                                       : up(layer.in_features, SPAN)) +
+           192;
 }
 HFQ_INLINE int64_t spans(const Layer &layer) {
     return has_columns(layer) ? layer.groups * group_spans(layer) : up(layer.in_features, SPAN) / SPAN;
 }
-HFQ_INLINE int64_t totals(const Layer &layer) { return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8); }
+HFQ_INLINE int64_t totals(const Layer &layer) {
+    return 2 * (has_columns(layer) ? spans(layer) : up(layer.in_features, SPAN) / 8);
+}
 
 // Activations in the order that e4m3 codes are read in, where they are read as small floats.
 HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_features, 64) + 16; }
@@ -303,27 +331,38 @@ HFQ_INLINE int64_t ordered_columns(const Layer &layer) { return up(layer.in_feat
 // Output columns that one part of a multiplication by columns covers.
 HFQ_INLINE int64_t tile_columns(const Layer &layer, int64_t rows, int threads, bool integers, bool along) {
     if (!integers) return most(16, least(64, SCRATCH / 4 / layer.groups / 16 * 16));
-    const int64_t along_rows = layer.kind == AWQ ? 2 * MOST_COLUMNS : LONG_COLUMNS;  // AWQ's blocks are of one line in 128 rows
-    const int64_t widest = rows > 1 ? 256 : along ? along_rows : MOST_COLUMNS, parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
+    // AWQ's blocks are of one line in 128 rows
+    const int64_t along_rows = layer.kind == AWQ ? 2 * MOST_COLUMNS : LONG_COLUMNS;
+    const int64_t widest = rows > 1 ? 256
+                           : along  ? along_rows
+                                    : MOST_COLUMNS,
+                  parts = up((layer.out_features + widest - 1) / widest, most(threads, 1));
     return most(128, up((layer.out_features + parts - 1) / parts, 128));  // as many for each thread
 }
 
-// Columns from where a line of the cache begins to the word of column n, in each row of words; files align tensors to 8 bytes.
+// Columns from where a line of the cache begins to the word of column n, in each row of words; files align
+// tensors to 8 bytes.
 HFQ_INLINE int64_t after_line(const Layer &layer, int64_t n) {
-    const int64_t nbytes = (int64_t)((uintptr_t)layer.codes + (uintptr_t)(layer.kind == AWQ ? n / 2 : 4 * n)) & 63;
+    const int64_t nbytes =
+        (int64_t)((uintptr_t)layer.codes + (uintptr_t)(layer.kind == AWQ ? n / 2 : 4 * n)) & 63;
     return layer.row_nbytes % 64 || nbytes % 4 ? 0 : nbytes / 4 * (layer.kind == AWQ ? 8 : 1);
 }
 
-// Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the others begin with a line of the cache; not
-// where threads have so few columns each that one would be long at what its part has more.
-HFQ_INLINE OutputParts cut_outputs(const Layer &layer, int64_t width, int threads = 1, bool by_lines = false) {
+// Parts of `width` outputs. By lines, the first part is shorter and the last as much longer, so that the
+// others begin with a line of the cache; not where threads have so few columns each that one would be long at
+// what its part has more.
+HFQ_INLINE OutputParts cut_outputs(const Layer &layer, int64_t width, int threads = 1,
+                                   bool by_lines = false) {
     const int64_t together = layer.kind == AWQ ? 128 : is_sorted(layer) ? 64 : 32;  // columns
     const bool is_even = threads <= 1 || layer.out_features >= 16 * together * threads;
-    return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width, (layer.out_features + width - 1) / width};
+    return {layer.out_features, by_lines && is_even ? -after_line(layer, 0) : 0, width,
+            (layer.out_features + width - 1) / width};
 }
 
 // Columns from where a line begins to the n-th, with which a part or strip begins; they are nobody's.
-HFQ_INLINE int64_t skipped_before(const Layer &layer, const OutputParts &outputs, int64_t n) { return outputs.begin ? after_line(layer, n) : 0; }
+HFQ_INLINE int64_t skipped_before(const Layer &layer, const OutputParts &outputs, int64_t n) {
+    return outputs.begin ? after_line(layer, n) : 0;
+}
 
 // Output columns of a part of a panel.
 HFQ_INLINE int64_t panel_columns(const Layer &layer) { return layer.groups <= 512 ? 64 : 32; }

@@ -1,10 +1,11 @@
 // Activations as integers. Included by instruction_set.h in the
 // namespace of each instruction set.
 //
-// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of three limbs of eight bits,
-// each with a sign. Products with codes of up to eight bits, their sums and a zero point times the sum of the activations are integers
-// then, and exact; what is rounded is each activation, by half a unit, and a span's sum, once. bfloat16 has eight significant bits: of most
-// activations in it the lowest limb is zero, and columns leave out the products of those.
+// Up to SPAN activations are counted in a unit of 2**-22 of the largest, or a little more: an integer of
+// three limbs of eight bits, each with a sign. Products with codes of up to eight bits, their sums and a zero
+// point times the sum of the activations are integers then, and exact; what is rounded is each activation, by
+// half a unit, and a span's sum, once. bfloat16 has eight significant bits: of most activations in it the
+// lowest limb is zero, and columns leave out the products of those.
 
 // Up to SPAN floats as integers, zero from `count` on.
 struct Integers {
@@ -15,11 +16,14 @@ struct Integers {
 };
 static void to_integers(const float *x, int64_t count, Integers &out) {
     float padded[SPAN];
-    if (count < SPAN) __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
+    if (count < SPAN)
+        __builtin_memset(padded, 0, sizeof(padded)), __builtin_memcpy(padded, x, 4 * count), x = padded;
     uint32_t bits = largest_bits(x, SPAN);
-    int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);  // the largest is below 127.5 * 2**16
+    // the largest is below 127.5 * 2**16
+    int power = 149 - (int)(bits >> 23) - ((bits & 0x7FFFFF) >= 0x7E0000);
     if (power > 140) power = 140;  // the unit, times that of the codes, is a float still
-    const vf factor = all(as_float((uint32_t)(127 + power / 2) << 23)), other = all(as_float((uint32_t)(127 + power - power / 2) << 23));
+    const vf factor = all(as_float((uint32_t)(127 + power / 2) << 23)),
+             other = all(as_float((uint32_t)(127 + power - power / 2) << 23));
     for (int64_t k = 0; k < SPAN; k += W) {
         vf scaled = load<vf>(x + k) * factor * other, half = (vf)((vu)all(0.5f) | ((vu)scaled & 0x80000000u));
         vi value = __builtin_convertvector(scaled + half, vi);
@@ -29,15 +33,18 @@ static void to_integers(const float *x, int64_t count, Integers &out) {
     out.unit = as_float(power > 126 ? 1u << (149 - power) : (uint32_t)(127 - power) << 23);
 }
 
-// The three limbs of 32 integers, the highest first: of each four bytes that follow each other, the ones from `order` on, eight apart.
+// The three limbs of 32 integers, the highest first: of each four bytes that follow each other, the ones from
+// `order` on, eight apart.
 typedef uint32_t Eight __attribute__((vector_size(32)));
 static HFQ_INLINE void put_limbs(const uint32_t *limbs, const uint8_t *order, char *to, int64_t apart) {
     uint32_t found[32];
     for (int i = 0; i < 32; i++) found[i] = limbs[order[i]];
-    const Eight a = load<Eight>(found), b = load<Eight>(found + 8), c = load<Eight>(found + 16), d = load<Eight>(found + 24);
+    const Eight a = load<Eight>(found), b = load<Eight>(found + 8), c = load<Eight>(found + 16),
+                d = load<Eight>(found + 24);
     HFQ_UNROLL
     for (int i = 0, shift = 16; i < 3; i++, shift -= 8, to += apart)
-        store(to, (a >> shift & 255u) | (b >> shift & 255u) << 8 | (c >> shift & 255u) << 16 | d >> shift << 24);
+        store(to,
+              (a >> shift & 255u) | (b >> shift & 255u) << 8 | (c >> shift & 255u) << 16 | d >> shift << 24);
 }
 
 // The sums of the highest limbs, and of what the lower ones make.
@@ -45,7 +52,8 @@ static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, 
     int32_t sum = high = 0;
     if (count % W == 0) {
         vi highs = {}, sums = {};
-        for (int64_t i = first; i < first + count; i += W) highs += load<vi>(of.highs + i), sums += load<vi>(of.values + i);
+        for (int64_t i = first; i < first + count; i += W)
+            highs += load<vi>(of.highs + i), sums += load<vi>(of.values + i);
         for (int i = 0; i < W; i++) high += highs[i], sum += sums[i];
     } else {
         for (int64_t i = first; i < first + count; i++) high += of.highs[i], sum += of.values[i];
@@ -53,7 +61,8 @@ static HFQ_INLINE void add_up(const Integers &of, int64_t first, int64_t count, 
     low = sum - 65536 * high;
 }
 
-// Where the code of a column is among the 32 that are unpacked together: in which of eight vectors, four codes to a lane.
+// Where the code of a column is among the 32 that are unpacked together: in which of eight vectors, four
+// codes to a lane.
 static HFQ_INLINE int vector_of(const Layer &layer, int k) {
     if (layer.kind == AWQ || layer.bits == 8) return k / 4;
     return layer.bits == 4 ? k / 8 * 2 + k % 2 : layer.bits == 2 ? k / 16 * 4 + k % 4 : k % 8;
@@ -71,22 +80,25 @@ static void count_columns(const Layer &layer, const float *x, char *limbs, float
     for (int64_t group = 0; group < layer.groups; group++) {
         int64_t start = group * layer.block_in, stop = least(start + layer.block_in, size);
         for (int64_t s = 0; s < group_spans(layer); s++, units++, sums += 2) {
-            int64_t k = start + s * SPAN, count = most(0, least(SPAN, stop - k)), left = group_chunks(layer) - s * (SPAN / CHUNK);
+            int64_t k = start + s * SPAN, count = most(0, least(SPAN, stop - k)),
+                    left = group_chunks(layer) - s * (SPAN / CHUNK);
             Integers found;
             to_integers(x + least(k, size), count, found);
             *units = found.unit;
             add_up(found, 0, SPAN, sums[0], sums[1]);
-            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK) put_limbs(found.limbs + i, order, limbs + i * LIMBS, CHUNK);
+            for (int64_t i = 0; i < least(SPAN, left * CHUNK); i += CHUNK)
+                put_limbs(found.limbs + i, order, limbs + i * LIMBS, CHUNK);
             limbs += least(SPAN, left * CHUNK) * LIMBS;
         }
     }
 }
 
-// By 8 * W codes: [limb][the first or second code of a byte][bytes]; totals of the highest limbs, and of the two others, for each
-// eight codes, times what takes the codes' offset off a sum.
+// By 8 * W codes: [limb][the first or second code of a byte][bytes]; totals of the highest limbs, and of the
+// two others, for each eight codes, times what takes the codes' offset off a sum.
 static void count_rows(const Layer &layer, const float *x, char *limbs, float *units, int32_t *sums) {
     uint8_t order[2][32];  // of 64 codes
-    for (int i = 0; i < 64; i++) order[i / 32][i % 32] = (uint8_t)(2 * (i % 8 * 4 + i % 32 / 8) + (i / 32 != (layer.high_first != 0)));
+    for (int i = 0; i < 64; i++)
+        order[i / 32][i % 32] = (uint8_t)(2 * (i % 8 * 4 + i % 32 / 8) + (i / 32 != (layer.high_first != 0)));
     for (int64_t k = 0; k < up(layer.in_features, SPAN); k += SPAN, units++) {
         Integers found;
         to_integers(x + k, least(SPAN, layer.in_features - k), found);
@@ -98,13 +110,16 @@ static void count_rows(const Layer &layer, const float *x, char *limbs, float *u
                 sums[lane] = -layer.offset * high, sums[W + lane] = -layer.offset * low;
             }
             for (int64_t j = 0; j < 8 * W; j += 64)
-                for (int half = 0; half < 2; half++) put_limbs(found.limbs + i + j, order[half], limbs + j / 2 + half * 4 * W, 8 * W);
+                for (int half = 0; half < 2; half++)
+                    put_limbs(found.limbs + i + j, order[half], limbs + j / 2 + half * 4 * W, 8 * W);
         }
     }
 }
 
-static void count_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, char *limbs, float *units, int32_t *sums) {
+static void count_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, char *limbs,
+                              float *units, int32_t *sums) {
     for (int64_t m = 0; m < rows; m++)
-        (has_columns(layer) ? count_columns : count_rows)(
-            layer, x32 + m * stride, limbs + m * limbs_nbytes(layer), units + m * spans(layer), sums + m * totals(layer));
+        (has_columns(layer) ? count_columns : count_rows)(layer, x32 + m * stride,
+                                                          limbs + m * limbs_nbytes(layer),
+                                                          units + m * spans(layer), sums + m * totals(layer));
 }

@@ -35,7 +35,8 @@ static HFQ_INLINE vf decode_nibbles(const char *p, const float *values, int firs
     return look_up(words >> (shifts ^ (uint32_t)first) & 15u, values);
 }
 
-// Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next place.
+// Eight codes that lie in the same place of eight words of 16 bits, and for more lanes those in the next
+// place.
 static HFQ_INLINE vf decode_quads(const char *p, int place) {
     vu words;
 #if HFQ_ISA == 2 && !defined(HFQ_EMULATE)
@@ -69,17 +70,22 @@ template <int KIND> static HFQ_INLINE void open_codes(const Layer &layer, Codes 
     codes.first = layer.high_first ? 4 : 0;
 }
 
-// The bytes that hold the codes from channel k on, and of how many; k is even for NIBBLES and a multiple of 16 for QUADS.
+// The bytes that hold the codes from channel k on, and of how many; k is even for NIBBLES and a multiple of
+// 16 for QUADS.
 template <int KIND> static HFQ_INLINE const char *codes_at(const char *row, int64_t k) {
     return row + (KIND == NIBBLES ? k / 2 : KIND == QUADS ? k / 64 * 128 + k / 32 % 2 * 16 : k);
 }
-template <int KIND> constexpr int64_t bytes_of(int64_t codes) { return KIND == NIBBLES ? (codes + 1) / 2 : codes; }
+template <int KIND> constexpr int64_t bytes_of(int64_t codes) {
+    return KIND == NIBBLES ? (codes + 1) / 2 : codes;
+}
 
 // 2 * W codes from channel k on; e4m3 comes out divided by 256.
-template <int KIND> static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes, vf &low, vf &high) {
+template <int KIND>
+static HFQ_INLINE void decode_two(const char *row, int64_t k, const Codes &codes, vf &low, vf &high) {
     const char *p = codes_at<KIND>(row, k);
     if constexpr (KIND == NIBBLES) {
-        low = decode_nibbles(p, codes.values, codes.first), high = decode_nibbles(p + W / 2, codes.values, codes.first);
+        low = decode_nibbles(p, codes.values, codes.first),
+        high = decode_nibbles(p + W / 2, codes.values, codes.first);
         return;
     }
     if constexpr (KIND == QUADS) {
@@ -92,10 +98,11 @@ template <int KIND> static HFQ_INLINE void decode_two(const char *row, int64_t k
     }
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
     __m128i bytes = _mm_loadu_si128((const __m128i *)p);
-    __m256i wide = KIND == E4M3
-        ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16((short)0xBFFF))
-        : _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
-    low = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(wide)), high = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1));
+    __m256i wide = KIND == E4M3 ? _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                                   _mm256_set1_epi16((short)0xBFFF))
+                                : _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+    low = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
+    high = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1));
 #else
     low = decode<KIND>(p), high = decode<KIND>(p + W);
 #endif
@@ -132,7 +139,8 @@ template <int KIND, class V> static HFQ_INLINE V weight_of(const Layer &layer, V
 }
 
 // Weights whose groups are scattered over the input.
-template <int KIND> static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
+template <int KIND>
+static void decode_scattered(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);
@@ -144,8 +152,10 @@ template <int KIND> static void decode_scattered(const Layer &layer, int64_t n, 
 }
 
 // Weights [k, k + count) of one output row, as the reference computes them.
-template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
-    if (KIND != E4M3 && KIND != E5M2 && layer.index_nbytes) return decode_scattered<KIND>(layer, n, k, count, out);
+template <int KIND>
+static void decode_row(const Layer &layer, int64_t n, int64_t k, int64_t count, float *out) {
+    if (KIND != E4M3 && KIND != E5M2 && layer.index_nbytes)
+        return decode_scattered<KIND>(layer, n, k, count, out);
     Codes codes;
     open_codes<KIND>(layer, codes);
     const char *row = codes_of<KIND>(layer, n);
@@ -163,13 +173,15 @@ template <int KIND> static void decode_row(const Layer &layer, int64_t n, int64_
                 store(out + i - k, weight_of<KIND, vf>(layer, low, all(scale), all(zero)));
                 store(out + i - k + W, weight_of<KIND, vf>(layer, high, all(scale), all(zero)));
             }
-        for (; i < stop; i++) out[i - k] = weight_of<KIND, float>(layer, decode_one<KIND>(row, i, codes), scale, zero);
+        for (; i < stop; i++)
+            out[i - k] = weight_of<KIND, float>(layer, decode_one<KIND>(row, i, codes), scale, zero);
     }
 }
 
-// 4 * W codes, less a zero point, times as many activations; the largest magnitude among e4m3 codes is kept in `worst`.
-template <int KIND>
-static HFQ_INLINE void dot_codes(const char *row, int64_t k, const Codes &codes, vf zero, const float *x, vf *sum, vub &worst) {
+// 4 * W codes, less a zero point, times as many activations; the largest magnitude among e4m3 codes is kept
+// in `worst`.
+template <int KIND> static HFQ_INLINE void dot_codes(const char *row, int64_t k, const Codes &codes, vf zero,
+                                                     const float *x, vf *sum, vub &worst) {
     HFQ_UNROLL
     for (int j = 0; j < 4; j += 2) {
         vf low, high;
@@ -198,23 +210,28 @@ template <int KIND> static float dot_row(const Layer &layer, int64_t n, const fl
     vub worst = {};
     for (int64_t at = 0, stop, segment = 0; at < size; at = stop, segment++) {
         stop = least(size, at + layer.block_in);
-        vf sum[4] = {}, plain = all(0.0f), zero = all(KIND == E4M3 || KIND == E5M2 || adds ? 0.0f : row_zero(layer, n, segment));
+        vf sum[4] = {}, plain = all(0.0f),
+           zero = all(KIND == E4M3 || KIND == E5M2 || adds ? 0.0f : row_zero(layer, n, segment));
         int64_t i = at;
         for (; i + 4 * W <= stop; i += 4 * W) {
             __builtin_prefetch(codes_at<KIND>(row, i) + AHEAD);
             dot_codes<KIND>(row, i, codes, zero, x + i, sum, worst);
-            if (adds) plain += (load<vf>(x + i) + load<vf>(x + i + W)) + (load<vf>(x + i + 2 * W) + load<vf>(x + i + 3 * W));
+            if (adds)
+                plain += (load<vf>(x + i) + load<vf>(x + i + W)) +
+                         (load<vf>(x + i + 2 * W) + load<vf>(x + i + 3 * W));
         }
         if (i < stop) {
             char rest[4 * W];
             float part[4 * W];
             __builtin_memset(rest, 0, sizeof(rest)), __builtin_memset(part, 0, sizeof(part));
-            __builtin_memcpy(rest, codes_at<KIND>(row, i), bytes_of<KIND>(stop - i)), __builtin_memcpy(part, x + i, 4 * (stop - i));
+            __builtin_memcpy(rest, codes_at<KIND>(row, i), bytes_of<KIND>(stop - i)),
+                __builtin_memcpy(part, x + i, 4 * (stop - i));
             dot_codes<KIND>(rest, 0, codes, zero, part, sum, worst);
             for (int64_t j = 0; adds && j < 4 * W; j += W) plain += load<vf>(part + j);
         }
         vf piece = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        float scale = layer.scale_dtype == F32 ? as_float(load32(scales + 4 * segment)) : scale_at(layer, first + segment * layer.scale_step);
+        float scale = layer.scale_dtype == F32 ? as_float(load32(scales + 4 * segment))
+                                               : scale_at(layer, first + segment * layer.scale_step);
         bool divides = KIND <= E5M2 && layer.divides;
         if (adds) total = fma(plain, all(row_zero(layer, n, segment)), total);
         total = divides ? total + piece / scale : fma(piece, all(scale), total);

@@ -6,13 +6,15 @@ template <int DTYPE> static HFQ_INLINE vf scales_at(const Layer &layer, int64_t 
     if (DTYPE == F16) return from_half(load<vuh>(layer.scales + 2 * place));
     if (DTYPE == BF16) return (vf)(__builtin_convertvector(load<vuh>(layer.scales + 2 * place), vu) << 16);
     if (DTYPE == E8M0) {
-        vu exponents = from_bytes(layer.scales + place), none = (vu)(exponents == 0), nan = (vu)(exponents == 255);
+        vu exponents = from_bytes(layer.scales + place), none = (vu)(exponents == 0),
+           nan = (vu)(exponents == 255);
         return (vf)((exponents << 23 | (none & 0x00400000u)) | (nan & 0x7FC00000u));
     }
     vf scales = decode<E4M3>(layer.scales + place) * 256.0f;
     return layer.divides ? scales / layer.shared : scales * layer.shared;
 }
-template <int DTYPE> static HFQ_INLINE int64_t take_scales(const Layer &layer, int64_t place, int64_t groups, float *out) {
+template <int DTYPE>
+static HFQ_INLINE int64_t take_scales(const Layer &layer, int64_t place, int64_t groups, float *out) {
     int64_t i = 0;
     for (; i + W <= groups; i += W) store(out + i, scales_at<DTYPE>(layer, place + i));
     return i;
@@ -38,11 +40,15 @@ static void row_shifts(const Layer &layer, int64_t n, int64_t groups, uint32_t *
     if (layer.row_zeros == GROUP_WORDS)
         for (int j = 0; j < W; j++) shifts[j] = (uint32_t)(j % 8 * 4);
     for (; i + W <= groups && layer.row_zeros == OUTPUT_WORDS; i += W)
-        store(out + i, (15u - (load<vu>(layer.zeros + 4 * (n / 8 * layer.groups + i)) >> shifts & 15u)) * 0x01010101u);
+        store(out + i,
+              (15u - (load<vu>(layer.zeros + 4 * (n / 8 * layer.groups + i)) >> shifts & 15u)) * 0x01010101u);
     for (; i + W <= groups && W == 8; i += W)
-        store(out + i, (15u - ((vu){} + load32(layer.zeros + 4 * (n * layer.zero_words + i / 8)) >> shifts & 15u)) * 0x01010101u);
+        store(out + i,
+              (15u - ((vu){} + load32(layer.zeros + 4 * (n * layer.zero_words + i / 8)) >> shifts & 15u)) *
+                  0x01010101u);
     for (; i < groups; i++)
-        out[i] = (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
+        out[i] =
+            (uint32_t)((layer.row_zeros == OUTPUT_WORDS ? 7 : 15) - (int)row_zero(layer, n, i)) * 0x01010101u;
 }
 
 // At least eight floats: no more are read where that could leave a line of the cache.
@@ -54,7 +60,8 @@ static HFQ_INLINE vf load_eight(const float *p) {
 #endif
 }
 
-// How nibbles become integers without a sign, and where the scales of their groups are: the same for all output rows.
+// How nibbles become integers without a sign, and where the scales of their groups are: the same for all
+// output rows.
 struct IntegerCodes {
     const Layer &layer;  // whose codes they are
     int64_t padded;      // input channels, up to whole spans
@@ -69,7 +76,8 @@ struct IntegerCodes {
         padded = up(layer.in_features, SPAN), group_size = least(layer.block_in, padded);
         groups = (layer.in_features + group_size - 1) / group_size, step = 8 * W / group_size;
         has_shifts = layer.row_zeros != NONE, has_table = !has_shifts && layer.unit != 1;
-        for (int lane = 0; lane < W / 4; lane++) __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
+        for (int lane = 0; lane < W / 4; lane++)
+            __builtin_memcpy((char *)&table + 16 * lane, layer.integers, 16);
         for (int i = 0; i < W; i++) places[i] = (int)(8 * i / group_size);
     }
     HFQ_INLINE int64_t floats() const { return 2 * (groups + W); }  // that an output row needs
@@ -122,7 +130,8 @@ template <int ROWS> static void dot_integers(const MatmulArgs &args, int64_t row
         const char *at = from.codes + k / 2;
         __builtin_prefetch(at + AHEAD);
         if (layer.in_features - k < 8 * W) {
-            __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, at, (layer.in_features - k + 1) / 2);
+            __builtin_memset(rest, 0, sizeof(rest)),
+                __builtin_memcpy(rest, at, (layer.in_features - k + 1) / 2);
             at = rest;
         }
         vb first, second;
@@ -137,18 +146,20 @@ template <int ROWS> static void dot_integers(const MatmulArgs &args, int64_t row
             vs sum[LIMBS];
             HFQ_UNROLL
             for (int d = 0; d < LIMBS; d++)
-                sum[d] = dot_bytes(first, load<vsb>(limbs + 8 * W * d)) + dot_bytes(second, load<vsb>(limbs + 8 * W * d + 4 * W));
+                sum[d] = dot_bytes(first, load<vsb>(limbs + 8 * W * d)) +
+                         dot_bytes(second, load<vsb>(limbs + 8 * W * d + 4 * W));
             vi high = dot_shorts(sum[0], ones) + load<vi>(totals);
             vi low = dot_shorts(sum[1], heavier) + dot_shorts(sum[2], ones) + load<vi>(totals + W);
-            total[m] = fma(of_limbs(high, low) * all(args.units[(row + m) * (padded / SPAN) + k / SPAN]), scale, total[m]);
+            total[m] = fma(of_limbs(high, low) * all(args.units[(row + m) * (padded / SPAN) + k / SPAN]),
+                           scale, total[m]);
         }
     }
     for (int m = 0; m < ROWS; m++) put(args, row + m, n, sum_of(total[m]));
 }
 
 // sums[r][m] += w[r] . x[m] over a step of decoded weights, for 4 output rows and ROWS activation rows.
-template <int ROWS>
-static void multiply_step(const float *w, const float *x, int64_t stride, int64_t length, float *sums, int64_t sum_stride) {
+template <int ROWS> static void multiply_step(const float *w, const float *x, int64_t stride, int64_t length,
+                                              float *sums, int64_t sum_stride) {
     vf sum[4][ROWS];
     HFQ_UNROLL
     for (int r = 0; r < 4; r++)
@@ -184,13 +195,16 @@ template <int KIND> static void rows_tile(const MatmulArgs &args, int64_t n, int
             for (int64_t m = 0; m < args.rows; m += 3) {
                 float *to = sums + r * sum_stride + m * W;
                 const float *x = args.x32 + m * args.stride + k;
-                if (args.rows - m >= 3) multiply_step<3>(w + r * STEP, x, args.stride, length, to, sum_stride);
-                else if (args.rows - m == 2) multiply_step<2>(w + r * STEP, x, args.stride, length, to, sum_stride);
+                if (args.rows - m >= 3)
+                    multiply_step<3>(w + r * STEP, x, args.stride, length, to, sum_stride);
+                else if (args.rows - m == 2)
+                    multiply_step<2>(w + r * STEP, x, args.stride, length, to, sum_stride);
                 else multiply_step<1>(w + r * STEP, x, args.stride, length, to, sum_stride);
             }
     }
     for (int64_t r = 0; r < count; r++)
-        for (int64_t m = 0; m < args.rows; m++) put(args, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
+        for (int64_t m = 0; m < args.rows; m++)
+            put(args, m, n + r, sum_of(load<vf>(sums + r * sum_stride + m * W)));
 }
 
 template <int KIND> static void rows_of(const MatmulArgs &args, int64_t n, int64_t count, float *scratch) {

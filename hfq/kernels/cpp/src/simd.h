@@ -27,36 +27,55 @@ template <class V> static HFQ_INLINE void store(void *p, V v) { __builtin_memcpy
 static HFQ_INLINE vf all(float value) { return value - (vf){}; }
 static HFQ_INLINE vf to_float(vu v) { return __builtin_convertvector((vi)v, vf); }
 
-// W int8 as floats; W bytes without a sign as integers; fma; W float16; sums of two products of a byte without and one with a sign; of two products of int16; 16 bytes by their place
-// in each 128 bits; W floats by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
+// W int8 as floats; W bytes without a sign as integers; fma; W float16; sums of two products of a byte
+// without and one with a sign; of two products of int16; 16 bytes by their place in each 128 bits; W floats
+// by their place; the bytes, or pairs of bytes, of two vectors in turns, of the halves of each 128 bits.
 #if HFQ_ISA == 1 && !defined(HFQ_EMULATE)
-static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
-static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+static HFQ_INLINE vf from_int8(const char *p) {
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static HFQ_INLINE vu from_bytes(const char *p) {
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm256_cvtph_ps((__m128i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vi dot_shorts(vs a, vs b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-static HFQ_INLINE vb pick_bytes(vb table, vb places) { return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)places); }
-static HFQ_INLINE vf pick_floats(vf table, vi places) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)places); }
+static HFQ_INLINE vb pick_bytes(vb table, vb places) {
+    return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+}
+static HFQ_INLINE vf pick_floats(vf table, vi places) {
+    return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)places);
+}
 static HFQ_INLINE vb low_bytes(vb a, vb b) { return (vb)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 #elif HFQ_ISA == 2 && !defined(HFQ_EMULATE)
-static HFQ_INLINE vf from_int8(const char *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
-static HFQ_INLINE vu from_bytes(const char *p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static HFQ_INLINE vf from_int8(const char *p) {
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static HFQ_INLINE vu from_bytes(const char *p) {
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
 static HFQ_INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static HFQ_INLINE vf from_half(vuh v) { return (vf)_mm512_cvtph_ps((__m256i)v); }
 static HFQ_INLINE vs dot_bytes(vb a, vsb b) { return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
 static HFQ_INLINE vi dot_shorts(vs a, vs b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
-static HFQ_INLINE vb pick_bytes(vb table, vb places) { return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)places); }
-static HFQ_INLINE vf pick_floats(vf table, vi places) { return (vf)_mm512_permutexvar_ps((__m512i)places, (__m512)table); }
+static HFQ_INLINE vb pick_bytes(vb table, vb places) {
+    return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)places);
+}
+static HFQ_INLINE vf pick_floats(vf table, vi places) {
+    return (vf)_mm512_permutexvar_ps((__m512i)places, (__m512)table);
+}
 static HFQ_INLINE vb low_bytes(vb a, vb b) { return (vb)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
 static HFQ_INLINE vb high_bytes(vb a, vb b) { return (vb)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
 static HFQ_INLINE vb low_pairs(vb a, vb b) { return (vb)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 static HFQ_INLINE vb high_pairs(vb a, vb b) { return (vb)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #else
-static inline vf from_int8(const char *p) { return __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf); }
+static inline vf from_int8(const char *p) {
+    return __builtin_convertvector(__builtin_convertvector(load<vc>(p), vi), vf);
+}
 static inline vu from_bytes(const char *p) { return __builtin_convertvector(load<vuc>(p), vu); }
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf from_half(vuh v) {
@@ -98,8 +117,8 @@ static inline vb low_pairs(vb a, vb b) { return in_turns(a, b, 2, 0); }
 static inline vb high_pairs(vb a, vb b) { return in_turns(a, b, 2, 8); }
 #endif
 
-// What the compiler must have in a register here: it would make all terms of a sum first, which registers do not hold, or load a word
-// again for each use.
+// What the compiler must have in a register here: it would make all terms of a sum first, which registers do
+// not hold, or load a word again for each use.
 template <class V> static HFQ_INLINE void keep_here(V &value) {
 #if HFQ_ISA != 0 && defined(__x86_64__) && !defined(HFQ_EMULATE)
     __asm__("" : "+v"(value));
@@ -147,8 +166,10 @@ static uint32_t largest_bits(const float *x, int64_t count) {
     return found;
 }
 
-// The activations as floats, padded with zeros to `stride` channels and `padded` rows; returns whether all are finite.
-static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride, int64_t stride, float *out) {
+// The activations as floats, padded with zeros to `stride` channels and `padded` rows; returns whether all
+// are finite.
+static bool widen(const Layer &layer, const char *x, int32_t dtype, int64_t rows, int64_t x_stride,
+                  int64_t stride, float *out) {
     int64_t size = layer.in_features, padded = padded_rows(layer, rows);
     for (int64_t m = 0; m < rows; m++) {
         const char *from = x + m * x_stride * (dtype == F32 ? 4 : 2);

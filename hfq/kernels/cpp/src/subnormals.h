@@ -1,31 +1,42 @@
 // Rows of e4m3 codes as small floats. Included by instruction_set.h in the
 // namespace of each instruction set.
 //
-// A code's bits, moved to where a float has its sign, exponent and mantissa, are the code's value times 2**-120, subnormal or not.
-// Nine instructions make 4 * W floats of them, if activations come in the order of the bytes of W words, and so much larger.
+// A code's bits, moved to where a float has its sign, exponent and mantissa, are the code's value times
+// 2**-120, subnormal or not. Nine instructions make 4 * W floats of them, if activations come in the order of
+// the bytes of W words, and so much larger.
 
-// [row][4 * W codes][byte of a word][word]; the largest of a row becomes 2**112. After all rows, what takes that off again, as two factors.
-static void order_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride, float *out) {
+// [row][4 * W codes][byte of a word][word]; the largest of a row becomes 2**112. After all rows, what takes
+// that off again, as two factors.
+static void order_activations(const Layer &layer, const float *x32, int64_t rows, int64_t stride,
+                              float *out) {
     int64_t size = layer.in_features, wide = ordered_columns(layer);
     for (int64_t m = 0; m < rows; m++) {
         const float *x = x32 + m * stride;
         float *to = out + m * wide, *factors = out + rows * wide + 2 * m;
         uint32_t bits = largest_bits(x, size);
-        int exponent = bits ? (int)most(bits >> 23, 1) - 127 : 112, power = 112 - exponent, back = 120 - power;
-        float first = as_float((uint32_t)(127 + power / 2) << 23), second = as_float((uint32_t)(127 + power - power / 2) << 23);
+        int exponent = bits ? (int)most(bits >> 23, 1) - 127 : 112, power = 112 - exponent,
+            back = 120 - power;
+        float first = as_float((uint32_t)(127 + power / 2) << 23),
+              second = as_float((uint32_t)(127 + power - power / 2) << 23);
         for (int64_t k = 0; k < up(size, 4 * W); k += 4 * W)
-            for (int64_t i = 0; i < 4 * W; i++) to[k + i % 4 * W + i / 4] = k + i < size ? x[k + i] * first * second : 0;
-        factors[0] = as_float((uint32_t)(127 + back / 2) << 23), factors[1] = as_float((uint32_t)(127 + back - back / 2) << 23);
+            for (int64_t i = 0; i < 4 * W; i++)
+                to[k + i % 4 * W + i / 4] = k + i < size ? x[k + i] * first * second : 0;
+        factors[0] = as_float((uint32_t)(127 + back / 2) << 23),
+        factors[1] = as_float((uint32_t)(127 + back - back / 2) << 23);
     }
 }
 
 const int64_t ORDERED_STEP = 4096;  // activations of several rows that the nearest cache holds
-const int64_t ORDERED_ALONE = 6144;  // activations of one row that it holds beside the codes; more are read once for two output rows
-const int64_t ORDERED_PIECE = 8192;  // the most channels that are summed by themselves: the longer a sum, the more is lost by rounding it
+// activations of one row that it holds beside the codes; more are read once for two output rows
+const int64_t ORDERED_ALONE = 6144;
+// the most channels that are summed by themselves: the longer a sum, the more is lost by rounding it
+const int64_t ORDERED_PIECE = 8192;
 
 // 4 * W codes times as many activations of each of ROWS rows; the largest magnitude is kept in `worst`.
-template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *codes, const float *x, int64_t wide, vf (*sum)[ROWS], vb &worst) {
-    const vu words = load<vu>(codes), odd = (vu)((vs)words >> 4), even = (vu)((vs)((vs)words << 8) >> 4), kept = (vu){} + 0x87F00000u;
+template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *codes, const float *x,
+                                                                int64_t wide, vf (*sum)[ROWS], vb &worst) {
+    const vu words = load<vu>(codes), odd = (vu)((vs)words >> 4), even = (vu)((vs)((vs)words << 8) >> 4),
+             kept = (vu){} + 0x87F00000u;
     vf weights[4] = {(vf)(even << 16 & kept), (vf)(odd << 16 & kept), (vf)(even & kept), (vf)(odd & kept)};
     HFQ_UNROLL
     for (int m = 0; m < ROWS; m++)
@@ -38,12 +49,14 @@ template <int ROWS, int OUT> static HFQ_INLINE void dot_ordered(const char *code
     worst = rest > worst ? rest : worst;
 }
 
-// total[r][m] += the products of channels [k, stop) of OUT output rows, with ROWS activation rows; SCALED ones have their scales in them.
+// total[r][m] += the products of channels [k, stop) of OUT output rows, with ROWS activation rows; SCALED
+// ones have their scales in them.
 template <int ROWS, int OUT, bool SCALED>
-static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, int64_t lead, const float *x,
-                                    vf (*total)[ROWS], vb *worst) {
+static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, int64_t stop, int64_t lead,
+                                    const float *x, vf (*total)[ROWS], vb *worst) {
     const char *row = layer.codes + n * layer.row_nbytes;
-    const int64_t wide = ordered_columns(layer), nbytes = layer.row_nbytes, length = SCALED ? stop : layer.block_in;
+    const int64_t wide = ordered_columns(layer), nbytes = layer.row_nbytes,
+                  length = SCALED ? stop : layer.block_in;
     int64_t places[OUT];
     vb found[OUT];
     for (int r = 0; r < OUT; r++) places[r] = scale_place(layer, n + r, 0), found[r] = worst[r];
@@ -56,12 +69,14 @@ static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, in
             HFQ_UNROLL
             for (int64_t i = k; i < k + 64; i += 4 * W)
                 HFQ_UNROLL
-                for (int r = 0; r < OUT; r++) dot_ordered<ROWS, OUT>(row + r * nbytes + i, x + i, wide, sum[r], found[r]);
+                for (int r = 0; r < OUT; r++)
+                    dot_ordered<ROWS, OUT>(row + r * nbytes + i, x + i, wide, sum[r], found[r]);
         }
         for (; k < end; k += 4 * W)
             for (int r = 0; r < OUT; r++) {
                 char rest[4 * W];
-                __builtin_memset(rest, 0, sizeof(rest)), __builtin_memcpy(rest, row + r * nbytes + k, least(4 * W, end - k));
+                __builtin_memset(rest, 0, sizeof(rest)),
+                    __builtin_memcpy(rest, row + r * nbytes + k, least(4 * W, end - k));
                 dot_ordered<ROWS, OUT>(rest, x + k, wide, sum[r], found[r]);
             }
         k = end;
@@ -82,12 +97,14 @@ static HFQ_INLINE void ordered_step(const Layer &layer, int64_t n, int64_t k, in
 
 // Whether all rows of a tile share their scales, which are then multiplied with the activations.
 static bool shares_scales(const Layer &layer, int64_t rows) {
-    return layer.block_out % TILE_ROWS == 0 && layer.block_in < layer.in_features && rows * ordered_columns(layer) <= SCRATCH;
+    return layer.block_out % TILE_ROWS == 0 && layer.block_in < layer.in_features &&
+           rows * ordered_columns(layer) <= SCRATCH;
 }
 
 // Activations times the scales of a tile, which are brought to below 2; returns what is left of them.
 static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const float *x, float *out) {
-    const int64_t first = scale_place(layer, n, 0), segments = (layer.in_features + layer.block_in - 1) / layer.block_in;
+    const int64_t first = scale_place(layer, n, 0),
+                  segments = (layer.in_features + layer.block_in - 1) / layer.block_in;
     uint32_t largest = 0;
     for (int64_t i = 0; i < segments; i++) {
         float scale = scale_at(layer, first + i * layer.scale_step);
@@ -99,15 +116,18 @@ static float scale_ordered(const Layer &layer, int64_t n, int64_t rows, const fl
         float scale = scale_at(layer, first + i * layer.scale_step);
         scale = layer.divides ? shift / scale : scale * shift;
         for (int64_t m = 0; m < rows; m++) {
-            const int64_t start = m * ordered_columns(layer), stop = start + least(up(layer.in_features, 4 * W), (i + 1) * layer.block_in);
-            for (int64_t k = start + i * layer.block_in; k < stop; k += W) store(out + k, load<vf>(x + k) * scale);
+            const int64_t start = m * ordered_columns(layer),
+                          stop = start + least(up(layer.in_features, 4 * W), (i + 1) * layer.block_in);
+            for (int64_t k = start + i * layer.block_in; k < stop; k += W)
+                store(out + k, load<vf>(x + k) * scale);
         }
     }
     return as_float((uint32_t)(127 + power) << 23);
 }
 
-template <int ROWS, int OUT, bool SCALED>
-static void ordered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t count, const float *x, float unit) {
+template <int ROWS, int OUT, bool SCALED> static void ordered_tile(const MatmulArgs &args, int64_t row,
+                                                                   int64_t n, int64_t count, const float *x,
+                                                                   float unit) {
     const Layer &layer = *args.layer;
     const int64_t size = layer.in_features, step = ROWS == 1 ? size : ORDERED_STEP / ROWS / 64 * 64;
     const int64_t lead = up(AHEAD, OUT * layer.row_nbytes);  // the same channels of a later row
@@ -117,7 +137,8 @@ static void ordered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t
     for (int64_t k = 0; k < size; k += step)
         for (int64_t r = 0; r < count; r += OUT) {
             const int64_t stop = least(k + step, size);
-            if (r + OUT <= count) ordered_step<ROWS, OUT, SCALED>(layer, n + r, k, stop, lead, x, total + r, worst + r);
+            if (r + OUT <= count)
+                ordered_step<ROWS, OUT, SCALED>(layer, n + r, k, stop, lead, x, total + r, worst + r);
             else ordered_step<ROWS, 1, SCALED>(layer, n + r, k, stop, lead, x, total + r, worst + r);
         }
     for (int64_t r = 0; r < count; r++) {
@@ -132,7 +153,8 @@ static void ordered_tile(const MatmulArgs &args, int64_t row, int64_t n, int64_t
 }
 
 // The output rows [n, stop) of a part, which share their scales or have their own.
-template <int ROWS, int OUT> static void ordered_pass(const MatmulArgs &args, int64_t row, int64_t n, int64_t stop, float *scratch) {
+template <int ROWS, int OUT>
+static void ordered_pass(const MatmulArgs &args, int64_t row, int64_t n, int64_t stop, float *scratch) {
     const Layer &layer = *args.layer;
     const float *x = args.ordered + row * ordered_columns(layer);
     const bool shared = shares_scales(layer, ROWS);

@@ -12,8 +12,9 @@
 
 namespace {
 
-// The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's OpenMP where that is known
-// (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor with one of torch's that waits awake for its next product.
+// The threads: work is cut into numbered parts, and whoever is free takes the next. They are those of torch's
+// OpenMP where that is known (GOMP_parallel, of libgomp's ABI): a thread of our own would share a processor
+// with one of torch's that waits awake for its next product.
 typedef void (*Work)(const void *context, int64_t part, float *scratch);
 typedef void (*Team)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 Team team = nullptr;
@@ -34,8 +35,10 @@ struct ThreadScratch {
         return memory;
     }
 };
-thread_local ThreadScratch own_scratch;   // of each thread: one without leaves all parts to others, and a caller without computes nothing
-thread_local ThreadScratch activation_scratch;  // of a caller, for activations as the kernels read them: see hfq_scratch
+// of each thread: one without leaves all parts to others, and a caller without computes nothing
+thread_local ThreadScratch own_scratch;
+// of a caller, for activations as the kernels read them: see hfq_scratch
+thread_local ThreadScratch activation_scratch;
 thread_local ThreadScratch order_scratch;   // of a caller, for sorted layers
 
 // Numbered parts of a piece of work, and the floats that each thread takes for it.
@@ -46,7 +49,9 @@ struct Parts {
     int64_t floats;       // float32 of scratch per thread
 };
 
-HFQ_INLINE int64_t own_floats(bool is_sorted) { return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH; }
+HFQ_INLINE int64_t own_floats(bool is_sorted) {
+    return is_sorted ? (TILED_SCRATCH + SORTED_SCRATCH) / 4 : has_short() ? TILED_SCRATCH / 4 : SCRATCH;
+}
 
 // Threads of our own, which sleep until there is work.
 struct Pool {
@@ -67,7 +72,8 @@ void take_parts(Pool *p, const Parts &parts) {
     float *scratch = own_scratch.get(parts.floats);
     KeptSubnormals here;
     if (!scratch) return;
-    for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts.count;) parts.work(parts.context, part, scratch);
+    for (int64_t part; (part = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < parts.count;)
+        parts.work(parts.context, part, scratch);
 }
 
 void *serve(void *argument) {
@@ -86,7 +92,8 @@ void *serve(void *argument) {
     return nullptr;
 }
 
-void forget_pool() { pool = new Pool, team = nullptr; }  // in the child of a fork there are no threads, of neither kind
+// in the child of a fork there are no threads, of neither kind
+void forget_pool() { pool = new Pool, team = nullptr; }
 
 void make_pool() {
     pool = new Pool;
@@ -94,9 +101,12 @@ void make_pool() {
 }
 
 // Threads that have enough to do to be worth waking; a team is as a rule awake.
-int worthwhile(int threads, int64_t products) { return (int)least(threads, 1 + products / (team ? 1 << 19 : 1 << 21)); }
+int worthwhile(int threads, int64_t products) {
+    return (int)least(threads, 1 + products / (team ? 1 << 19 : 1 << 21));
+}
 
-// One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one leaves over.
+// One call for all of a team: it is always called whole, since a runtime ends the threads that a smaller one
+// leaves over.
 struct Shared {
     Parts parts;   // the work that is run
     int64_t next;  // number of the next part that nobody has taken
@@ -113,7 +123,8 @@ void take_shared(void *argument) {
         shared->parts.work(shared->parts.context, part, scratch);
 }
 
-// Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is given back to a host.
+// Waits for what takes a few microseconds: to sleep and be woken takes longer, where an idle processor is
+// given back to a host.
 void spin_while(const int *flag) {
     for (int i = 0; i < 4000 && __atomic_load_n(flag, __ATOMIC_RELAXED); i++) {
 #if defined(__x86_64__)
@@ -144,14 +155,15 @@ void run_in_pool(Pool *p, const Parts &parts, int threads) {
     pthread_mutex_unlock(&p->mutex);
 }
 
-// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same time runs its own alone. A caller has
-// its scratch already.
+// Runs all parts on up to `wanted` of `threads` and returns when they are done; a second caller at the same
+// time runs its own alone. A caller has its scratch already.
 void run_parts(const Parts &parts, int threads, int wanted) {
     pthread_once(&pool_once, make_pool);
     Pool *p = pool;
     wanted = (int)least(wanted, parts.count);
     if (wanted <= 1 || pthread_mutex_trylock(&p->busy) != 0) {
-        for (int64_t part = 0; part < parts.count; part++) parts.work(parts.context, part, own_scratch.get(parts.floats));
+        for (int64_t part = 0; part < parts.count; part++)
+            parts.work(parts.context, part, own_scratch.get(parts.floats));
         return;
     }
     if (team) {
