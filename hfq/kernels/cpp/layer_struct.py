@@ -23,7 +23,7 @@ SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.uint8: 3, torch.float8_e4m3fn
 ZERO_READINGS = ("stored", "field_plus_one", "masked_plus_one", "word_plus_one")
 E4M3, E5M2, NIBBLES, INT8, QUADS, GPTQ, AWQ = range(7)
 PRODUCT = struct.Struct("=7q")
-"""`Product` of src/kernels.cpp: the addresses of layer and activations, their dtype, rows and stride, the result's address, threads."""
+"""`Product` of src/kernels.cpp: addresses of layer and activations, dtype, rows, stride, result's address, threads."""
 
 NONE, GROUP_WORDS, OUTPUT_WORDS, BYTES, ADDED = range(5)
 
