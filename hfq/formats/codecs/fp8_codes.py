@@ -41,7 +41,7 @@ def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
 
 
 def has_nan(bits: torch.Tensor, unsigned: torch.Tensor) -> bool:
-    """Whether any e4m3 code is NaN: 0x7F is the largest of int8, and 0xFF of the same memory as uint8. TorchScript compiles it."""
+    """True if any e4m3 code is NaN: 0x7F is the largest of int8, and 0xFF of the same memory as uint8."""
     return int(bits.amax()) == 0x7F or int(unsigned.amax()) == 0xFF
 
 

@@ -21,7 +21,6 @@ from hfq.formats.codecs.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels.cpu.thread_team import flushes_subnormals
-from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 
@@ -103,7 +102,6 @@ def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, 
     return whole[:, inside]
 
 
-@scripted
 def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> bool:
     """Writes the bits of 2^-120 of codes in bfloat16; False for NaN, which would become a number."""
     if has_nan(codes, unsigned):
@@ -112,11 +110,15 @@ def _shift(codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor) -> b
     return True
 
 
-@scripted
 def _scale_blocks(
-    panel: torch.Tensor, factors: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, none: torch.Tensor, first: int,
+    panel: torch.Tensor,
+    factors: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    none: torch.Tensor,
+    first: int,
     block_out: int,
-) -> None:  # fmt: skip
+) -> None:
     """Multiplies [rows, blocks, block_in], whose first row is the weight's `first`, in place."""
     stop = first + panel.shape[0]
     for block in range(first // block_out, (stop + block_out - 1) // block_out):

@@ -15,7 +15,6 @@ from hfq.formats.codecs.fp8_codes import has_nan
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels.cpu import thread_team
-from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["MOST_ROWS", "PART_NUMEL", "is_for_few", "multiply_few"]
 
@@ -89,7 +88,6 @@ def multiply_few(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, 
     return sums.mul_(256).t()
 
 
-@scripted
 def _multiply_share(
     rows: torch.Tensor, codes: torch.Tensor, unsigned: torch.Tensor, bits: torch.Tensor, halves: torch.Tensor, panel: torch.Tensor,
     factors: torch.Tensor | None, scaled: torch.Tensor, sums: torch.Tensor,

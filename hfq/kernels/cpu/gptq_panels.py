@@ -15,7 +15,6 @@ import torch
 
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.gptq import Gptq
-from hfq.kernels.cpu.torchscript import scripted
 
 __all__ = ["fill_gptq", "is_fillable"]
 
@@ -62,7 +61,6 @@ def _groups(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], count: int
     return index.view(count, share).t().contiguous()
 
 
-@scripted
 def _fill(
     words: torch.Tensor, high: torch.Tensor, bits: torch.Tensor, floats: torch.Tensor, spare: torch.Tensor,
     spread: torch.Tensor, zeros: torch.Tensor, magic: torch.Tensor, magic_floats: torch.Tensor, scales: torch.Tensor,
