@@ -5,7 +5,7 @@ import torch
 from kernels.layers import CASES, misplaced, shared_by
 
 from hfq.benchmarks.kernels import FORMATS, random_layer
-from hfq.formats.codecs.fp8_codes import widen_into
+from hfq.formats.codecs.fp8_codes import has_nan, widen_into
 from hfq.formats.codecs.thread_buffers import _buffers, lend_buffers, release_buffers
 from hfq.kernels import reference
 from hfq.kernels.cpu import panels
@@ -123,6 +123,12 @@ def test_every_code_is_widened_as_torch_casts_it(dtype, shape):
     assert torch.equal(panel.nan_to_num(1.5), expected.nan_to_num(1.5))
 
 
+def test_nan_codes_are_found_among_all_others():
+    for code in range(256):
+        bits = torch.tensor([0, 0x7E, 0x80, 0xFE, code], dtype=torch.uint8)
+        assert has_nan(bits.view(torch.int8), bits) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
+
+
 def test_codes_without_nan_are_widened_over_many_chunks(monkeypatch):
     monkeypatch.setattr("hfq.formats.codecs.fp8_codes._CHUNK", 100)
     codes = (torch.arange(7 * 60) % 126).to(torch.uint8).view(7, 60).view(torch.float8_e4m3fn)
@@ -137,3 +143,32 @@ def test_double_activations_are_multiplied_in_double(layer):
     activations = torch.randn(3, weight.shape[1], dtype=torch.float64)
     found = panels.linear(activations, tensors, weight_format)
     assert (found - activations @ weight.t()).norm() <= 1e-14 * found.norm()
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_no_defaults_of_torchs_are_taken(layer, dtype, has_bfloat16, monkeypatch):
+    """Models are made, and run, under a default dtype of bfloat16 or another default device."""
+    monkeypatch.setattr(panels, "_has_bfloat16", lambda: has_bfloat16)
+    weight_format, tensors = layer
+    activations = torch.randn(3, weight_format.shape(tensors)[1]).to(dtype)
+    expected = panels.linear(activations, tensors, weight_format)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = panels.linear(activations, tensors, weight_format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_activations_that_need_a_gradient_are_refused_and_spoil_nothing(layer, has_bfloat16, monkeypatch):
+    """Autograd goes through the module: a kernel that is called by itself keeps none of it."""
+    monkeypatch.setattr(panels, "_has_bfloat16", lambda: has_bfloat16)
+    weight_format, tensors = layer
+    activations = torch.randn(2, weight_format.shape(tensors)[1])
+    expected = panels.linear(activations, tensors, weight_format)
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        panels.linear(activations.clone().requires_grad_(), tensors, weight_format)
+    assert torch.equal(panels.linear(activations, tensors, weight_format), expected)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from hfq.formats import Format
-from hfq.formats.codecs.fp8_codes import scale_as_float
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import reference
-from hfq.kernels.cpu import fp8_bfloat16, fp8_panels, thread_team
+from hfq.kernels.cpu import fp8_bfloat16, thread_team
 from hfq.kernels.cpu.awq_panels import fill_awq, is_in_columns
 from hfq.kernels.cpu.gptq_panels import fill_gptq, is_fillable
 
@@ -57,10 +56,6 @@ def linear(
     """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
-    if panel_nbytes is None:
-        result = _multiply_few(activations, tensors, weight_format)
-        if result is not None:
-            return result
     if fp8_bfloat16.is_summed(weight_format) and product_dtype(activations.dtype) == torch.bfloat16:
         return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
     fill = _filler(tensors, weight_format, product_dtype(activations.dtype))
@@ -112,23 +107,6 @@ def _multiply_panel(rows: torch.Tensor, fill: Fill, result: torch.Tensor, span: 
     else:
         product = thread_buffer("product", rows.dtype, rows.device, target.numel()).view(target.shape)
         target.copy_(torch.mm(rows, panel.t(), out=product))
-
-
-def _multiply_few(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
-) -> torch.Tensor | None:
-    """A few rows times e4m3 codes; None for other formats, and where a code is NaN."""
-    rows = activations.reshape(-1, activations.shape[-1])
-    weight = tensors.get("weight")
-    most = 1 if product_dtype(rows.dtype) == torch.bfloat16 else fp8_panels.MOST_ROWS
-    if weight is None or rows.shape[0] > most or not fp8_panels.is_for_few(weight_format, weight, rows):
-        return None
-    product = fp8_panels.multiply_few(rows, weight, scale_as_float(tensors[weight_format.scale_name]), weight_format)
-    if product is None:
-        return None
-    result = rows.new_empty(*activations.shape[:-1], product.shape[1])
-    result.view(product.shape).copy_(product)
-    return _add_bias(result, tensors)
 
 
 def _multiply_codes(
