@@ -155,8 +155,8 @@ class Awq(AwqShards, AwqOrder):
         groups = in_features // span
         qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
         if self.version == "gemm":
-            weight = self.look_up_columns(qweight, start, stop)
-            grouped = weight.unflatten(0, (groups, span)).sub_(self.look_up_columns(zeros, start, stop)[:, None])
+            weight = self._look_up_columns(qweight, start, stop)
+            grouped = weight.unflatten(0, (groups, span)).sub_(self._look_up_columns(zeros, start, stop)[:, None])
             grouped.mul_(scales[:, None, start:stop].to(torch.float32))
             panel.copy_(weight.t())
             return
@@ -172,7 +172,7 @@ class Awq(AwqShards, AwqOrder):
         apply_groups(panel, torch.Tensor.sub_, zero.to(torch.float32), span)
         apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
 
-    def look_up_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _look_up_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The codes, or zero points, of output rows [start, stop) in gemm's words: float32 [words, stop - start], contiguous."""
         if self.num_bits != 4:
             return self._unpack_columns(words, start, stop).contiguous().to(torch.float32)

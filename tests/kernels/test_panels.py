@@ -103,16 +103,6 @@ def test_panels_are_dequantized_as_the_format_does(name):
             assert torch.equal(fill(start, weight.shape[0] - start, dtype), weight[start:].to(dtype))
 
 
-@pytest.mark.parametrize("name", ["w4 g32", "w3 act-order, f32 scales", "w8 g32", "w2 act-order"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_of_gptq_may_be_as_small_as_their_dtype_has_them(name, dtype):
-    """They are not divided by what codes are multiplied by where they stand in their words: some digits would be lost."""
-    weight_format, tensors = CASES[name].make()
-    tensors["scales"] = (torch.rand(tensors["scales"].shape) * 2.0**-124).to(dtype)
-    weight = weight_format.dequantize(tensors)
-    assert torch.equal(panels._filler(tensors, weight_format, torch.float32)(0, weight.shape[0], torch.float32), weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", [(256, 1), (1, 256), (3, 256), (0, 4), (4, 0)])
 def test_every_code_is_widened_as_torch_casts_it(dtype, shape):

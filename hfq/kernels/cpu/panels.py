@@ -18,8 +18,6 @@ from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import reference
 from hfq.kernels.cpu import fp8_bfloat16, thread_team
-from hfq.kernels.cpu.awq_panels import fill_awq, is_in_columns
-from hfq.kernels.cpu.gptq_panels import fill_gptq, is_fillable
 
 __all__ = [
     "ALL_NBYTES",
@@ -179,10 +177,6 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
         numel = rows * in_features
-        if is_fillable(weight_format):
-            return fill_gptq(weight_format, tensors, start, rows, dtype)
-        if is_in_columns(weight_format):
-            return fill_awq(weight_format, tensors, start, rows, dtype)
         filled = blocks(start, rows) if blocks is not None else None
         if filled is not None:
             return filled
