@@ -3,10 +3,8 @@
 import ctypes
 import mmap
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 
 from hfq.formats import Format
@@ -21,7 +19,6 @@ from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.quanto import QuantoBytes
-from hfq.kernels.cpu import thread_team
 
 GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
@@ -166,17 +163,3 @@ def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
         if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + place), ctypes.c_size_t(nbytes), allowed):
             raise OSError(ctypes.get_errno(), "mprotect")
     return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-
-
-@contextmanager
-def shared_by(threads: int):
-    """Within it every weight is shared by so many threads, however small it is (`hfq.kernels.cpu.thread_team`)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(thread_team, "LEAST_NUMEL", 1)
-            patch.setattr(thread_team, "_LEAST_ROWS", 1)
-            yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.layers import fp8, shared_by
+from kernels.layers import fp8
 
 from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from hfq.kernels import reference
@@ -39,13 +39,10 @@ def shifts(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=[(1, 1), (6000, 3), (fp8_bfloat16.PART_NUMEL, 1), (fp8_bfloat16.PART_NUMEL, 3)])
+@pytest.fixture(params=[1, 6000, fp8_bfloat16.PART_NUMEL])
 def part_numel(request, monkeypatch):
-    """Parts of so many codes, on so many threads."""
-    numel, threads = request.param
-    monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", numel)
-    with shared_by(threads):
-        yield
+    """Parts of so many codes."""
+    monkeypatch.setattr(fp8_bfloat16, "PART_NUMEL", request.param)
 
 
 def random(*shape: int) -> torch.Tensor:

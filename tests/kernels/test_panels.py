@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernels.layers import CASES, misplaced, shared_by
+from kernels.layers import CASES, misplaced
 
 from hfq.benchmarks.kernels import FORMATS, random_layer
 from hfq.formats.codecs.fp8_codes import has_nan, widen_into
-from hfq.formats.codecs.thread_buffers import _buffers, lend_buffers, release_buffers
+from hfq.formats.codecs.thread_buffers import _buffers, release_buffers
 from hfq.kernels import reference
 from hfq.kernels.cpu import panels
 
@@ -20,11 +20,9 @@ def layer(request):
 
 @pytest.fixture(params=[1 << 30, 4 * 352 * 5])
 def panel_nbytes(request, monkeypatch):
-    """Panels of so many bytes, and three threads that make them."""
+    """Panels of so many bytes."""
     for module in (panels, reference):
         monkeypatch.setattr(module, "PANEL_NBYTES", request.param)
-    with shared_by(3):
-        yield request.param
 
 
 @pytest.mark.parametrize("batch_nbytes", [1 << 24, 4 * 352 * 2])
@@ -57,22 +55,34 @@ def test_weights_lie_anywhere_in_a_file(kernel, name):
             assert torch.equal(kernel.linear(activations, misplaced(tensors, 8), weight_format), expected)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("name", ["gptq4 g128", "gptq4 g128 act-order", "fp8 128x128"])
-def test_no_thread_keeps_more_than_a_panel_for_each_use(name, threads, monkeypatch):
-    """Whatever it is made in: GPTQ in bfloat16 goes through integers and float32."""
+@pytest.mark.parametrize("name", ["gptq4 g128", "gptq4 g128 act-order", "awq g128", "fp8 128x128"])
+def test_no_more_than_a_panel_is_kept_for_each_use(name, monkeypatch):
     monkeypatch.setattr(panels, "_has_bfloat16", lambda: True)
     monkeypatch.setattr(panels, "PANEL_NBYTES", 1 << 20)
     tensors = random_layer(FORMATS[name], 4096, 512)
     release_buffers()
-    with shared_by(threads):
-        panels.linear(torch.ones(20, 512).to(torch.bfloat16), tensors, FORMATS[name])
-    everyones = [_buffers.kept, *lend_buffers()]
-    buffers = [buffer for kept in everyones for buffer in kept.values()]
-    assert len(everyones) <= threads
-    assert buffers
-    assert all(buffer.nbytes <= 1 << 20 for buffer in buffers)
+    panels.linear(torch.ones(20, 512).to(torch.bfloat16), tensors, FORMATS[name])
+    assert _buffers.kept
+    assert all(buffer.nbytes <= 1 << 20 for buffer in _buffers.kept.values())
     release_buffers()
+    assert not _buffers.kept
+
+
+@pytest.mark.parametrize("multiples", [(1,), (128, 32), (128, 32, 1), (96, 3)])
+@pytest.mark.parametrize("most", [1, 100, 512])
+@pytest.mark.parametrize("count", [0, 1, 127, 384, 768, 1024, 4096, 11008])
+def test_panels_cover_every_row_once_and_are_even(count, most, multiples):
+    parts, least = panels._divide(count, most, multiples), multiples[-1]
+    assert [row for part in parts for row in part] == list(range(count))
+    assert all(0 < len(part) <= max(most, least) for part in parts)
+    assert all(part.start % least == 0 for part in parts)
+    if parts:
+        assert max(map(len, parts)) - min(map(len, parts[:-1] or parts)) <= multiples[0]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4096, [512] * 8), (384, [384]), (640, [256, 384]), (1100, [384, 384, 332])])
+def test_panels_are_of_whole_blocks_where_those_are_even(count, expected):
+    assert [len(part) for part in panels._divide(count, 512, (128, 32, 1))] == expected
 
 
 def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):

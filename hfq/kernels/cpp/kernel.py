@@ -43,7 +43,7 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     count, dtype, out_features, stride = math.prod(leading), DTYPES[activations.dtype], layer.sizes[0], width
     if count > _ALWAYS_FUSED and count > _most_fused(activations.dtype) and not native.hfq_is_tiled(layer.here, count, dtype):
         fill = _filler(native, layer, tensors, weight_format)
-        return panels.multiply(activations, tensors, weight_format, fill, side_by_side=False)  # `fill` has all threads
+        return panels.multiply(activations, tensors, weight_format, fill)
     rows = activations
     if not rows.is_contiguous():
         rows = rows.reshape(-1, width)

@@ -20,7 +20,6 @@ import torch
 from hfq.formats.codecs.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
-from hfq.kernels.cpu.thread_team import flushes_subnormals
 
 __all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
 
@@ -34,6 +33,7 @@ _SUM_UNIT = 256.0  # sums of whole codes could be too large for a float
 _SUBNORMAL = bytes(code for code in range(256) if 0 < code % 128 < 8)
 _SAMPLE = 4096
 _MOST_SUBNORMAL = 8  # of a sample
+_LEAST = 2.0**-1074  # no constant expression: the processor is to multiply it
 
 
 def is_summed(weight_format: object) -> TypeGuard[Fp8]:
@@ -50,7 +50,7 @@ def is_in_blocks(weight_format: object) -> TypeGuard[Fp8]:
 
 def is_shifted(codes: torch.Tensor) -> bool:
     """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of them."""
-    if not codes.numel() or flushes_subnormals():
+    if not codes.numel() or _flushes_subnormals():
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
     sample = rows[:8, : _SAMPLE // 8].numpy().tobytes()
@@ -61,7 +61,7 @@ def is_shifted(codes: torch.Tensor) -> bool:
 def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
     """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for speed alone."""
     panel, bits = _panel(codes), codes.view(torch.int8)
-    if shifts and not flushes_subnormals() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
+    if shifts and not _flushes_subnormals() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
         return panel.mul_(_UNIT / _SUM_UNIT)
     step = max(PART_NUMEL // 4 // max(codes.shape[1], 1), 1)
     for part, target in zip(codes.split(step), panel.split(step), strict=True):
@@ -90,7 +90,7 @@ def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> to
 def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int) -> torch.Tensor | None:
     """Some rows of the weight, rounded once: bfloat16 [rows, in_features], in a kept buffer; None for NaN."""
     bits, (above, before) = codes[start : start + rows].view(torch.int8), weight_format.block_offset
-    if not bits.numel() or flushes_subnormals():
+    if not bits.numel() or _flushes_subnormals():
         return None
     block_out, block_in = weight_format.block_structure or (128, 128)
     count = factors.shape[1]
@@ -134,6 +134,11 @@ def _has_e4m3(weight_format: object) -> TypeGuard[Fp8]:
 
 def _panel(codes: torch.Tensor) -> torch.Tensor:
     return thread_buffer("panel", torch.bfloat16, codes.device, codes.numel()).view(codes.shape)
+
+
+def _flushes_subnormals() -> bool:
+    """Returns True if this thread treats subnormal numbers as zeros (`torch.set_flush_denormal`)."""
+    return _LEAST * 2 == 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,8 +8,9 @@ rounded to the activations' dtype. So results differ from the reference's in the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,10 +18,9 @@ from hfq.formats import Format
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 from hfq.kernels import reference
-from hfq.kernels.cpu import fp8_bfloat16, thread_team
+from hfq.kernels.cpu import fp8_bfloat16
 
 __all__ = [
-    "ALL_NBYTES",
     "BATCH_NBYTES",
     "PANEL_NBYTES",
     "Fill",
@@ -32,11 +32,8 @@ __all__ = [
 ]
 
 PANEL_NBYTES = 11 << 19
-"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the reading of
-the activations. Each thread has one (`hfq.kernels.cpu.thread_team`)."""
-
-ALL_NBYTES = 64 << 20
-"""The most bytes of all threads' panels, likewise."""
+"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the
+reading of the activations."""
 
 _ALIGNED_ROWS = (128, 32)
 """Panels are multiples of so many rows where they may have as many: the usual rows of a block, or what libraries take at once."""
@@ -68,9 +65,12 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
 
 
 def multiply(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill,
-    panel_nbytes: int | None = None, *, side_by_side: bool = True,
-) -> torch.Tensor:  # fmt: skip
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Format,
+    fill: Fill,
+    panel_nbytes: int | None = None,
+) -> torch.Tensor:
     """`activations @ W.T (+ bias)` by panels.
 
     Args:
@@ -79,7 +79,6 @@ def multiply(
         weight_format: Their format.
         fill: Dequantizes a panel.
         panel_nbytes: The most bytes of a panel; None for `PANEL_NBYTES`.
-        side_by_side: Whether each thread makes panels of its own; else all make one after the other.
 
     Returns:
         [..., out_features] in the activations' dtype.
@@ -89,11 +88,11 @@ def multiply(
     result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
-    members = thread_team.members(out_features, in_features) if side_by_side else 1
-    spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes, members)
+    spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes)
     for first in range(0, rows.shape[0], batch):
         part, target = rows[first : first + batch].to(dtype), flat[first : first + batch]
-        thread_team.for_each(functools.partial(_multiply_panel, part, fill, target), spans, members)
+        for span in spans:
+            _multiply_panel(part, fill, target, span)
     return _add_bias(result, tensors)
 
 
@@ -159,12 +158,28 @@ def _has_bfloat16() -> bool:
 
 
 def _spans(
-    weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None, members: int = 1
-) -> list[range]:  # fmt: skip
-    """The output rows of each panel."""
-    most = (nbytes or min(PANEL_NBYTES, ALL_NBYTES // members)) // (dtype.itemsize * max(in_features, 1))
+    weight_format: Format, out_features: int, in_features: int, dtype: torch.dtype, nbytes: int | None = None
+) -> list[range]:
+    """Returns the output rows of each panel, which has at most `nbytes`, or `PANEL_NBYTES`."""
+    most = (nbytes or PANEL_NBYTES) // (dtype.itemsize * max(in_features, 1))
     multiple = weight_format.row_multiple
-    return thread_team.divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple], members)
+    return _divide(out_features, most, [*(math.lcm(multiple, rows) for rows in _ALIGNED_ROWS), multiple])
+
+
+def _divide(count: int, most: int, multiples: Sequence[int]) -> list[range]:
+    """Divides `count` rows into parts of even length, as nearly as multiples allow.
+
+    Args:
+        count: The rows.
+        most: The most rows of a part, unless the last of the multiples is more.
+        multiples: Parts but the last are multiples of the first of these that is not too coarse for `count` and `most`.
+    """
+    fine = [multiple for multiple in multiples if multiple <= most and (count % multiple == 0 or count >= 4 * multiple)]
+    multiple = (fine or multiples[-1:])[0]
+    blocks = -(-count // multiple)
+    parts = -(-blocks // max(most // multiple, 1))
+    edges = [min(blocks * part // parts * multiple, count) for part in range(parts + 1)] if parts else []
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype) -> Fill:
@@ -172,15 +187,13 @@ def _filler(tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: t
     _, in_features = weight_format.shape(tensors)
     device, multiple = torch.device("cpu"), weight_format.row_multiple
     step = max(reference.PANEL_NBYTES // (4 * max(in_features, 1)) // multiple, 1) * multiple
-
     blocks = _block_filler(tensors, weight_format) if dtype == torch.bfloat16 else None
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        numel = rows * in_features
         filled = blocks(start, rows) if blocks is not None else None
         if filled is not None:
             return filled
-        panel = thread_buffer("panel", dtype, device, numel).view(rows, in_features)
+        panel = thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features)
         for first in range(0, rows, step):  # in steps, so that what is made on the way stays small
             part = panel[first : first + step]
             if dtype == torch.float32:
