@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,28 @@ def test_what_is_missing_for_a_kernel_is_told_of_that_kernel(monkeypatch, tmp_pa
     found = texts(findings(), "kernels")
     assert "cpp does not run: CXX='no-such-compiler' names a compiler that is not there" in found
     assert found.count("no-such-compiler") == 1
+
+
+@pytest.fixture
+def without_compiler(monkeypatch, tmp_path):
+    """No compiler on the path, and no package ziglang."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library, "_once", library._Once())
+
+
+def test_without_a_compiler_the_extra_that_brings_one_is_the_fix(without_compiler, monkeypatch):
+    monkeypatch.setenv("HFQ_NATIVE", "1")
+    told = [finding for finding in findings() if finding["text"].startswith("native does not run")]
+    assert [(finding["status"], finding["fix"]) for finding in told] == [("warning", "pip install 'hfq[compiler]'")]
+    assert "there is no C++ compiler" in told[0]["text"]
+    assert "fix: pip install 'hfq[compiler]'" in run().stdout
+
+
+def test_a_compiler_is_not_asked_for_where_compiled_kernels_are_switched_off(without_compiler):
+    told = [finding for finding in findings() if finding["text"].startswith("native does not run")]
+    assert [(finding["status"], finding["fix"]) for finding in told] == [("note", "")]
 
 
 def test_a_damaged_checkpoint_is_an_error_with_its_fix(tmp_path):

@@ -69,7 +69,22 @@ def kernel_findings() -> Iterator[Finding]:
         if missing is None:
             yield Finding("kernels", "ok", f"{kernel.name} runs")
         else:
-            yield Finding("kernels", "note", f"{kernel.name} does not run: {missing}")
+            fix = _compiler_fix() if kernel.name == "native" else ""
+            yield Finding("kernels", "warning" if fix else "note", f"{kernel.name} does not run: {missing}", fix)
+
+
+def _compiler_fix() -> str:
+    """Returns the command that installs a compiler; empty if there is one, if it is not wanted, or if $CXX is at fault."""
+    from hfq.kernels.cpp.build import BuildError, CompilerNotFoundError, find_compiler
+    from hfq.kernels.cpp.library import is_wanted
+
+    try:
+        find_compiler()
+    except CompilerNotFoundError:
+        return "pip install 'hfq[compiler]'" if is_wanted() else ""
+    except BuildError:
+        return ""
+    return ""
 
 
 def operator_findings() -> Iterator[Finding]:

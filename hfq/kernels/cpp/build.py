@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["BuildError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
+__all__ = ["BuildError", "CompilerNotFoundError", "FLAGS", "SOURCE", "build", "cache_folder", "find_compiler"]
 
 SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-w")
@@ -32,6 +32,10 @@ SECONDS = 300.0
 
 class BuildError(Exception):
     """The compiled part cannot be had; the text says why."""
+
+
+class CompilerNotFoundError(BuildError):
+    """There is no C++ compiler on this machine, neither of the system nor of the package ziglang."""
 
 
 def build(source: Path | None = None) -> Path:
@@ -60,7 +64,8 @@ def find_compiler() -> list[str]:
     """The C++ compiler, as the first words of a command: `$CXX`, what is found under the usual names, or that of the package ziglang.
 
     Raises:
-        BuildError: There is none, or `$CXX` names a program that is not there.
+        CompilerNotFoundError: There is none.
+        BuildError: `$CXX` names a program that is not there.
     """
     wanted = os.environ.get("CXX", "")
     try:
@@ -74,7 +79,7 @@ def find_compiler() -> list[str]:
     if words:
         raise BuildError(f"CXX={wanted!r} names a compiler that is not there")
     if (zig := _find_zig()) is None:
-        raise BuildError("there is no C++ compiler (install g++ or clang++, or pip install 'hfq[compiler]')")
+        raise CompilerNotFoundError("there is no C++ compiler (install g++ or clang++, or pip install 'hfq[compiler]')")
     return [zig, "c++", "-mcpu=baseline"]  # its own choice is the processor's, while the cache may be of several machines
 
 
