@@ -19,7 +19,6 @@ __all__ = ["report"]
 
 LEVELS, SHORT = ("plain C++", "AVX2", "AVX-512"), ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)")
 _FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
-_FP8_PANELS = {1: 0.45, 128: 0.8, 512: 0.9}
 _INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
 _ROUNDED = 1.7
 
@@ -136,10 +135,9 @@ def _named(threads: int) -> str:
 def _targets(records: list[Record], threads: int) -> list[Target]:
     of_threads, named = select(records, threads=threads), f"{threads} threads"
     targets = []
-    for method, bounds in (("native", _FP8_NATIVE), ("panels", _FP8_PANELS)):
-        for rows, bound in bounds.items():
-            value = _over_dense(of_threads, "fp8 128x128", method, rows, threads)
-            targets.append(Target(f"fp8 128x128, {method}, M={rows}, {named}: over {DENSE}", value, bound, True))
+    for rows, bound in _FP8_NATIVE.items():
+        value = _over_dense(of_threads, "fp8 128x128", "native", rows, threads)
+        targets.append(Target(f"fp8 128x128, native, M={rows}, {named}: over {DENSE}", value, bound, True))
     peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
     for rows, bound in _INT4_NATIVE.items():
         value = _over_shapes(of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "native"}, rows)
