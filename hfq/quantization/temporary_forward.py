@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfq.formats import Format
-from hfq.kernels.cpu import panels
+from hfq.kernels.cpp import kernel as cpp_kernel
 
 __all__ = ["hold", "let_go", "tensors_of"]
 
@@ -28,7 +28,7 @@ class _Held:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         bias = self.layer._parameters.get("bias")
         tensors = self.tensors if bias is None else {**self.tensors, "bias": bias}
-        return panels.linear(inputs, tensors, self.format, _PANEL_NBYTES)
+        return cpp_kernel.panel_linear(inputs, tensors, self.format, _PANEL_NBYTES)
 
 
 def hold(layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:

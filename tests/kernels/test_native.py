@@ -56,6 +56,19 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
             assert error(found, activations, weight) <= RELATIVE[dtype], (rows, dtype)
 
 
+@pytest.mark.parametrize("panel_nbytes", [1 << 20, 4 * 352 * 5])
+def test_products_by_panels_that_are_dequantized_here_are_close_to_those_of_torch(native, layer, panel_nbytes):
+    weight_format, tensors, weight = layer
+    biased = tensors | {"bias": random(weight.shape[0])}
+    for rows in (1, 17):
+        for dtype in DTYPES:
+            activations = random(rows, weight.shape[1], dtype=dtype, seed=rows)
+            found = cpu.panel_linear(activations, biased, weight_format, panel_nbytes)
+            expected = panels.linear(activations, biased, weight_format, panel_nbytes)
+            assert found.dtype == dtype
+            assert float((found.double() - expected.double()).norm() / expected.double().norm()) <= 2 * RELATIVE[dtype]
+
+
 @pytest.mark.parametrize("subnormals", [0, 1])
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fp8")])
 def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnormals):
@@ -449,7 +462,9 @@ def test_what_is_not_contiguous_is_left_to_torch(native):
     strided = tensors | {"weight": tensors["weight"].view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)}
     assert describe_layer(weight_format, strided) is None
     activations = random(3, 257)
-    assert torch.equal(cpu.linear(activations, strided, weight_format), panels.linear(activations, tensors, weight_format))
+    expected = panels.linear(activations, tensors, weight_format)
+    assert torch.equal(cpu.linear(activations, strided, weight_format), expected)
+    assert torch.equal(cpu.panel_linear(activations, strided, weight_format, 1 << 20), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

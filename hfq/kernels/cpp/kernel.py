@@ -26,7 +26,7 @@ from hfq.kernels.cpp.layers import DTYPES, NativeLayer, describe_layer
 from hfq.kernels.cpp.library import library
 from hfq.kernels.cpu import panels
 
-__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad"]
+__all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
 """The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
@@ -103,6 +103,27 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
     if native is None or layer is None:
         return panels.linear_grad(grad, tensors, weight_format)
     return panels.multiply_grad(grad, tensors, weight_format, _filler(native, layer, tensors, weight_format))
+
+
+def panel_linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, panel_nbytes: int
+) -> torch.Tensor:
+    """Multiplies as `panels.linear`, with panels that the compiled part dequantizes where it reads the layer.
+
+    Args:
+        activations: [..., in_features].
+        tensors: The module's tensors by local name.
+        weight_format: Their format.
+        panel_nbytes: The most bytes of a panel.
+
+    Returns:
+        [..., out_features] in the activations' dtype.
+    """
+    native, layer = library(), _layer(activations, tensors, weight_format)
+    if native is None or layer is None or panels.scales_sums(weight_format, activations.dtype):
+        return panels.linear(activations, tensors, weight_format, panel_nbytes)
+    fill = _filler(native, layer, tensors, weight_format)
+    return panels.multiply(activations, tensors, weight_format, fill, panel_nbytes)
 
 
 @functools.cache

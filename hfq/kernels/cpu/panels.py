@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -29,6 +30,7 @@ __all__ = [
     "multiply",
     "multiply_grad",
     "product_dtype",
+    "scales_sums",
 ]
 
 PANEL_NBYTES = 11 << 19
@@ -51,7 +53,7 @@ def linear(
     """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
-    if fp8_bfloat16.is_summed(weight_format) and product_dtype(activations.dtype) == torch.bfloat16:
+    if scales_sums(weight_format, activations.dtype):
         return _multiply_codes(activations, tensors, weight_format, panel_nbytes)
     fill = _filler(tensors, weight_format, product_dtype(activations.dtype))
     return multiply(activations, tensors, weight_format, fill, panel_nbytes)
@@ -142,6 +144,11 @@ def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
         else:
             result += part @ panel
     return result.to(grad.dtype).view(*grad.shape[:-1], in_features)
+
+
+def scales_sums(weight_format: Format, dtype: torch.dtype) -> TypeGuard[Fp8]:
+    """Returns True if activations of this dtype are multiplied by codes alone, and the sums are scaled."""
+    return fp8_bfloat16.is_summed(weight_format) and product_dtype(dtype) == torch.bfloat16
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
