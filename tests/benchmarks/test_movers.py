@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
+from hfq.benchmarks.models import Architecture, make_checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hfq.benchmarks import movers
-from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.stream_worker import StreamWorker
 from hfq.modules.linear import QuantizedLinear
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from hfq.benchmarks.models import Architecture, make_checkpoint
 from quantize.test_families import FUSED, IDS, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, Recipe, SetupError
-from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
 from hfq.formats import FORMATS

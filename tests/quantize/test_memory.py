@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from hfq.benchmarks.models import Architecture, make_checkpoint
 from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hfq.benchmarks.models import Architecture, make_checkpoint
+import hfq
 from hfq.benchmarks.quantize import bound_nbytes, measure_memory
 from hfq.formats import FORMATS
 from hfq.formats.layouts.rounding import round_weight

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from hfq.benchmarks.model_probes import Decoder, load_model
 from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.process import serve
+
 from hfq.formats.gptq import Gptq
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.launch_configs import deepspeed_config

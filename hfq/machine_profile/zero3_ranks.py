@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-
 from hfq.benchmarks.models import Architecture, make_checkpoint
 from hfq.benchmarks.probes import Layer, ProductProbe
 from hfq.benchmarks.ranks import Ranks, zero3_ranks
+
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import open_model

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
 
 from hfq import SetupError
-from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
 from hfq.checkpoint import Checkpoint, Reader
+from hfq import SetupError
+from hfq.checkpoint import Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config

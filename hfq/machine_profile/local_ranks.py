@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hfq.benchmarks.process import Worker
+
 from hfq.errors import SetupError
 
 __all__ = ["Ranks", "zero3_ranks"]

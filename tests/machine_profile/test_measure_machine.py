@@ -2,9 +2,9 @@
 
 import pytest
 import tiny_models
+from hfq.benchmarks.calibrate import calibrate
 from typer.testing import CliRunner
 
-from hfq.benchmarks.calibrate import calibrate
 from hfq.cli.main import app
 from hfq.errors import SetupError
 from hfq.placement.estimate.profile import read_profile

@@ -1,9 +1,9 @@
 """Workers: answers and nothing but answers, errors as answers, deaths as errors."""
 
 import pytest
+from hfq.benchmarks.process import Worker, memory, reset_peak
 
 from hfq import SetupError
-from hfq.benchmarks.process import Worker, memory, reset_peak
 
 MODULE = """
 import json, os, sys

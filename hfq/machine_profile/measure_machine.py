@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-
 from hfq.benchmarks.calibrate_ranks import measure_ranks
 from hfq.benchmarks.limits import drop_cache
 from hfq.benchmarks.machine import machine_facts
 from hfq.benchmarks.model_probes import DepthProbe
 from hfq.benchmarks.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
+
 from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
