@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq.benchmarks.quantize import bound_nbytes, measure_memory
 from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hfq
-from hfq.benchmarks.quantize import bound_nbytes, measure_memory
 from hfq.formats import FORMATS
 from hfq.formats.layouts.rounding import round_weight
 from hfq.quantization import decoder_layer as block

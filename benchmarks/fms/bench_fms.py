@@ -1,0 +1,178 @@
+"""`hfq bench fms`: what IBM's Foundation Model Stack loads by itself and with hfq, how exactly, how fast and in how much memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from hfq.benchmarks.fms_models import PARITY, write_fms_model
+from hfq.benchmarks.fms_worker import LOADERS
+from hfq.benchmarks.limits import warm_cache
+from hfq.benchmarks.machine import machine_facts
+from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.benchmarks.process import Worker
+from hfq.benchmarks.ranks import Ranks
+from hfq.benchmarks.report import Chart, Record, Report, Table, Target, median, rotated, select
+
+from hfq.integrations.fms import check_installed
+
+__all__ = ["bench_fms"]
+
+TOLERANCE = 5e-6
+"""Relative L2 error in float32, of FMS's orders of operations against transformers'."""
+
+_REFERENCE = "transformers with hfq"
+_DOORS = ("hfq.fms.load", "FMS with hfq.fms.register")
+_WORLD = 2
+_SHARED = {f"{door}, {_WORLD} ranks": door for door in _DOORS}
+"""The doors under tensor parallelism, by what the table calls them."""
+_WORKER = "hfq.benchmarks.fms_worker"
+
+
+def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], None]) -> Report:
+    """Runs the benchmark.
+
+    Args:
+        folder: Where the large checkpoints are made, or found.
+        nbytes: The size of the bfloat16 checkpoint in bytes; the packed ones have the same architecture.
+        rounds: How often loads are measured.
+        say: Is told what is going on.
+
+    Raises:
+        SetupError: FMS is absent or of an untested version, the disk has too little room, or a measuring process died.
+    """
+    version = check_installed()
+    architecture, records = Architecture.of_size(nbytes), list[Record]()
+    with tempfile.TemporaryDirectory() as made:
+        records += measure_parity(Path(made), say)
+    for weights in FORMATS:
+        say(f"{weights}: making the checkpoint")
+        path = make_checkpoint(folder, architecture, weights)
+        small = make_checkpoint(folder, Architecture(128, 1), weights)
+        for number in range(rounds):
+            for loader in rotated(list(LOADERS), number):
+                say(f"{weights}: round {number + 1} of {rounds}, {loader}")
+                records.append(measure_load(path, small, loader) | {"weights": weights, "round": number})
+    facts = machine_facts(folder) | {
+        "FMS": f"ibm-fms {version}, shown a config.json without the quantization, with its gptq_cpu layers for GPTQ",
+        "model": f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers",
+        "threads": str(torch.get_num_threads()),
+        "ranks": f"{_WORLD} processes under tensor parallelism, by gloo",
+        "rounds": f"{rounds}, from the page cache, each load in a fresh process; medians",
+    }
+    series = {loader: [_ratio(records, "peak_rss", weights, loader) for weights in FORMATS] for loader in LOADERS}
+    chart = Chart("Peak memory of a load over the checkpoint's bytes (lower is better)", FORMATS, series)
+    return Report(
+        "FMS by itself and with hfq", facts, [_parity_table(records), _load_table(records)], _targets(records), records, chart
+    )
+
+
+def measure_parity(folder: Path, say: Callable[[str], None]) -> list[Record]:
+    """What each loader makes of each of the small models, and both doors on two ranks: the relative error of logits, or the error."""
+    cases = [*PARITY, ("llama", "dense", 2)]
+    paths = {case: write_fms_model(folder / "-".join(map(str, case)), *case) for case in cases}
+    records: list[Record] = []
+    with ExitStack() as stack:
+        small = str(paths["llama", "dense", 2])
+        workers = {loader: stack.enter_context(Worker(_WORKER, loader=loader, small=small)) for loader in LOADERS}
+        ranks = stack.enter_context(Ranks(_WORKER, _WORLD, loader=_DOORS[0]))
+        for case, path in paths.items():
+            say(f"logits of {' '.join(map(str, case))}")
+            expected = torch.tensor(workers[_REFERENCE].ask("logits", path=str(path))["logits"])
+            answers = {loader: [worker.ask("logits", path=str(path))] for loader, worker in workers.items()}
+            answers |= {name: ranks.answers("logits", path=str(path), loader=door) for name, door in _SHARED.items()}
+            for loader, found in answers.items():
+                records.append(
+                    {"kind": "parity", "case": " ".join(map(str, case)), "loader": loader, **_compared(found, expected)}
+                )
+    return records
+
+
+def _compared(answers: list[dict], expected: torch.Tensor) -> Record:
+    """The largest relative error of the logits that one process, or each of several, has; or the first error."""
+    failed = next((answer for answer in answers if "error" in answer), None)
+    if failed is not None:
+        return failed
+    found = torch.tensor([answer["logits"] for answer in answers])
+    return {"relative_error": float(((found - expected).norm(dim=1) / expected.norm()).max())}
+
+
+def measure_load(path: Path, small: Path, loader: str) -> Record:
+    """One load in a fresh process, from a warm page cache."""
+    files = checkpoint_files(path)
+    with Worker(_WORKER, loader=loader, small=str(small)) as worker:
+        worker.ask("memory")  # it is ready
+        warm_cache(files)
+        answer = worker.ask("load", path=str(path))
+    return {"kind": "load", "loader": loader, "nbytes": sum(file.stat().st_size for file in files), **answer}
+
+
+def _parity_table(records: list[Record]) -> Table:
+    found = [record for record in records if record["kind"] == "parity"]
+    loaders = [*(loader for loader in LOADERS if loader != _REFERENCE), *_SHARED]
+    cells = {(record["case"], record["loader"]): _cell(record) for record in found}
+    cases = list(dict.fromkeys(record["case"] for record in found))
+    rows = [(case, *(cells[case, loader] for loader in loaders)) for case in cases]
+    note = (
+        "Architecture, format, key heads (of 8): relative L2 error of float32 logits against transformers with hfq, of ranks the "
+        "larger one; or the error."
+    )
+    return Table("What loads, and how exactly", note, ("model", *loaders), rows)
+
+
+def _cell(record: Record) -> str:
+    if "error" in record:
+        return record["error"].replace("|", "/")[:90]
+    error = record["relative_error"]
+    return f"{error:.1e}" if error <= 1e-2 else f"wrong: {error:.2g}"
+
+
+def _load_table(records: list[Record]) -> Table:
+    rows = []
+    for weights in FORMATS:
+        for loader in LOADERS:
+            seconds = median(records, lambda r: r["seconds"], kind="load", weights=weights, loader=loader)
+            if seconds is None:
+                errors = [
+                    r["error"] for r in records if r.get("weights") == weights and r["loader"] == loader and "error" in r
+                ]
+                rows.append((weights, loader, errors[0].replace("|", "/")[:90], "-", "-"))
+                continue
+            peak, anonymous = (_ratio(records, key, weights, loader) for key in ("peak_rss", "anonymous"))
+            rows.append((weights, loader, f"{seconds:.3f} s", _share(peak), _share(anonymous)))
+    note = (
+        "Seconds until every page has been touched; growth of memory over the bytes of the checkpoint's files. FMS by itself keeps "
+        "FP8 codes without their scales: what it loads there is not the model."
+    )
+    return Table("Time and memory", note, ("weights", "loader", "time", "peak RSS", "anonymous"), rows)
+
+
+def _targets(records: list[Record]) -> list[Target]:
+    return [
+        *(_parity_target(records, loader) for loader in (*_DOORS, *_SHARED)),
+        *(
+            Target(f"{weights}: anonymous memory of hfq.fms.load over checkpoint",
+                   _ratio(records, "anonymous", weights, "hfq.fms.load"), 0.25)
+            for weights in FORMATS if weights != "bf16"
+        ),
+    ]  # fmt: skip
+
+
+def _parity_target(records: list[Record], loader: str) -> Target:
+    """How many models have transformers' logits; those that did not load count as those that have others."""
+    errors = [r["relative_error"] for r in select(records, kind="parity", loader=loader)]
+    asked = sum(r["kind"] == "parity" and r["loader"] == loader for r in records)
+    worst = f"; the largest error is {max(errors):.1e}" if errors else ""
+    what = f"{loader}: of {asked} models, those with a relative error of at most {TOLERANCE:g}{worst}"
+    return Target(what, sum(error <= TOLERANCE for error in errors), asked, at_least=True)
+
+
+def _ratio(records: list[Record], key: str, weights: str, loader: str) -> float | None:
+    return median(records, lambda r: r[key] / r["nbytes"], kind="load", weights=weights, loader=loader)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,273 @@
+"""`hfq bench kernels`: products with packed weights on a CPU, against torch's with bfloat16 weights and the memory's bandwidth.
+
+All that is compared runs in one process, in turns within a round; ratios are taken within a round and their medians are reported.
+Where few rows are multiplied, a buffer larger than the caches is read in between, since a model's next layer is not in them either.
+Packed tensors lie as in most files, where they are aligned to 8 bytes, and not to a line of the cache.
+
+After such a read, Python's own code comes from memory, too. What a token's products read is measured beside it: one row times as many
+layers, one after another, as have the bytes of that buffer. They lie in one run of memory, and are compared to a plain read of it: how
+fast a buffer is read depends on where the system put it, by half between two buffers of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from hfq.benchmarks.kernel_peers import Call, make_peers
+from hfq.benchmarks.report import Record, Report, rotated
+
+from hfq.formats import ActivationScheme, Format
+from hfq.formats.awq import Awq
+from hfq.formats.codecs.dtypes import torch_dtype
+from hfq.formats.compressed_tensors import IntQuantized
+from hfq.formats.fp8 import Fp8
+from hfq.formats.gptq import Gptq
+from hfq.formats.mxfp4 import Mxfp4
+from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels.layer_tensors import LayerTensors
+from hfq.kernels.registry import KERNELS, Kernel, explain_kernels
+
+__all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
+
+SHAPES = {"7B attention": (4096, 4096), "7B gate": (11008, 4096), "7B down": (4096, 11008), "MoE expert": (768, 2048)}
+"""(out_features, in_features)."""
+
+ROWS = (1, 8, 128, 512)
+ROUNDED, SCHEME = "int8 channel, W8A8", ActivationScheme("token", dtype="int8")
+"""Weights whose kernel rounds activations as well."""
+
+FORMATS: dict[str, Format] = {
+    "fp8 128x128": Fp8(strategy="block", block_structure=(128, 128)),
+    "fp8 channel": Fp8(strategy="channel"),
+    "gptq4 g128": Gptq(4, 128, False, "stored"),
+    "gptq4 g128 act-order": Gptq(4, 128, False, "stored", g_idx_length=-1, act_order=True),
+    "gptq3 g128": Gptq(3, 128, False, "stored"),
+    "gptq2 g128": Gptq(2, 128, False, "stored"),
+    "gptq8 g128": Gptq(8, 128, False, "stored"),
+    "awq g128": Awq(group_size=128),
+    "awq gemv g128": Awq(version="gemv", group_size=128),
+    "mxfp4": Mxfp4(scale_dtype="F8_E8M0"),
+    "nvfp4": Nvfp4(),
+    "int8 tensor": IntQuantized(codes_dtype="I8", scale_shape=(1,)),
+    ROUNDED: IntQuantized(codes_dtype="I8", scale_shape=(-1, 1)),
+}
+READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
+IN_TURN, READ_IN_TURN = "native, layer after layer", ("fp8 128x128", "gptq4 g128")
+"""The method that multiplies one row by layers that are not in the caches, without anything in between; and their weights."""
+
+SAME = "plain read of the same bytes"
+"""The method that reads those layers, and does nothing with them."""
+
+OF_HALVES, HALVES = "native, of float16", ("fp8 128x128", "gptq4 g128", "awq g128")
+"""The method whose activations are float16, and the weights that it multiplies."""
+FLUSH_NBYTES = 128 << 20
+LINE_NBYTES = 64
+FLUSHED_ROWS = 16
+REFERENCE_ROWS = 16
+"""The reference kernel makes the weight anew for each call, which is not worth waiting for with more rows."""
+
+SLOW_SECONDS = 0.5
+"""What takes longer is measured in the first three rounds alone."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to multiply: what it reads of the weight, and the call."""
+
+    name: str
+    weights: str
+    nbytes: int
+    run: Callable[[], object]
+
+
+def bench_kernels(
+    shapes: Sequence[str], rows: Sequence[int], rounds: int, threads: Sequence[int], say: Callable[[str], None]
+) -> Report:
+    """Runs the benchmark.
+
+    Args:
+        shapes: Which of `SHAPES`.
+        rows: The numbers of activation rows.
+        rounds: How often everything is measured, interleaved.
+        threads: The numbers of threads to measure with.
+        say: Is told what is going on.
+    """
+    from hfq.benchmarks.kernels_report import report
+
+    before, records = torch.get_num_threads(), []
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            for shape in shapes:
+                say(f"{shape}, {count} threads")
+                records += [record | {"threads": count} for record in measure_shape(shape, SHAPES[shape], rows, rounds)]
+    finally:
+        torch.set_num_threads(before)
+    return report(records, rounds)
+
+
+def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
+    """Every method on one shape: a record for each method, number of rows and round."""
+    out_features, in_features = shape
+    layers = {weights: as_in_a_file(random_layer(weight_format, *shape)) for weights, weight_format in FORMATS.items()}
+    dense = torch.randn(out_features, in_features).to(torch.bfloat16)
+    wide, half, flush = dense.to(torch.float32), dense.to(torch.float16), torch.zeros(FLUSH_NBYTES // 4)
+    peers = make_peers(dense)
+    records: list[Record] = []
+    for count in rows:
+        activations = torch.randn(count, in_features).to(torch.bfloat16)
+        methods = [
+            *_methods(activations, dense, wide, layers, peers),
+            *_of_halves(activations, half, layers),
+            *(_in_turn(activations, dense, layers) if count == 1 else ()),
+            Method(READ, "-", FLUSH_NBYTES, flush.sum),
+        ]
+        for record in _measure(methods, rounds, flush if count <= FLUSHED_ROWS else None):
+            records.append(record | {"shape": name, "rows": count})
+    return records
+
+
+def random_layer(weight_format: Format, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
+    """Random codes and small scales; to quantize a real weight would take longer and multiply no differently.
+
+    Floats are distributed as a weight's: few of them are subnormal, which some processors are slow at.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for spec in weight_format.tensor_specs(in_features, out_features):
+        dtype = torch_dtype(spec.dtypes[0])
+        if spec.role in ("codes", "zero_point"):
+            if dtype.is_floating_point:
+                tensors[spec.name] = (torch.randn(spec.shape, generator=generator) * 100).clamp(-448, 448).to(dtype)
+                continue
+            shape = (*spec.shape[:-1], spec.shape[-1] * dtype.itemsize)
+            tensors[spec.name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
+        elif spec.role == "scale" and dtype.itemsize == 1:  # E4M3 or powers of two, up to one
+            low, high = (48, 57) if spec.dtypes[0] == "F8_E4M3" else (118, 128)
+            tensors[spec.name] = torch.randint(low, high, spec.shape, generator=generator, dtype=torch.uint8).view(dtype)
+        elif spec.role == "index":
+            order = torch.randperm(in_features, generator=generator)
+            tensors[spec.name] = (order % (spec.bound or 1)).to(torch.int32)
+        elif spec.role == "scale":
+            tensors[spec.name] = (torch.rand(spec.shape, generator=generator) * 0.01).to(dtype)
+    return tensors
+
+
+def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
+    """Copies that begin 8 bytes after a line of the cache does."""
+    (placed,), _ = in_one_file(tensors, 1)
+    return placed
+
+
+def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[LayerTensors], torch.Tensor]:
+    """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a multiple of 8 bytes."""
+    spans = [-(-tensor.nbytes // LINE_NBYTES) * LINE_NBYTES for tensor in tensors.values()]
+    room = torch.zeros(count * sum(spans) + LINE_NBYTES, dtype=torch.uint8)
+    first = start = (8 - room.data_ptr()) % LINE_NBYTES
+    each = []
+    for _ in range(count):
+        placed = LayerTensors()
+        for (name, tensor), span in zip(tensors.items(), spans, strict=True):
+            placed[name] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start += span
+        each.append(placed)
+    return each, room[first:start]
+
+
+def _methods(
+    activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]],
+    peers: Mapping[tuple[str, str], tuple[int, Call]],
+) -> list[Method]:  # fmt: skip
+    linear, widened = torch.nn.functional.linear, activations.to(torch.float32)
+    methods = [
+        Method(DENSE, "bf16", dense.nbytes, lambda: linear(activations, dense)),
+        Method(WIDE, "f32", wide.nbytes, lambda: linear(widened, wide)),
+    ]
+    for weights, tensors in layers.items():
+        weight_format, nbytes = FORMATS[weights], sum(tensor.nbytes for tensor in tensors.values())
+        for kernel in KERNELS.values():
+            if kernel is KERNELS["reference"] and activations.shape[0] > REFERENCE_ROWS:
+                continue
+            scheme = (SCHEME,) if weights == ROUNDED else ()
+            if kernel.rounds == bool(scheme) and _is_readable(kernel, weight_format, dense, *scheme):
+                run = functools.partial(kernel.linear, activations, tensors, weight_format, *scheme)
+                methods.append(Method(kernel.name, weights, nbytes, run))
+    others = [
+        Method(tool, weights, nbytes, functools.partial(call, activations))
+        for (tool, weights), (nbytes, call) in peers.items()
+    ]
+    return methods + others
+
+
+def _of_halves(
+    activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[Method]:
+    given, kernel = activations.to(torch.float16), KERNELS["native"]
+    methods = [Method(HALF, "f16", dense.nbytes, lambda: torch.nn.functional.linear(given, dense))]
+    for weights in HALVES:
+        if _is_readable(kernel, FORMATS[weights], dense):
+            tensors = layers[weights]
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            methods.append(
+                Method(OF_HALVES, weights, nbytes, functools.partial(kernel.linear, given, tensors, FORMATS[weights]))
+            )
+    return methods
+
+
+def _in_turn(
+    activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Iterator[Method]:
+    kernel = KERNELS["native"]
+    for weights in READ_IN_TURN:
+        if _is_readable(kernel, FORMATS[weights], dense):
+            nbytes = sum(tensor.nbytes for tensor in layers[weights].values())
+            each, memory = in_one_file(layers[weights], -(-FLUSH_NBYTES // nbytes))
+            run = functools.partial(_multiply_each, kernel, activations, each, FORMATS[weights])
+            yield Method(IN_TURN, weights, nbytes * len(each), run)
+            yield Method(SAME, weights, memory.nbytes, memory.view(torch.int64).sum)
+
+
+def _multiply_each(
+    kernel: Kernel, activations: torch.Tensor, layers: Sequence[Mapping[str, torch.Tensor]], weight_format: Format
+) -> None:
+    for tensors in layers:
+        kernel.linear(activations, tensors, weight_format)
+
+
+def _is_readable(kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None) -> bool:
+    out_features, in_features = dense.shape
+    reasons = explain_kernels(kernel.name, weight_format, in_features, out_features, scheme=scheme)
+    return reasons[kernel.name] is None
+
+
+def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None) -> list[Record]:
+    by_key = {f"{method.weights}: {method.name}": method for method in methods}
+    slowest: dict[str, float] = {}
+    for key, method in by_key.items():  # the first call makes what is kept
+        started = time.perf_counter()
+        method.run()
+        slowest[key] = time.perf_counter() - started
+    records = []
+    for number in range(rounds):
+        for key in rotated(list(by_key), number):
+            if number >= 3 and slowest[key] > SLOW_SECONDS:
+                continue
+            if flush is not None:
+                flush.sum()  # read, as a model's other layers are: what was written would go to memory beside the call
+            method, started = by_key[key], time.perf_counter()
+            method.run()
+            seconds = time.perf_counter() - started
+            records.append(
+                {
+                    "method": method.name,
+                    "weights": method.weights,
+                    "nbytes": method.nbytes,
+                    "round": number,
+                    "seconds": seconds,
+                }
+            )
+    return records

@@ -1,0 +1,131 @@
+"""The process that `load` measures in: loads one checkpoint with one loader, and tells what that cost.
+
+Run as `python -m hfq.benchmarks.load_worker '{"loader": …, "path": …, "small": …}'`; see `process.serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hfq.benchmarks.limits import touch
+from hfq.benchmarks.models import checkpoint_files
+from hfq.benchmarks.process import memory, reset_peak, serve
+
+from hfq.checkpoint import Checkpoint, Reader
+from hfq.modules.flat_buffer import read_tensor
+
+__all__ = ["LOADERS", "LoadWorker"]
+
+Loaded = tuple[Any, Iterable[torch.Tensor]]
+"""What keeps the loaded tensors alive, and the tensors."""
+
+
+def _hfq(path: str, home: str = "cpu") -> Loaded:
+    from hfq import HfqConfig
+
+    return _from_pretrained(path, quantization_config=HfqConfig(), device_map={"": home})
+
+
+def _stock(path: str) -> Loaded:
+    return _from_pretrained(path, device_map={"": "cpu"})
+
+
+def _from_pretrained(path: str, **options: Any) -> Loaded:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options)
+    return model, [*model.parameters(), *model.buffers()]
+
+
+def _safetensors(path: str) -> Loaded:
+    from safetensors import safe_open
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in checkpoint_files(Path(path)):
+        with safe_open(file, "pt") as stream:
+            tensors |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118  (no mapping)
+    return tensors, tensors.values()
+
+
+LOADERS: dict[str, Callable[..., Loaded]] = {"hfq": _hfq, "transformers": _stock, "safetensors": _safetensors}
+
+
+class LoadWorker:
+    """Answers to `load`, `memory`, `verify` and `load_on_disk`.
+
+    Args:
+        loader: A name of `LOADERS`.
+        path: The checkpoint that is measured.
+        small: A small checkpoint of the same format. It is loaded first, so that no import is part of a measurement.
+    """
+
+    def __init__(self, loader: str, path: str, small: str) -> None:
+        self._loader, self._path = LOADERS[loader], path
+        self._held: Loaded | None = None
+        with contextlib.suppress(Exception):  # `load` will meet it, too, and report it
+            self._loader(small)
+        gc.collect()
+        self.commands = {name: getattr(self, name) for name in ("load", "memory", "verify", "load_on_disk")}
+
+    def load(self) -> dict:
+        """Loads, and touches every page: seconds, and what memory grew by, in bytes."""
+        reset_peak()
+        before = memory()
+        started = time.perf_counter()
+        self._held = self._loader(self._path)
+        loaded = time.perf_counter()
+        touch(self._held[1])
+        touched = time.perf_counter()
+        after = memory()
+        grown = {key: after[key] - before[key] for key in after if key in before}
+        peak = {"peak_rss": after["peak_rss"] - before["rss"]} if "peak_rss" in after else {}
+        return {"load_seconds": loaded - started, "seconds": touched - started, **grown, **peak}
+
+    def memory(self) -> dict:
+        """What the process holds now."""
+        return memory()
+
+    def verify(self) -> dict:
+        """Compares the sha256 of every tensor of the loaded model with that of its bytes on file."""
+        checkpoint = Checkpoint.open(self._path)
+        reader, state = Reader(checkpoint), self._held[0].state_dict()  # type: ignore[index]
+        equal = [
+            name for name, info in checkpoint.tensors.items() if _digest(state[name]) == _digest(read_tensor(reader, info))
+        ]
+        return {"tensors": len(checkpoint.tensors), "equal": len(equal)}
+
+    def load_on_disk(self) -> dict:
+        """Loads with every weight on disk (hfq alone): the bytes that were read, and those that had to be at most."""
+        before = memory()
+        self._held = _hfq(self._path, "disk")
+        after = memory()
+        loading = self._held[0].hf_quantizer.loading
+        headers = sum(header.data_start for header in loading.checkpoint.headers.values())
+        packed = sum(info.nbytes for module in loading.packed.values() for info in module.infos.values())
+        tensors = sum(info.nbytes for info in loading.checkpoint.tensors.values())
+        return {
+            "read": headers + loading.reader.counters.bytes_read,
+            "bound": headers + tensors - packed,
+            "packed": packed,
+            "lazy_device_read": after.get("device_read", 0) - before.get("device_read", 0),
+        }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(memoryview(flat.numpy())).hexdigest()}"  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    serve(LoadWorker(**json.loads(sys.argv[1])).commands)

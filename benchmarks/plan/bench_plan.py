@@ -1,0 +1,188 @@
+"""`hfq bench plan`: bytes in each home as planned and as measured, and steps as predicted and as they were, in four placements.
+
+Rates change with what else a machine does, so that every round measures the rates that its steps are predicted with; what is told
+are medians over the rounds. Bytes are planned from headers. Steps are predicted from rates: of products with layers of the
+sizes that the model has, but of random weights and by themselves, and of tiny models (`probes`, `model_probes`, `calibrate_ranks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from hfq.benchmarks.calibrate import MachineProbe, disk_file
+from hfq.benchmarks.calibrate_ranks import RanksProbe
+from hfq.benchmarks.models import Architecture, make_checkpoint
+from hfq.benchmarks.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
+from hfq.benchmarks.plan_report import plan_report
+from hfq.benchmarks.probes import KindProbe, layers_of
+from hfq.benchmarks.ranks import Ranks, zero3_ranks
+from hfq.benchmarks.report import Record, Report
+
+from hfq.loading.dry_run import PlannedModel, open_model
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.roofline import predict
+from hfq.placement.zero.fit import ZeroFit, fit_zero3, gathering_work
+from hfq.placement.zero.model_states import count_states
+
+__all__ = ["GENERATED", "bench_plan", "generated"]
+
+GENERATED = ("fp8", "gptq4")
+"""The formats of the generated models."""
+
+_PROBED_NBYTES = 512 << 20
+_MANY_STEPS_NBYTES = 64 << 20
+_STEPS = 3
+_EVERYTHING = 1 << 50
+
+
+@dataclasses.dataclass
+class _Probes:
+    """What all checkpoints share."""
+
+    machine: MachineProbe
+    ranks: Ranks | None
+    gathering: RanksProbe | None
+    count: int
+    copies: int | None
+
+
+def bench_plan(
+    folder: Path,
+    checkpoints: Sequence[Path],
+    nbytes: float,
+    rounds: int,
+    say: Callable[[str], None],
+    ranks: int = 2,
+    quick: bool = False,
+) -> Report:
+    """Runs the benchmark.
+
+    Args:
+        folder: Where checkpoints are made, or found.
+        checkpoints: Further ones.
+        nbytes: The size of each generated checkpoint, in bytes.
+        rounds: How often everything is measured, in turns.
+        say: Is told what is going on.
+        ranks: Local ranks under ZeRO-3; 0 leaves ZeRO-3 out.
+        quick: Small probes: checks that it works, predicts nothing.
+
+    Raises:
+        SetupError: The disk has too little room, or DeepSpeed is missing or fails.
+    """
+    say("making checkpoints")
+    paths = [*checkpoints, *(generated(folder, weights, nbytes) for weights in GENERATED)]
+    records: list[Record] = []
+    with _probes(folder, ranks, quick) as probes:
+        for path in paths:
+            say(f"{path.name}: loading")
+            records += _measure(path, probes, rounds, say)
+            gc.collect()
+    facts = {"rounds": f"{rounds}, each with rates of its own; medians", "threads": str(torch.get_num_threads())}
+    return plan_report(folder, facts, records)
+
+
+def generated(folder: Path, weights: str, nbytes: float) -> Path:
+    """A generated checkpoint of so many bytes in this format.
+
+    Args:
+        folder: Where it is made, or found.
+        weights: One of `models.FORMATS`.
+        nbytes: Its size.
+    """
+    hidden = Architecture.of_size(nbytes).hidden
+    empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(weights).values()) for layers in (0, 1))
+    return make_checkpoint(folder, Architecture(hidden, max(round((nbytes - empty) / (one - empty)), 8)), weights)
+
+
+@contextlib.contextmanager
+def _probes(folder: Path, count: int, quick: bool) -> Iterator[_Probes]:
+    size, nbytes = (256, 4 << 20) if quick else (2048, _PROBED_NBYTES)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(disk_file(folder, nbytes))
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        machine = MachineProbe(file, models, size, quick)
+        ranks = stack.enter_context(zero3_ranks(count)) if count else None
+        gathering = RanksProbe(ranks, count, models, quick) if ranks is not None else None
+        yield _Probes(machine, ranks, gathering, count, 1 if quick else None)
+
+
+def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None]) -> list[Record]:
+    """The records of one checkpoint, one for each placement."""
+    model = open_model(path)
+    dtype = getattr(torch, model.sizes.dtype)
+    products = {kind: KindProbe(layers, dtype, probes.copies) for kind, layers in layers_of(model, model.sizes.dtype).items()}
+    cases = list(open_cases(path, model, PLACEMENTS))
+    label = {"checkpoint": path.name, "formats": model.loading.describe_formats()}
+    records = {case.placement: label | case.describe() for case in cases}
+    if probes.ranks is not None:
+        probes.ranks.ask("load", path=str(path))
+        shards = label | _sharded(probes.ranks.ask("held", path=str(path)), model, probes.count)
+        records[shards["placement"]] = shards
+    for number in range(rounds):
+        say(f"{path.name}: round {number + 1} of {rounds}")
+        for placement, found in _round(path, model, probes, products, cases).items():
+            records[placement]["rounds"].append(found)
+    if probes.ranks is not None:
+        probes.ranks.ask("drop", path=str(path))
+    return list(records.values())
+
+
+def _round(
+    path: Path, model: PlannedModel, probes: _Probes, products: Mapping[str, KindProbe], cases: Sequence[Case]
+) -> dict[str, Record]:
+    """{placement: what one round predicts and achieves there}; rates are measured before, between and after what they explain."""
+    for probe in (probes.machine, probes.gathering, *products.values()):
+        if probe is not None:
+            probe.forget()
+    probes.machine.measure()
+    achieved: dict[str, list[float]] = {}
+    for case in cases:
+        for probe in products.values():
+            probe.measure()
+        achieved[case.placement] = case.decoder.steps(_STEPS)
+    for probe in products.values():
+        probe.measure()
+    if probes.ranks is not None and probes.gathering is not None:
+        probes.gathering.measure()
+        answers = probes.ranks.ask(
+            "steps", path=str(path), count=1 if model.loading.checkpoint.nbytes > _MANY_STEPS_NBYTES else 4
+        )
+        seconds = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        achieved[_zero3(probes.count)] = seconds
+    profile = dataclasses.replace(
+        probes.machine.profile(), products={kind: {1: probe.rate} for kind, probe in products.items()},
+        zero3=None if probes.gathering is None else probes.gathering.rates,
+    )  # fmt: skip
+    works = {case.placement: case.work for case in cases} | {
+        _zero3(probes.count): gathering_work(_fit(model, probes.count), model.sizes, WORKLOAD)
+    }
+    rates = dataclasses.asdict(profile)
+    return {
+        placement: {"predicted": (found := predict(works[placement], profile)).step_seconds, "terms": dict(found.terms),
+                    "achieved": statistics.median(steps), "steps": steps, "profile": rates}
+        for placement, steps in achieved.items()
+    }  # fmt: skip
+
+
+def _zero3(count: int) -> str:
+    return f"ZeRO-3, {count} ranks"
+
+
+def _fit(model: PlannedModel, count: int) -> ZeroFit:
+    states = count_states(model.loading.checkpoint, itemsize={"float32": 4}.get(model.sizes.dtype, 2))
+    return fit_zero3(states, model.sizes, Hardware((), _EVERYTHING), WORKLOAD, max(count, 1))
+
+
+def _sharded(held: list[dict], model: PlannedModel, count: int) -> Record:
+    """What ZeRO-3 was planned to hold and holds, on the fullest rank."""
+    fit = _fit(model, count)
+    planned = {name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")}
+    measured = {name: max(rank[name] for rank in held) for name in ("packed", "frozen")}
+    return {"placement": _zero3(count), "planned": planned, "measured": measured, "rounds": []}

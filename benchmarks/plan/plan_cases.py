@@ -1,0 +1,132 @@
+"""One checkpoint in one placement: planned as `hfq plan` does, loaded as planned, its bytes and steps measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfq.benchmarks.model_probes import Decoder, load_model
+
+from hfq.checkpoint.filesystem import available_memory
+from hfq.errors import PlacementError
+from hfq.loading.dry_run import PlannedModel
+from hfq.loading.loaded_model import loader_of
+from hfq.placement.budget import READ_AHEAD_NBYTES, buffer_nbytes, plan_devices
+from hfq.placement.estimate.estimate import Estimate, Workload, estimate_placement, list_stages
+from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.profile import PUBLISHED
+from hfq.placement.estimate.roofline import Work
+
+__all__ = ["DIRECT", "PLACEMENTS", "Case", "measure_homes", "open_cases"]
+
+DIRECT = "all disk, past the page cache"
+PLACEMENTS = ("cpu", "half disk", "all disk", DIRECT)
+WORKLOAD = Workload(batch=1, context=64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A placement of a loaded model.
+
+    Attributes:
+        placement: One of `PLACEMENTS`.
+        planned: {home: bytes}, from headers.
+        measured: {home: bytes} of the loaded model.
+        work: What a step was planned to do.
+        decoder: Takes steps.
+    """
+
+    placement: str
+    planned: dict[str, int]
+    measured: dict[str, int]
+    work: Work
+    decoder: Decoder
+
+    def describe(self) -> dict[str, Any]:
+        """The case as JSON-ready data, before its first round."""
+        return {"placement": self.placement, "planned": self.planned, "measured": self.measured, "rounds": []}
+
+
+def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PLACEMENTS) -> Iterator[Case]:
+    """Plans and loads a checkpoint in each placement.
+
+    Args:
+        path: The checkpoint.
+        model: It, planned.
+        placements: Of `PLACEMENTS`.
+    """
+    total = sum(unit.nbytes for unit in model.sizes.units)
+    roomy = _estimate(model, 4 * total + (1 << 40))
+    least = _estimate(model, _least(model, total) + roomy.kv + roomy.activations)
+    for placement in placements:
+        if placement == "half disk":
+            yield _open_half(path, model, roomy)
+        else:
+            yield _open(path, model, placement, roomy if placement == "cpu" else least)
+
+
+def measure_homes(model: Any) -> dict[str, int]:
+    """{`cpu`, `disk`, `ring`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and its ring."""
+    loading = loader_of(model)
+    held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
+    away = [module for module in loading.packed.values() if all(t.is_meta for t in module.resting_tensors().values())]
+    on_disk = sum(info.nbytes for module in away for info in module.infos.values())
+    parameters = dict(model.named_parameters())
+    dense = [info for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta]
+    on_disk += sum(info.nbytes for info in dense)
+    return {
+        "cpu": sum(held.values()), "disk": on_disk, "ring": loading.offloader.regions.nbytes if loading.offloader else 0
+    }  # fmt: skip
+
+
+def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -> Case:
+    """A case as `max_memory` gives it."""
+    options: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if placement != "cpu":
+        options = {"device_map": "auto", "max_memory": {"cpu": estimate.budget.capacities["cpu"]}}
+    loaded = load_model(path, dtype="auto", disk_io="direct" if placement == DIRECT else "buffered", **options)
+    ring = estimate.ring.get("cpu", 0)
+    work = dataclasses.replace(estimate.work, is_cached=placement != DIRECT)
+    planned = _planned(model, model.device_map(estimate), ring)
+    return Case(placement, planned, measure_homes(loaded), work, Decoder(loaded))
+
+
+def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
+    """The later half of the blocks on disk, by a map: beside a ring, a budget would not leave half of a small model."""
+    units = model.sizes.units
+    blocks = [unit for unit in units if unit.kind == "block"]
+    away = blocks[len(blocks) // 2 :]
+    devices = {unit.name: "disk" if unit in away else "cpu" for unit in units}
+    device_map = {"": "cpu", **{unit.name: "disk" for unit in away}}
+    loaded = load_model(path, dtype="auto", disk_io="buffered", device_map=dict(device_map))
+    ring = buffer_nbytes([unit.streamed_nbytes for unit in away], READ_AHEAD_NBYTES)
+    work = dataclasses.replace(
+        roomy.work, streamed=sum(unit.streamed_nbytes for unit in away), is_cached=True, ring=ring,
+        stages=list_stages(units, devices, "cpu", model.sizes.routed),
+    )  # fmt: skip
+    return Case("half disk", _planned(model, device_map, ring), measure_homes(loaded), work, Decoder(loaded))
+
+
+def _planned(model: PlannedModel, device_map: dict[str, Any], ring: int) -> dict[str, int]:
+    weights = model.weights_by_home(device_map, "cpu")
+    return {"cpu": weights.get("cpu", 0), "disk": weights.get("disk", 0), "ring": ring}
+
+
+def _estimate(model: PlannedModel, capacity: int) -> Estimate:
+    return estimate_placement(model.sizes, Hardware((), capacity), WORKLOAD, PUBLISHED, available_memory())
+
+
+def _least(model: PlannedModel, most: int) -> int:
+    """The smallest capacity for weights and ring that a plan exists for."""
+    low, high = 0, 2 * most
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            plan_devices(model.sizes.units, {"cpu": middle}, "cpu")
+            high = middle
+        except PlacementError:
+            low = middle
+    return high

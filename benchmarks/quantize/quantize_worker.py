@@ -1,0 +1,101 @@
+"""The process that `quantize` measures in: quantizes with hfq or with gptqmodel, and tells CPU seconds and memory.
+
+Run as `python -m hfq.benchmarks.quantize_worker '{"tool": …}'`; see `process.serve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hfq import Recipe
+from hfq.benchmarks.process import memory, serve
+
+__all__ = ["TOOLS", "QuantizeWorker", "read_tokens", "write_tokens"]
+
+
+class QuantizeWorker:
+    """Answers to `quantize`.
+
+    Args:
+        tool: A name of `TOOLS`; its packages are imported before a measurement begins.
+        threads: Of torch.
+    """
+
+    def __init__(self, tool: str, threads: int = 1) -> None:
+        torch.set_num_threads(threads)
+        self._import: Callable[[], Callable[..., dict]] = functools.cache(TOOLS[tool])  # only now is what it prints no answer
+        self.commands: dict[str, Callable[..., dict]] = {"quantize": self.quantize, "memory": memory}
+
+    def quantize(self, **job: Any) -> dict:
+        """Quantizes from one folder into another: CPU and wall seconds, memory in bytes, imports included."""
+        run, imported = self._import(), memory()
+        cpu, wall = time.process_time(), time.perf_counter()
+        found = run(**job)
+        seconds, wall = time.process_time() - cpu, time.perf_counter() - wall
+        after, before = memory(), imported["peak_rss"]
+        peak = max(after["peak_rss"], before)  # what the system tells is some pages off, and may fall
+        return {**after, "peak_rss": peak, "imports": before, "cpu_seconds": seconds, "wall_seconds": wall, **found}
+
+
+def write_tokens(tokens: torch.Tensor, file: Path) -> Path:
+    """Keeps token ids [samples, length] for `read_tokens`."""
+    file.write_text(json.dumps(tokens.tolist()), encoding="utf-8")
+    return file
+
+
+def read_tokens(file: str) -> torch.Tensor:
+    """int64 [samples, length]."""
+    return torch.tensor(json.loads(Path(file).read_text(encoding="utf-8")), dtype=torch.int64)
+
+
+def _hfq() -> Callable[..., dict]:
+    from hfq.quantization.driver import quantize
+    from hfq.quantization.progress import Progress
+
+    def run(path: str, output: str, tokens: str | None, recipe: dict, stop_after: int | None = None) -> dict:
+        calibration = read_tokens(tokens) if tokens else torch.empty(1, 1)
+
+        def stop(progress: Progress) -> None:
+            if progress.done == stop_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        report = quantize(path, Recipe(**recipe), output_dir=output, dataset=list(calibration) if tokens else None, num_calibration_samples=calibration.shape[0], max_seq_length=calibration.shape[1], on_progress=stop)  # fmt: skip
+        return {"resumed": report.resumed}
+
+    return run
+
+
+def _gptqmodel() -> Callable[..., dict]:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it needs two
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    def run(path: str, output: str, tokens: str, recipe: dict) -> dict:
+        calibration, source, target = read_tokens(tokens), Path(path).resolve(), Path(output).resolve()
+        os.chdir(target.parent)  # it writes logs where it runs
+        act_order = bool(recipe.get("act_order"))
+        config = QuantizeConfig(
+            bits=recipe["num_bits"], group_size=recipe["group_size"], sym=recipe.get("symmetric", True), desc_act=act_order,
+            act_group_aware=not act_order,
+        )  # fmt: skip
+        model = GPTQModel.load(str(source), config, device="cpu")
+        rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in calibration.tolist()]
+        model.quantize(rows, batch_size=max(1, 2048 // calibration.shape[1]))
+        model.save(str(target))
+        return {}
+
+    return run
+
+
+TOOLS: dict[str, Callable[[], Callable[..., dict]]] = {"hfq": _hfq, "gptqmodel": _gptqmodel}
+
+if __name__ == "__main__":
+    serve(QuantizeWorker(**json.loads(sys.argv[1])).commands)
