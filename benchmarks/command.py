@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.benchmarks.report import Report
+    from hfq.tables import Report
 
 __all__ = ["bench"]
 
@@ -39,8 +39,8 @@ def load(
     out: Out = None,
 ) -> None:
     """Time, memory and reads of loading: hfq, transformers and safetensors, cold and warm."""
-    from hfq.benchmarks.load import bench_load
-    from hfq.benchmarks.models import default_folder
+    from benchmarks.load.bench_load import bench_load
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_load(folder or default_folder(), size, rounds, _say), "load", as_json, out)
@@ -56,8 +56,8 @@ def stream(
     out: Out = None,
 ) -> None:
     """Forwards with all layers on a cold disk: hfq, accelerate's offload and the disk's limit, with and without compute."""
-    from hfq.benchmarks.models import default_folder
-    from hfq.benchmarks.stream import bench_stream
+    from benchmarks.stream.bench_stream import bench_stream
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_stream(folder or default_folder(), size, rounds, _say), "stream", as_json, out)
@@ -73,8 +73,8 @@ def fms(
     out: Out = None,
 ) -> None:
     """IBM's Foundation Model Stack by itself and with hfq: what loads, how exactly, its time and memory."""
-    from hfq.benchmarks.fms import bench_fms
-    from hfq.benchmarks.models import default_folder
+    from benchmarks.fms.bench_fms import bench_fms
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_fms(folder or default_folder(), size, rounds, _say), "fms", as_json, out)
@@ -94,8 +94,8 @@ def plan(
     out: Out = None,
 ) -> None:
     """Planned against measured bytes, predicted against achieved tokens per second, in memory, on disk and under ZeRO-3."""
-    from hfq.benchmarks.models import default_folder
-    from hfq.benchmarks.plan import bench_plan
+    from benchmarks.plan.bench_plan import bench_plan
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_plan(folder or default_folder(), checkpoint or [], size, rounds, _say, ranks, quick), "plan", as_json, out)
@@ -113,8 +113,8 @@ def kernels(
 ) -> None:
     """Products with packed weights on this CPU, against torch's with bfloat16 weights and the memory's bandwidth."""
     import torch
-    from hfq.benchmarks.kernels import ROWS, SHAPES, bench_kernels
 
+    from benchmarks.kernels.bench_kernels import ROWS, SHAPES, bench_kernels
     from hfq.errors import SetupError
 
     for name in shape or []:
@@ -138,8 +138,9 @@ def generate(
 ) -> None:
     """Tokens per second of a whole model on this CPU: packed weights in hfq against bfloat16 in plain transformers."""
     import torch
-    from hfq.benchmarks.generate import bench_generate
-    from hfq.benchmarks.models import default_folder
+
+    from benchmarks.generate import bench_generate
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     counts = threads or sorted({1, torch.get_num_threads()})
@@ -160,8 +161,8 @@ def quantize(
     out: Out = None,
 ) -> None:
     """Memory, time and quality of quantizing to GPTQ and FP8, against the promised bound and gptqmodel."""
-    from hfq.benchmarks.models import default_folder
-    from hfq.benchmarks.quantize import bench_quantize
+    from benchmarks.quantize.bench_quantize import bench_quantize
+    from hfq.machine_profile.probe_models import default_folder
 
     size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
     _show(bench_quantize(folder or default_folder(), size, rounds, trained or [], _say, threads), "quantize", as_json, out)
@@ -177,8 +178,8 @@ def quality(
     out: Out = None,
 ) -> None:
     """The published tables of perplexities on small models that are trained here; fails where their orderings do not hold."""
-    from hfq.benchmarks.models import default_folder
-    from hfq.benchmarks.quality import bench_quality, check_orderings
+    from benchmarks.quality.bench_quality import bench_quality, check_orderings
+    from hfq.machine_profile.probe_models import default_folder
 
     report = bench_quality(folder or default_folder(), quick, _say)
     _show(report, "quality", as_json, out)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import FORMATS, Architecture, make_checkpoint
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
+
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.probe_models import FORMATS, Architecture, make_checkpoint
+from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
 
 __all__ = ["PROMPT", "TOKENS", "bench_generate", "measure_model"]
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hfq.benchmarks.quality_text import read_documents
+from benchmarks.quality.corpus import read_documents
 
 VOCABULARY, CONTEXT, BATCH = 1536, 256, 16
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hfq.benchmarks.labels import label_points
+from hfq.plots.chart_labels import label_points
 
 __all__ = ["Chart", "Report", "Scatter", "Table", "Target", "as_rate", "median", "rotated", "select"]
 

@@ -4,7 +4,8 @@ import json
 import sys
 
 import pytest
-from hfq.benchmarks.report import Chart, Report, Table, Target, median, rotated, select
+
+from hfq.tables import Chart, Report, Table, Target, median, rotated, select
 
 RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [{"kind": "a", "error": "x"}, {"kind": "b"}]
 

@@ -8,16 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.fms_models import PARITY, write_fms_model
-from hfq.benchmarks.fms_worker import LOADERS
-from hfq.benchmarks.limits import warm_cache
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
-from hfq.benchmarks.process import Worker
-from hfq.benchmarks.ranks import Ranks
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, median, rotated, select
 
+from benchmarks.fms.fms_models import PARITY, write_fms_model
+from benchmarks.fms.fms_worker import LOADERS
 from hfq.integrations.fms import check_installed
+from hfq.machine_profile.local_ranks import Ranks
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.machine_limits import warm_cache
+from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.worker_process import Worker
+from hfq.tables import Chart, Record, Report, Table, Target, median, rotated, select
 
 __all__ = ["bench_fms"]
 
@@ -29,7 +29,7 @@ _DOORS = ("hfq.fms.load", "FMS with hfq.fms.register")
 _WORLD = 2
 _SHARED = {f"{door}, {_WORLD} ranks": door for door in _DOORS}
 """The doors under tensor parallelism, by what the table calls them."""
-_WORKER = "hfq.benchmarks.fms_worker"
+_WORKER = "benchmarks.fms.fms_worker"
 
 
 def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], None]) -> Report:

@@ -1,6 +1,6 @@
 """The process that `fms` measures in: loads checkpoints with FMS alone or with hfq, and tells logits, time and memory.
 
-Run as `python -m hfq.benchmarks.fms_worker '{"loader": …}'`; see `process.serve`.
+Run as `python -m benchmarks.fms.fms_worker '{"loader": …}'`; see `process.serve`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hfq.benchmarks.limits import touch
-from hfq.benchmarks.process import memory, reset_peak, serve
+
+from hfq.machine_profile.machine_limits import touch
+from hfq.machine_profile.worker_process import memory, reset_peak, serve
 
 __all__ = ["LOADERS", "TOKENS", "FmsWorker"]
 

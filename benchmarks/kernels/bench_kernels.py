@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from hfq.benchmarks.kernel_peers import Call, make_peers
-from hfq.benchmarks.report import Record, Report, rotated
 
+from benchmarks.kernels.kernel_peers import Call, make_peers
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.awq import Awq
 from hfq.formats.codecs.dtypes import torch_dtype
@@ -30,6 +29,7 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.layer_tensors import LayerTensors
 from hfq.kernels.registry import KERNELS, Kernel, explain_kernels
+from hfq.tables import Record, Report, rotated
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
 
@@ -96,7 +96,7 @@ def bench_kernels(
         threads: The numbers of threads to measure with.
         say: Is told what is going on.
     """
-    from hfq.benchmarks.kernels_report import report
+    from benchmarks.kernels.kernels_report import report
 
     before, records = torch.get_num_threads(), []
     try:

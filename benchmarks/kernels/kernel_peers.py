@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from hfq.benchmarks.ggml import GgmlLinear, find_package
+
+from benchmarks.kernels.ggml import GgmlLinear, find_package
 
 __all__ = ["GGML", "GPTQMODEL", "PEER", "PEERS", "REPACKED", "make_peers", "missing_peers"]
 

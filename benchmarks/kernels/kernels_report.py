@@ -7,14 +7,13 @@ import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hfq.benchmarks.ggml import compiled_for
-from hfq.benchmarks.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
-from hfq.benchmarks.kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
-
+from benchmarks.kernels.bench_kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
+from benchmarks.kernels.ggml import compiled_for
+from benchmarks.kernels.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
 from hfq.kernels.cpp.library import library, reason_missing
 from hfq.kernels.cpu.panels import product_dtype
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, select
 
 __all__ = ["report"]
 

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 
-from hfq.benchmarks.limits import cached_share, copy_rate, drop_cache, read_files, warm_cache
-from hfq.benchmarks.load_worker import LOADERS
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
-from hfq.benchmarks.process import Worker
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
+from benchmarks.load.load_worker import LOADERS
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.machine_limits import cached_share, copy_rate, drop_cache, read_files, warm_cache
+from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.worker_process import Worker
+from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
 
 __all__ = ["bench_load", "measure_load", "measure_pair"]
 
@@ -23,7 +23,7 @@ STATES = ("cold", "warm")
 CONSTANT_NBYTES = 64 << 20
 """What a load may take beside the checkpoint's own bytes, whatever the size: the skeleton, threads, staging."""
 
-_WORKER = "hfq.benchmarks.load_worker"
+_WORKER = "benchmarks.load.load_worker"
 
 
 def bench_load(folder: Path, nbytes: float, rounds: int, say: Callable[[str], None]) -> Report:

@@ -1,6 +1,6 @@
 """The process that `load` measures in: loads one checkpoint with one loader, and tells what that cost.
 
-Run as `python -m hfq.benchmarks.load_worker '{"loader": …, "path": …, "small": …}'`; see `process.serve`.
+Run as `python -m benchmarks.load.load_worker '{"loader": …, "path": …, "small": …}'`; see `process.serve`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq.benchmarks.limits import touch
-from hfq.benchmarks.models import checkpoint_files
-from hfq.benchmarks.process import memory, reset_peak, serve
 
 from hfq.checkpoint import Checkpoint, Reader
+from hfq.machine_profile.machine_limits import touch
+from hfq.machine_profile.probe_models import checkpoint_files
+from hfq.machine_profile.worker_process import memory, reset_peak, serve
 from hfq.modules.flat_buffer import read_tensor
 
 __all__ = ["LOADERS", "LoadWorker"]

@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.calibrate import MachineProbe, disk_file
-from hfq.benchmarks.calibrate_ranks import RanksProbe
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
-from hfq.benchmarks.plan_report import plan_report
-from hfq.benchmarks.probes import KindProbe, layers_of
-from hfq.benchmarks.ranks import Ranks, zero3_ranks
-from hfq.benchmarks.report import Record, Report
 
+from benchmarks.plan.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
+from benchmarks.plan.plan_report import plan_report
 from hfq.loading.dry_run import PlannedModel, open_model
+from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
+from hfq.machine_profile.measure_machine import MachineProbe, disk_file
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probes import KindProbe, layers_of
+from hfq.machine_profile.zero3_ranks import RanksProbe
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.roofline import predict
 from hfq.placement.zero.fit import ZeroFit, fit_zero3, gathering_work
 from hfq.placement.zero.model_states import count_states
+from hfq.tables import Record, Report
 
 __all__ = ["GENERATED", "bench_plan", "generated"]
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfq.benchmarks.model_probes import Decoder, load_model
-
 from hfq.checkpoint.filesystem import available_memory
 from hfq.errors import PlacementError
 from hfq.loading.dry_run import PlannedModel
 from hfq.loading.loaded_model import loader_of
+from hfq.machine_profile.model_probes import Decoder, load_model
 from hfq.placement.budget import READ_AHEAD_NBYTES, buffer_nbytes, plan_devices
 from hfq.placement.estimate.estimate import Estimate, Workload, estimate_placement, list_stages
 from hfq.placement.estimate.hardware import Hardware

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.tables import Chart, Record, Report, Table, Target
 
 __all__ = ["bytes_apart", "plan_report"]
 

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from hfq.benchmarks import quality_methods as methods
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.quality_differences import differences
-from hfq.benchmarks.quality_measure import Subject, largest_activation
-from hfq.benchmarks.quality_orderings import orderings, quick_orderings
-from hfq.benchmarks.quality_outliers import NONE, Outliers
-from hfq.benchmarks.quality_report import chart, tables
-from hfq.benchmarks.quality_text import Corpus
-from hfq.benchmarks.quality_training import CONTEXT, LLAMA, OPT, SMALL, Trained, Training, trained
-from hfq.benchmarks.report import Report
 
+from benchmarks.quality import methods
+from benchmarks.quality.corpus import Corpus
+from benchmarks.quality.differences import differences
+from benchmarks.quality.measure import Subject, largest_activation
+from benchmarks.quality.orderings import orderings, quick_orderings
+from benchmarks.quality.outliers import NONE, Outliers
+from benchmarks.quality.quality_tables import chart, tables
+from benchmarks.quality.training import CONTEXT, LLAMA, OPT, SMALL, Trained, Training, trained
 from hfq.errors import HfqError
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.tables import Report
 
 __all__ = ["bench_quality", "check_orderings"]
 

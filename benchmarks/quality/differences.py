@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hfq.benchmarks import quality_published as published
-from hfq.benchmarks.quality_published import Published
-from hfq.benchmarks.quality_report import Column, find
-from hfq.benchmarks.report import Record, Table
+from benchmarks.quality import published
+from benchmarks.quality.published import Published
+from benchmarks.quality.quality_tables import Column, find
+from hfq.tables import Record, Table
 
 __all__ = ["differences"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from hfq.benchmarks.quality_measure import Quantize, Subject
 
+from benchmarks.quality.measure import Quantize, Subject
 from hfq.formats import Format
 from hfq.formats.fp8 import Fp8
 from hfq.quantization.textbook.k_means import fixed, kmeans

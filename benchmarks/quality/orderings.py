@@ -10,9 +10,9 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from hfq.benchmarks.quality_methods import ACT_ORDER, INT8, NUMBER_FORMATS
-from hfq.benchmarks.quality_report import Column, find
-from hfq.benchmarks.report import Record, Target
+from benchmarks.quality.methods import ACT_ORDER, INT8, NUMBER_FORMATS
+from benchmarks.quality.quality_tables import Column, find
+from hfq.tables import Record, Target
 
 __all__ = ["LOSSLESS", "orderings", "quick_orderings"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hfq.benchmarks import quality_published as published
-from hfq.benchmarks.quality_methods import ACT_ORDER, INT8, NUMBER_FORMATS, WEIGHTS_ALONE
-from hfq.benchmarks.quality_published import Published
-from hfq.benchmarks.report import Chart, Record, Table
+from benchmarks.quality import published
+from benchmarks.quality.methods import ACT_ORDER, INT8, NUMBER_FORMATS, WEIGHTS_ALONE
+from benchmarks.quality.published import Published
+from hfq.tables import Chart, Record, Table
 
 __all__ = ["chart", "find", "tables"]
 

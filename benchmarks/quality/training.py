@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq.benchmarks.quality_text import Corpus, kept, publish
+
+from benchmarks.quality.corpus import Corpus, kept, publish
 
 __all__ = ["CONTEXT", "LLAMA", "OPT", "SMALL", "Trained", "Training", "train", "trained"]
 

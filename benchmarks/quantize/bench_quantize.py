@@ -15,17 +15,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.process import Worker
-from hfq.benchmarks.quantize_report import make_report
-from hfq.benchmarks.quantize_worker import TOOLS, write_tokens
-from hfq.benchmarks.report import Record, Report, rotated
 
+from benchmarks.quantize.quantize_report import make_report
+from benchmarks.quantize.quantize_worker import TOOLS, write_tokens
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.evaluation.perplexity import perplexity
 from hfq.evaluation.text import read_text, tokenize
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.worker_process import Worker
+from hfq.tables import Record, Report, rotated
 
 __all__ = [
     "CONSTANT_NBYTES",
@@ -42,7 +42,7 @@ CONSTANT_NBYTES = 400 << 20
 
 BITS = (4, 3, 2)
 GPTQ = {"method": "gptq", "num_bits": 4, "group_size": 128}
-_WORKER = "hfq.benchmarks.quantize_worker"
+_WORKER = "benchmarks.quantize.quantize_worker"
 _LENGTH, _SAMPLES = 128, 8
 _QUALITY_LENGTH, _QUALITY_SAMPLES = 256, 32
 

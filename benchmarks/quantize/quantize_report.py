@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import itemgetter
 
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, median, select
+from hfq.tables import Chart, Record, Report, Table, Target, median, select
 
 __all__ = ["make_report"]
 

@@ -1,6 +1,6 @@
 """The process that `quantize` measures in: quantizes with hfq or with gptqmodel, and tells CPU seconds and memory.
 
-Run as `python -m hfq.benchmarks.quantize_worker '{"tool": …}'`; see `process.serve`.
+Run as `python -m benchmarks.quantize.quantize_worker '{"tool": …}'`; see `process.serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from hfq import Recipe
-from hfq.benchmarks.process import memory, serve
+from hfq.machine_profile.worker_process import memory, serve
 
 __all__ = ["TOOLS", "QuantizeWorker", "read_tokens", "write_tokens"]
 

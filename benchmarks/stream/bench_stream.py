@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hfq.benchmarks.limits import copy_rate, drop_cache, read_files
-from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
-from hfq.benchmarks.movers import MOVERS, layer_nbytes
-from hfq.benchmarks.process import Worker
-from hfq.benchmarks.report import Record, Report, rotated
-from hfq.benchmarks.stream_report import stream_report
+from benchmarks.stream.contenders import MOVERS, layer_nbytes
+from benchmarks.stream.stream_report import stream_report
+from hfq.machine_profile.machine_limits import copy_rate, drop_cache, read_files
+from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.worker_process import Worker
+from hfq.tables import Record, Report, rotated
 
 __all__ = ["bench_stream", "measure_compute", "measure_decoding", "measure_limit", "measure_movement"]
 
@@ -27,7 +27,7 @@ TOKENS = 3
 Step = tuple[str, str, Callable[[], list[Record]]]
 """(what is measured, the mover, what measures it)"""
 
-_WORKER = "hfq.benchmarks.stream_worker"
+_WORKER = "benchmarks.stream.stream_worker"
 
 
 def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], None]) -> Report:

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from hfq.benchmarks.limits import touch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
@@ -22,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.config import HfqConfig
+from hfq.machine_profile.machine_limits import touch
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.models import FORMATS
-from hfq.benchmarks.report import Chart, Record, Report, Table, Target, as_rate, median, select
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.probe_models import FORMATS
+from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, select
 
 __all__ = ["stream_report"]
 

@@ -1,6 +1,6 @@
 """The process that `stream` measures in: one model whose layers rest on disk, forwards over them from a cold page cache.
 
-Run as `python -m hfq.benchmarks.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`; see `process.serve`.
+Run as `python -m benchmarks.stream.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`; see `process.serve`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.limits import drop_cache
-from hfq.benchmarks.models import checkpoint_files
-from hfq.benchmarks.movers import IN_MEMORY, MOVERS, ON_DISK, Compute, Mover, layer_nbytes, standing_in
-from hfq.benchmarks.process import serve
 from transformers.utils import logging
+
+from benchmarks.stream.contenders import IN_MEMORY, MOVERS, ON_DISK, Compute, Mover, layer_nbytes, standing_in
+from hfq.machine_profile.machine_limits import drop_cache
+from hfq.machine_profile.probe_models import checkpoint_files
+from hfq.machine_profile.worker_process import serve
 
 __all__ = ["StreamWorker"]
 

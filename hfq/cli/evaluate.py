@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hfq.benchmarks.report import Report
     from hfq.evaluation.evaluate import Quality
+    from hfq.tables import Report
 
 __all__ = ["evaluate"]
 
@@ -56,7 +56,7 @@ def evaluate(
 
 
 def _report(rows: list[Quality], text: Path, placement: str, dtype: str) -> Report:
-    from hfq.benchmarks.report import Report, Scatter, Table
+    from hfq.tables import Report, Scatter, Table
 
     names = _names(rows)
     has_reference = any(row.is_reference for row in rows)

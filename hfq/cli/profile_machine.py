@@ -34,10 +34,10 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
-    from hfq.benchmarks.calibrate import calibrate as measure
-    from hfq.benchmarks.models import default_folder
     from hfq.cli.model_argument import named_checkpoint
     from hfq.loading.dry_run import open_model
+    from hfq.machine_profile.measure_machine import calibrate as measure
+    from hfq.machine_profile.probe_models import default_folder
     from hfq.placement.estimate.profile import profile_path
 
     with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:

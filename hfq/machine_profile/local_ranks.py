@@ -8,9 +8,8 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hfq.benchmarks.process import Worker
-
 from hfq.errors import SetupError
+from hfq.machine_profile.worker_process import Worker
 
 __all__ = ["Ranks", "zero3_ranks"]
 
@@ -74,4 +73,4 @@ def zero3_ranks(count: int) -> Ranks:
             "Ranks under ZeRO-3 cannot be measured.", expected="deepspeed", found="it is not installed",
             fix="pip install deepspeed, or leave ZeRO-3 out",
         )  # fmt: skip
-    return Ranks("hfq.benchmarks.ranks_worker", count)
+    return Ranks("hfq.machine_profile.ranks_worker", count)

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.calibrate_ranks import measure_ranks
-from hfq.benchmarks.limits import drop_cache
-from hfq.benchmarks.machine import machine_facts
-from hfq.benchmarks.model_probes import DepthProbe
-from hfq.benchmarks.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
 
 from hfq.errors import SetupError
 from hfq.formats.awq import Awq
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import PlannedModel, kind_of_weight
+from hfq.machine_profile.machine_facts import machine_facts
+from hfq.machine_profile.machine_limits import drop_cache
+from hfq.machine_profile.model_probes import DepthProbe
+from hfq.machine_profile.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
+from hfq.machine_profile.zero3_ranks import measure_ranks
 from hfq.placement.estimate.profile import Profile
 
 __all__ = ["MachineProbe", "calibrate", "disk_file"]

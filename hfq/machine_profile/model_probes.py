@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq.benchmarks.models import Architecture, make_checkpoint
+
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 
 __all__ = ["DEPTHS", "Decoder", "DepthProbe", "load_model"]
 

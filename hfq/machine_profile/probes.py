@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.limits import CHUNK_NBYTES, read_files, reading_slots
 from torch import nn
 
 from hfq.formats import Format
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.dry_run import PlannedModel, kind_of_weight
+from hfq.machine_profile.machine_limits import CHUNK_NBYTES, read_files, reading_slots
 from hfq.modules.linear import QuantizedLinear
 from hfq.placement.estimate.pipeline import SideBySide
 

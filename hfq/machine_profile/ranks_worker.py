@@ -1,6 +1,6 @@
 """One rank of a run under ZeRO-3 that is measured: loads models, takes steps, multiplies. Several are asked at once: `ranks.Ranks`.
 
-Run as `python -m hfq.benchmarks.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `process.serve`.
+Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `process.serve`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq.benchmarks.model_probes import Decoder, load_model
-from hfq.benchmarks.probes import Layer, ProductProbe
-from hfq.benchmarks.process import serve
 
 from hfq.formats.gptq import Gptq
+from hfq.machine_profile.model_probes import Decoder, load_model
+from hfq.machine_profile.probes import Layer, ProductProbe
+from hfq.machine_profile.worker_process import serve
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.launch_configs import deepspeed_config
 

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.probes import Layer, ProductProbe
-from hfq.benchmarks.ranks import Ranks, zero3_ranks
 
 from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import open_model
+from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probes import Layer, ProductProbe
 from hfq.placement.estimate.profile import Zero3Rates
 from hfq.placement.zero.model_states import count_states
 

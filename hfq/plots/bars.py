@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfq.benchmarks.report import Table
 from hfq.plots.drawing import COLOURS, INK, MUTED
 from hfq.plots.section import Picture, as_size
+from hfq.tables import Table
 
 __all__ = ["Bars", "bars_picture"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hfq.benchmarks.report import Chart, Scatter, Table
 from hfq.plots.fields import Fields
 from hfq.plots.section import Picture, Section
+from hfq.tables import Chart, Scatter, Table
 
 __all__ = ["bench_section"]
 

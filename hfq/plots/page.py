@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hfq.benchmarks.report import Table
 from hfq.plots.drawing import draw_svg
 from hfq.plots.section import Picture, Section
+from hfq.tables import Table
 from hfq.version import __version__
 
 __all__ = ["make_page"]

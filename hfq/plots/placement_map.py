@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfq.benchmarks.report import Table
 from hfq.placement.plan import ModuleDevice
 from hfq.plots.drawing import COLOURS
 from hfq.plots.section import Picture, as_size
+from hfq.tables import Table
 
 __all__ = ["PlacementMap", "Unit", "home_colour", "placement_picture"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hfq.benchmarks.report import Scatter, Table
 from hfq.plots.bars import Bars, bars_picture
 from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
 from hfq.plots.runs import read_modules
 from hfq.plots.section import Picture, Section, as_size
+from hfq.tables import Scatter, Table
 
 __all__ = ["PARTS", "plan_section"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfq.benchmarks.report import Table, as_rate
 from hfq.offload.chrome_trace import chrome_trace
 from hfq.offload.spans import LANES, Span
 from hfq.placement.plan import ModuleDevice
@@ -13,6 +12,7 @@ from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
 from hfq.plots.section import Section, as_size
 from hfq.plots.timeline_plot import timeline_picture
+from hfq.tables import Table, as_rate
 
 __all__ = ["read_modules", "run_section"]
 

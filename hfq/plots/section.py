@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hfq.benchmarks.report import Table
+from hfq.tables import Table
 
 __all__ = ["Drawing", "Picture", "Section", "as_size"]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfq.benchmarks.report import Table
 from hfq.offload.spans import Span, overlap_levels
 from hfq.plots.drawing import COLOURS, INK, MUTED
 from hfq.plots.section import Picture, as_size
+from hfq.tables import Table
 
 __all__ = ["TimelinePlot", "busy_seconds", "last_pass", "timeline_picture"]
 

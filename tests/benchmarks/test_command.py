@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from hfq.benchmarks import load
-from hfq.benchmarks.report import Chart, Report, Target
 from typer.testing import CliRunner
 
+from benchmarks.load import bench_load as load
 from hfq.cli.main import app
+from hfq.tables import Chart, Report, Target
 
 CANNED = Report("Canned", {"date": "today"}, [], [Target("a ratio", 2, 1)], [{"kind": "x"}], Chart("c", (), {}))
 

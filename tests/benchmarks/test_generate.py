@@ -2,8 +2,8 @@
 
 import pytest
 
-from hfq.benchmarks import generate
-from hfq.benchmarks.models import FORMATS
+from benchmarks import generate
+from hfq.machine_profile.probe_models import FORMATS
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_several_accelerators_hold_the_model_alone():
 
 
 def test_a_named_profile_predicts(tmp_path):
-    from hfq.benchmarks.machine import machine_facts
+    from hfq.machine_profile.machine_facts import machine_facts
 
     facts = {"processor": machine_facts(tmp_path)["processor"]}
     rates = {"gptq 4-bit bfloat16": {1: 1e9}, "dense bfloat16": {1: 1e9}}
@@ -92,7 +92,7 @@ def test_zero3_prints_configs_that_their_readers_take(tmp_path):
 
 
 def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
-    from hfq.benchmarks.machine import machine_facts
+    from hfq.machine_profile.machine_facts import machine_facts
 
     here = ("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB")
     assert "hfq calibrate --ranks 2" in report(*here)["prediction"]["not_predicted"]

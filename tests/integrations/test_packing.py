@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from hfq.benchmarks.models import Architecture, make_checkpoint
 from quantize.test_families import FUSED, IDS, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +23,7 @@ from hfq.formats.configs.source_config import source_config
 from hfq.loading.loaded_model import loader_of
 from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
 from hfq.recipes.recipe import RECIPE_OPTIONS
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

@@ -8,8 +8,8 @@ import tiny_models
 import torch
 import transformers
 
-from hfq.benchmarks.fms_models import COMMON, FORMATS, HEADS, HIDDEN, INNER, LAYERS, PARITY
-from hfq.benchmarks.fms_models import write_fms_model as write
+from benchmarks.fms.fms_models import COMMON, FORMATS, HEADS, HIDDEN, INNER, LAYERS, PARITY
+from benchmarks.fms.fms_models import write_fms_model as write
 from hfq.checkpoint import write_safetensors
 
 __all__ = ["OTHERS", "PARITY", "write", "write_other"]

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
 
-from hfq.benchmarks import fms
-from hfq.benchmarks.fms_worker import FmsWorker
-from hfq.benchmarks.models import Architecture
+from benchmarks.fms import bench_fms as fms
+from benchmarks.fms.fms_worker import FmsWorker
+from hfq.machine_profile.probe_models import Architecture
 
 pytestmark = pytest.mark.peers
 

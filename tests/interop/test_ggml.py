@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from hfq.benchmarks.ggml import PACKAGES, GgmlLinear
-from hfq.benchmarks.kernel_peers import GGML, PEERS, make_peers
+from benchmarks.kernels.ggml import PACKAGES, GgmlLinear
+from benchmarks.kernels.kernel_peers import GGML, PEERS, make_peers
 
 pytestmark = [
     pytest.mark.peers,

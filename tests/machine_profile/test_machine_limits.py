@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfq import SetupError
-from hfq.benchmarks import limits
+from hfq.machine_profile import machine_limits as limits
 
 
 @pytest.fixture

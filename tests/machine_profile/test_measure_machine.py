@@ -2,11 +2,11 @@
 
 import pytest
 import tiny_models
-from hfq.benchmarks.calibrate import calibrate
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
 from hfq.errors import SetupError
+from hfq.machine_profile.measure_machine import calibrate
 from hfq.placement.estimate.profile import read_profile
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hfq.benchmarks.models import FORMATS, Architecture, checkpoint_files, make_checkpoint
 
 from hfq import SetupError
 from hfq.checkpoint import Checkpoint, Reader
@@ -14,6 +13,7 @@ from hfq.checkpoint import Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config
+from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
 from hfq.modules.flat_buffer import read_tensor
 
 SMALL = Architecture(128, 2)

@@ -1,13 +1,13 @@
 """Workers: answers and nothing but answers, errors as answers, deaths as errors."""
 
 import pytest
-from hfq.benchmarks.process import Worker, memory, reset_peak
 
 from hfq import SetupError
+from hfq.machine_profile.worker_process import Worker, memory, reset_peak
 
 MODULE = """
 import json, os, sys
-from hfq.benchmarks.process import memory, serve
+from hfq.machine_profile.worker_process import memory, serve
 
 def add(first, second):
     print("this is no answer")

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from hfq.benchmarks.labels import choose_places
+
+from hfq.plots.chart_labels import choose_places
 
 FRAME = (0.0, 0.0, 400.0, 200.0)
 

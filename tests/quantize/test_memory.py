@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.quantize import bound_nbytes, measure_memory
 from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hfq
 from hfq.formats import FORMATS
+from benchmarks.quantize.bench_quantize import bound_nbytes, measure_memory
 from hfq.formats.layouts.rounding import round_weight
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 from hfq.quantization import decoder_layer as block
 from hfq.quantization.calibration_data import Calibration
 from hfq.quantization.float_checkpoint import Source

@@ -15,8 +15,8 @@ __all__ = ["checkpoint_findings", "disk_findings"]
 
 def disk_findings(folder: Path) -> Iterator[Finding]:
     """The file system of a folder, its room, and what of the checkpoint is in the page cache."""
-    from hfq.benchmarks.limits import cached_share
     from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network
+    from hfq.machine_profile.machine_limits import cached_share
 
     kind, free = filesystem_type(folder) or "unknown", shutil.disk_usage(folder if folder.exists() else Path()).free
     if is_network(folder):

@@ -172,7 +172,7 @@ def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) 
 
 def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
     """The machine's profile, with the rate that the catalog has of the accelerator that was named."""
-    from hfq.benchmarks.machine import machine_facts
+    from hfq.machine_profile.machine_facts import machine_facts
     from hfq.placement.estimate.catalog import SHIPPED, read_catalog
     from hfq.placement.estimate.profile import read_profile
 

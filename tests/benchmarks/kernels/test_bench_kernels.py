@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hfq.benchmarks import kernels, kernels_report
 from typer.testing import CliRunner
 
+from benchmarks.kernels import bench_kernels as kernels
+from benchmarks.kernels import kernels_report
 from hfq.cli.main import app
 
 
@@ -32,7 +33,7 @@ def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(smal
 
 
 def test_peers_are_measured_where_they_are_installed_and_named_where_not(small):
-    from hfq.benchmarks.kernel_peers import PEERS, make_peers, missing_peers
+    from benchmarks.kernels.kernel_peers import PEERS, make_peers, missing_peers
 
     found = make_peers(torch.randn(256, 256).to(torch.bfloat16))
     assert set(found) <= set(PEERS)

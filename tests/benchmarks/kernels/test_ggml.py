@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hfq.benchmarks import ggml, kernels_report
-from hfq.benchmarks.kernel_peers import GGML, PEERS, REPACKED
+
+from benchmarks.kernels import ggml, kernels_report
+from benchmarks.kernels.kernel_peers import GGML, PEERS, REPACKED
 
 
 @pytest.mark.parametrize("folder", ["lib", "lib64"])
@@ -24,7 +25,7 @@ def test_a_package_without_the_library_is_named(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_loaded_is_no_peer(tmp_path, monkeypatch):
-    from hfq.benchmarks import kernel_peers
+    from benchmarks.kernels import kernel_peers
 
     library = tmp_path / "broken_ggml" / "lib" / "libggml-cpu.so"
     library.parent.mkdir(parents=True)

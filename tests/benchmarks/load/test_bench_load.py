@@ -1,9 +1,10 @@
 """The load benchmark, with small checkpoints and workers in this process: complete, and consistent in itself."""
 
 import pytest
-from hfq.benchmarks import load
-from hfq.benchmarks.load_worker import LOADERS, LoadWorker
-from hfq.benchmarks.models import Architecture, checkpoint_files, make_checkpoint
+
+from benchmarks.load import bench_load as load
+from benchmarks.load.load_worker import LOADERS, LoadWorker
+from hfq.machine_profile.probe_models import Architecture, checkpoint_files, make_checkpoint
 
 SMALL = Architecture(128, 2)
 

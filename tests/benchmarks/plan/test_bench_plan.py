@@ -2,10 +2,10 @@
 
 import pytest
 import tiny_models
-from hfq.benchmarks import plan
-from hfq.benchmarks.plan_cases import PLACEMENTS, open_cases
-from hfq.benchmarks.plan_report import bytes_apart, plan_report
 
+from benchmarks.plan import bench_plan as plan
+from benchmarks.plan.plan_cases import PLACEMENTS, open_cases
+from benchmarks.plan.plan_report import bytes_apart, plan_report
 from hfq.loading.dry_run import open_model
 from hfq.placement.estimate.profile import PUBLISHED
 from hfq.placement.estimate.roofline import predict

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from hfq.benchmarks import quality
-from hfq.benchmarks import quality_published as published
-from hfq.benchmarks.quality_differences import differences
-from hfq.benchmarks.quality_measure import Subject, largest_activation
-from hfq.benchmarks.quality_methods import INT8, NUMBER_FORMATS, WEIGHTS_ALONE, measure_int8, measure_rounded, measure_rtn
-from hfq.benchmarks.quality_orderings import orderings, quick_orderings
-from hfq.benchmarks.quality_outliers import NONE
-from hfq.benchmarks.quality_report import chart, find, tables
-from hfq.benchmarks.quality_text import PARTS, Corpus, part_of, publish, read_topics
-from hfq.benchmarks.quality_training import Training, orthogonalized, train
-from hfq.benchmarks.report import Chart, Report, Target
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.quality import bench_quality as quality
+from benchmarks.quality import published
+from benchmarks.quality.corpus import PARTS, Corpus, part_of, publish, read_topics
+from benchmarks.quality.differences import differences
+from benchmarks.quality.measure import Subject, largest_activation
+from benchmarks.quality.methods import INT8, NUMBER_FORMATS, WEIGHTS_ALONE, measure_int8, measure_rounded, measure_rtn
+from benchmarks.quality.orderings import orderings, quick_orderings
+from benchmarks.quality.outliers import NONE
+from benchmarks.quality.quality_tables import chart, find, tables
+from benchmarks.quality.training import Training, orthogonalized, train
 from hfq import CheckpointError, HfqError
 from hfq.cli.main import app
+from hfq.tables import Chart, Report, Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "quality.json"
 RECORDS = json.loads(PAGE.read_text(encoding="utf-8"))["records"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hfq.benchmarks.quality_outliers import NONE, Outliers, with_outliers
-from hfq.benchmarks.quality_training import Training
 from transformers import AutoModelForCausalLM
 
+from benchmarks.quality.outliers import NONE, Outliers, with_outliers
+from benchmarks.quality.training import Training
 from hfq import SetupError
 
 IDS = torch.arange(40).view(2, 20) * 7 % 300

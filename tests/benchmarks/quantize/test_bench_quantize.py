@@ -2,10 +2,11 @@
 
 import tiny_models
 import torch
-from hfq.benchmarks import quantize
-from hfq.benchmarks.quantize_report import make_report
-from hfq.benchmarks.quantize_worker import QuantizeWorker, read_tokens, write_tokens
 from transformers import AutoTokenizer
+
+from benchmarks.quantize import bench_quantize as quantize
+from benchmarks.quantize.quantize_report import make_report
+from benchmarks.quantize.quantize_worker import QuantizeWorker, read_tokens, write_tokens
 
 
 def test_a_quantization_is_measured_beside_its_bound(tmp_path, monkeypatch, in_process):

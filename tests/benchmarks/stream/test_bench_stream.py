@@ -1,9 +1,10 @@
 """The stream benchmark: what a round measures, and what the report makes of records that are made up."""
 
 import pytest
-from hfq.benchmarks import stream
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.stream_report import stream_report
+
+from benchmarks.stream import bench_stream as stream
+from benchmarks.stream.stream_report import stream_report
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 
 SMALL = Architecture(128, 1)
 

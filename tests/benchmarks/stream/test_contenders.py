@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from hfq.benchmarks import movers
-from hfq.benchmarks.models import Architecture, make_checkpoint
-from hfq.benchmarks.stream_worker import StreamWorker
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from benchmarks.stream import contenders as movers
+from benchmarks.stream.stream_worker import StreamWorker
+from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 from hfq.modules.linear import QuantizedLinear
 
 SMALL = Architecture(128, 2)
