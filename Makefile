@@ -33,19 +33,19 @@ site: $(VENV)/.installed  ## build the documentation into build/site; a broken l
 
 bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/hfq bench load --out docs/benchmarks
-	$(BIN)/hfq bench stream --out docs/benchmarks
-	$(BIN)/hfq bench kernels --out docs/benchmarks
-	$(BIN)/hfq bench generate --out docs/benchmarks
-	$(BIN)/hfq bench plan --out docs/benchmarks
+	$(BIN)/python -m benchmarks load --out docs/benchmarks
+	$(BIN)/python -m benchmarks stream --out docs/benchmarks
+	$(BIN)/python -m benchmarks kernels --out docs/benchmarks
+	$(BIN)/python -m benchmarks generate --out docs/benchmarks
+	$(BIN)/python -m benchmarks plan --out docs/benchmarks
 
 bench-fms: $(VENV)/.installed  ## measure IBM's FMS by itself and with hfq (Python 3.11 or 3.12); writes docs/benchmarks/fms.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench,fms]'
-	$(BIN)/hfq bench fms --out docs/benchmarks
+	$(BIN)/python -m benchmarks fms --out docs/benchmarks
 
 tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/hfq bench quality --out docs/benchmarks
+	$(BIN)/python -m benchmarks quality --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
 	tests/interop/run.sh

@@ -1,1 +1,4 @@
-"""What loading and streaming cost, measured against the machine's own limits and against other tools in the same run."""
+"""Benchmarks of hfq against the limits of this machine and against other tools.
+
+Run them from a checkout: `python -m benchmarks load --out docs/benchmarks`.
+"""

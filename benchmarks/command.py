@@ -1,189 +1,270 @@
-"""`hfq bench load`, `stream`, `kernels`, `generate`, `plan`, `quantize`, `fms`, `quality`: costs, against limits and other tools."""
+"""`python -m benchmarks NAME`: one table of benchmarks, and one command that runs them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.errors import HfqError, SetupError, nearest
+
 if TYPE_CHECKING:
     from hfq.tables import Report
 
-__all__ = ["bench"]
+__all__ = ["BENCHMARKS", "Benchmark", "Options", "app", "main"]
 
 QUICK_NBYTES = 24e6
 
-bench = typer.Typer(
-    no_args_is_help=True, help="Measure loading, streaming and kernels on this machine, against its limits and other tools."
-)
 
-Folder = Annotated[Path | None, typer.Option(help="Holds the checkpoints between runs; by default in the user's cache.")]
-Size = Annotated[float, typer.Option(help="Bytes of the bfloat16 checkpoint; the packed ones have the same architecture.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured, interleaved.")]
-Quick = Annotated[
-    bool, typer.Option("--quick", help="A small checkpoint and one round: checks that it works, measures nothing.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of markdown.")]
-Out = Annotated[Path | None, typer.Option(help="Write NAME.md, NAME.json and NAME.png into this folder, too.")]
+@dataclass(frozen=True)
+class Options:
+    """Options of one run.
+
+    Attributes:
+        folder: Contains checkpoints and trained models between runs.
+        size: Size of the bfloat16 checkpoint in bytes; quantized ones have the same architecture.
+        rounds: Number of rounds. A round measures everything once.
+        quick: True if the run checks the benchmark and measures nothing.
+        threads: Numbers of threads; None for those of the benchmark.
+        models: Checkpoints of the user: measured by `plan`, trained models for `quantize`.
+        ranks: Local ranks under ZeRO-3; 0 for none.
+        shapes: Names of layer shapes; None for all.
+        rows: Numbers of activation rows; None for those of the benchmark.
+    """
+
+    folder: Path
+    size: float
+    rounds: int
+    quick: bool
+    threads: list[int] | None
+    models: list[Path]
+    ranks: int
+    shapes: list[str] | None
+    rows: list[int] | None
 
 
-@bench.command("load")
-def load(
-    folder: Folder = None,
-    size: Size = 2.4e9,
-    rounds: Rounds = 3,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """Time, memory and reads of loading: hfq, transformers and safetensors, cold and warm."""
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        run: Measures, and returns the report.
+        size: Default size of the bfloat16 checkpoint in bytes; 0 if the benchmark reads no checkpoint.
+        help: One line for the command's help.
+        rounds: Default number of rounds.
+        own: Options that only some benchmarks take.
+        check: Raises HfqError if the report contradicts what the benchmark promises; None for no check.
+    """
+
+    run: Callable[[Options], Report]
+    size: float
+    help: str
+    rounds: int = 3
+    own: tuple[str, ...] = ()
+    check: Callable[[Report], None] | None = None
+
+
+def _load(options: Options) -> Report:
     from benchmarks.load.bench_load import bench_load
-    from hfq.machine_profile.probe_models import default_folder
 
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    _show(bench_load(folder or default_folder(), size, rounds, _say), "load", as_json, out)
+    return bench_load(options.folder, options.size, options.rounds, _say)
 
 
-@bench.command("stream")
-def stream(
-    folder: Folder = None,
-    size: Size = 2.4e9,
-    rounds: Rounds = 3,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """Forwards with all layers on a cold disk: hfq, accelerate's offload and the disk's limit, with and without compute."""
+def _stream(options: Options) -> Report:
     from benchmarks.stream.bench_stream import bench_stream
-    from hfq.machine_profile.probe_models import default_folder
 
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    _show(bench_stream(folder or default_folder(), size, rounds, _say), "stream", as_json, out)
+    return bench_stream(options.folder, options.size, options.rounds, _say)
 
 
-@bench.command("fms")
-def fms(
-    folder: Folder = None,
-    size: Size = 1.2e9,
-    rounds: Rounds = 3,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """IBM's Foundation Model Stack by itself and with hfq: what loads, how exactly, its time and memory."""
-    from benchmarks.fms.bench_fms import bench_fms
-    from hfq.machine_profile.probe_models import default_folder
-
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    _show(bench_fms(folder or default_folder(), size, rounds, _say), "fms", as_json, out)
-
-
-@bench.command("plan")
-def plan(
-    checkpoint: Annotated[
-        list[Path] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Measured beside generated ones.")
-    ] = None,
-    folder: Folder = None,
-    size: Annotated[float, typer.Option(help="Bytes of each of the two generated checkpoints.")] = 2e9,
-    rounds: Rounds = 3,
-    ranks: Annotated[int, typer.Option(min=0, help="Local ranks under ZeRO-3; 0 for none.")] = 2,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """Planned against measured bytes, predicted against achieved tokens per second, in memory, on disk and under ZeRO-3."""
-    from benchmarks.plan.bench_plan import bench_plan
-    from hfq.machine_profile.probe_models import default_folder
-
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    _show(bench_plan(folder or default_folder(), checkpoint or [], size, rounds, _say, ranks, quick), "plan", as_json, out)
-
-
-@bench.command("kernels")
-def kernels(
-    shape: Annotated[list[str] | None, typer.Option(help="One of the shapes, by name; by default all of them.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Activation rows; by default 1, 8, 128 and 512.")] = None,
-    threads: Annotated[list[int] | None, typer.Option(min=1, help="Threads; by default one, and all.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, interleaved.")] = 9,
-    quick: Annotated[bool, typer.Option("--quick", help="One small shape, one round: checks that it works.")] = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """Products with packed weights on this CPU, against torch's with bfloat16 weights and the memory's bandwidth."""
-    import torch
-
+def _kernels(options: Options) -> Report:
     from benchmarks.kernels.bench_kernels import ROWS, SHAPES, bench_kernels
-    from hfq.errors import SetupError
 
-    for name in shape or []:
+    shapes, rows = options.shapes or list(SHAPES), options.rows or ROWS
+    for name in shapes:
         if name not in SHAPES:
-            raise SetupError(f"There is no shape {name!r}.", expected=", ".join(SHAPES), found=name, fix="correct --shape")
-    if quick:
-        shape, rows, rounds = ["MoE expert"], [1, 8], 1
-    counts = threads or sorted({1, torch.get_num_threads()})
-    _show(bench_kernels(shape or list(SHAPES), rows or ROWS, rounds, counts, _say), "kernels", as_json, out)
+            raise SetupError(
+                f"--shape {name!r} is not a shape{nearest(name, SHAPES)}.",
+                expected=", ".join(SHAPES),
+                found=name,
+                fix="Pass one of these names.",
+            )
+    if options.quick:
+        shapes, rows = ["MoE expert"], [1, 8]
+    return bench_kernels(shapes, rows, options.rounds, options.threads or _all_threads(), _say)
 
 
-@bench.command("generate")
-def generate(
-    folder: Folder = None,
-    size: Size = 2.4e9,
-    rounds: Rounds = 3,
-    threads: Annotated[list[int] | None, typer.Option(min=1, help="Threads; by default one, and all.")] = None,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
+def _generate(options: Options) -> Report:
+    from benchmarks.generate import bench_generate
+
+    threads = options.threads or _all_threads()
+    return bench_generate(options.folder, options.size, options.rounds, threads, _say)
+
+
+def _plan(options: Options) -> Report:
+    from benchmarks.plan.bench_plan import bench_plan
+
+    return bench_plan(
+        options.folder, options.models, options.size, options.rounds, _say, options.ranks, options.quick
+    )
+
+
+def _quantize(options: Options) -> Report:
+    from benchmarks.quantize.bench_quantize import bench_quantize
+
+    threads = options.threads or [1]
+    if len(threads) > 1:
+        raise SetupError(
+            "quantize takes one number of threads.",
+            expected="--threads once",
+            found=", ".join(map(str, threads)),
+            fix="Run it once for each number of threads.",
+        )
+    return bench_quantize(options.folder, options.size, options.rounds, options.models, _say, threads[0])
+
+
+def _fms(options: Options) -> Report:
+    from benchmarks.fms.bench_fms import bench_fms
+
+    return bench_fms(options.folder, options.size, options.rounds, _say)
+
+
+def _quality(options: Options) -> Report:
+    from benchmarks.quality.bench_quality import bench_quality
+
+    return bench_quality(options.folder, options.quick, _say)
+
+
+def _check_quality(report: Report) -> None:
+    from benchmarks.quality.bench_quality import check_orderings
+
+    check_orderings(report)
+
+
+BENCHMARKS = {
+    "load": Benchmark(
+        _load, 2.4e9, "Time, memory, and reads of loading: hfq, transformers, and safetensors, cold and warm."
+    ),
+    "stream": Benchmark(
+        _stream, 2.4e9, "Forward passes with all layers on a cold disk: hfq, accelerate, and the disk's limit."
+    ),
+    "kernels": Benchmark(
+        _kernels,
+        0,
+        "Products with quantized weights on the CPU, against torch and the memory's bandwidth.",
+        rounds=9,
+        own=("--threads", "--shape", "--rows"),
+    ),
+    "generate": Benchmark(
+        _generate,
+        2.4e9,
+        "Tokens per second of a model on the CPU, against bfloat16 in plain transformers.",
+        own=("--threads",),
+    ),
+    "plan": Benchmark(
+        _plan,
+        2e9,
+        "Planned and measured bytes, predicted and measured tokens per second.",
+        own=("--model", "--ranks"),
+    ),
+    "quantize": Benchmark(
+        _quantize,
+        2.3e9,
+        "Memory, time, and quality of quantizing to GPTQ and FP8, against gptqmodel.",
+        own=("--model", "--threads"),
+    ),
+    "fms": Benchmark(_fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."),
+    "quality": Benchmark(
+        _quality, 0, "Published tables of quality, on small models that are trained here.", check=_check_quality
+    ),
+}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(epilog="\n\n".join(f"{name}: {each.help}" for name, each in BENCHMARKS.items()))
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(BENCHMARKS)}.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Keeps checkpoints between runs; by default in the user's cache.")
+    ] = None,
+    size: Annotated[float | None, typer.Option(help="Bytes of the bfloat16 checkpoint.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of interleaved rounds.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and one round: a check, not a measurement.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of markdown.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write NAME.md, NAME.json, and NAME.png here.")] = None,
+    threads: Annotated[list[int] | None, typer.Option(min=1, help="kernels, generate, quantize: threads.")] = None,
+    model: Annotated[
+        list[Path] | None, typer.Option(help="plan: a checkpoint to measure. quantize: a small trained model.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="kernels: a layer shape; by default all.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels: activation rows.")] = None,
 ) -> None:
-    """Tokens per second of a whole model on this CPU: packed weights in hfq against bfloat16 in plain transformers."""
+    """Run one benchmark, print its report, and print its targets on standard error."""
+    from hfq.machine_profile.measure_machine import default_folder
+
+    own = {"--threads": threads, "--model": model, "--ranks": ranks, "--shape": shape, "--rows": rows}
+    found = _find(name, [option for option, value in own.items() if value is not None])
+    options = Options(
+        folder=folder or default_folder(),
+        size=QUICK_NBYTES if quick else size or found.size,
+        rounds=1 if quick else rounds or found.rounds,
+        quick=quick,
+        threads=threads,
+        models=model or [],
+        ranks=2 if ranks is None else ranks,
+        shapes=shape,
+        rows=rows,
+    )
+    report = found.run(options)
+    _show(report, name, as_json, out)
+    if found.check is not None:
+        found.check(report)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command. An HfqError is printed without a traceback, and the exit status is 1.
+
+    Args:
+        arguments: Name and options; those of the process by default.
+    """
+    try:
+        app(arguments, prog_name="python -m benchmarks")
+    except HfqError as error:
+        _say(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def _find(name: str, given: Sequence[str]) -> Benchmark:
+    """Returns the benchmark of this name, which takes all options that were given."""
+    if name not in BENCHMARKS:
+        raise SetupError(
+            f"{name!r} is not a benchmark{nearest(name, BENCHMARKS)}.",
+            expected=", ".join(BENCHMARKS),
+            found=name,
+            fix="Pass one of these names.",
+        )
+    found = BENCHMARKS[name]
+    for option in given:
+        if option not in found.own:
+            raise SetupError(
+                f"{name} does not take {option}.",
+                expected=", ".join(found.own) or f"no option of its own for {name}",
+                found=option,
+                fix=f"Leave {option} out.",
+            )
+    return found
+
+
+def _all_threads() -> list[int]:
+    """Returns one thread, and all threads."""
     import torch
 
-    from benchmarks.generate import bench_generate
-    from hfq.machine_profile.probe_models import default_folder
-
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    counts = threads or sorted({1, torch.get_num_threads()})
-    _show(bench_generate(folder or default_folder(), size, rounds, counts, _say), "generate", as_json, out)
-
-
-@bench.command("quantize")
-def quantize(
-    folder: Folder = None,
-    size: Size = 2.3e9,
-    rounds: Rounds = 3,
-    trained: Annotated[
-        list[Path] | None, typer.Option(help="A small trained model, with its tokenizer and held_out.txt; may be given again.")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """Memory, time and quality of quantizing to GPTQ and FP8, against the promised bound and gptqmodel."""
-    from benchmarks.quantize.bench_quantize import bench_quantize
-    from hfq.machine_profile.probe_models import default_folder
-
-    size, rounds = (QUICK_NBYTES, 1) if quick else (size, rounds)
-    _show(bench_quantize(folder or default_folder(), size, rounds, trained or [], _say, threads), "quantize", as_json, out)
-
-
-@bench.command("quality")
-def quality(
-    folder: Annotated[
-        Path | None, typer.Option(help="Holds the trained models between runs; by default in the user's cache.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller model and a few rows: under a minute.")] = False,
-    as_json: AsJson = False,
-    out: Out = None,
-) -> None:
-    """The published tables of perplexities on small models that are trained here; fails where their orderings do not hold."""
-    from benchmarks.quality.bench_quality import bench_quality, check_orderings
-    from hfq.machine_profile.probe_models import default_folder
-
-    report = bench_quality(folder or default_folder(), quick, _say)
-    _show(report, "quality", as_json, out)
-    check_orderings(report)
+    return sorted({1, torch.get_num_threads()})
 
 
 def _say(text: str) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkpoints import FORMATS, architecture_of_size, make_checkpoint
+from benchmarks.records import Record, median, rotated, select
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.machine_profile.probe_models import FORMATS, Architecture, make_checkpoint
-from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["PROMPT", "TOKENS", "bench_generate", "measure_model"]
 
@@ -41,7 +43,7 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
     Raises:
         SetupError: The disk has too little room.
     """
-    architecture, before, records = Architecture.of_size(nbytes), torch.get_num_threads(), []
+    architecture, before, records = architecture_of_size(nbytes), torch.get_num_threads(), []
     models, memory = {}, torch.zeros(READ_NBYTES // 4)
     for weights in FORMATS:
         say(f"{weights}: loading")

@@ -10,12 +10,14 @@ import argparse
 import hashlib
 import math
 import pathlib
+import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.quality.corpus import read_documents
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the root of the checkout, which contains benchmarks
+from benchmarks.quality.corpus import read_documents  # noqa: E402
 
 VOCABULARY, CONTEXT, BATCH = 1536, 256, 16
 

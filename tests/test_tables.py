@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from hfq.tables import Chart, Report, Table, Target, median, rotated, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target
 
 RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [{"kind": "a", "error": "x"}, {"kind": "b"}]
 
@@ -18,18 +19,6 @@ def test_verdicts(value, at_least, verdict):
     target = Target("a ratio", value, 1, at_least)
     assert target.verdict == verdict
     assert f": {verdict})" in str(target)
-
-
-def test_medians_leave_failures_out():
-    assert len(select(RECORDS, kind="a")) == 3
-    assert median(RECORDS, lambda record: record["seconds"] / record["nbytes"], kind="a") == 1.5
-    assert median(RECORDS, lambda record: record["seconds"], kind="b") is None
-    assert median(RECORDS, lambda record: record["seconds"], kind="c") is None
-
-
-def test_every_name_comes_first_once():
-    assert [rotated(["x", "y", "z"], by)[0] for by in range(4)] == ["x", "y", "z", "x"]
-    assert rotated([], 2) == []
 
 
 def test_a_report_is_written_in_three_ways(tmp_path, monkeypatch):

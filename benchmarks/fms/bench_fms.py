@@ -9,15 +9,18 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.checkpoints import FORMATS, architecture_of_size, checkpoint_files, make_checkpoint
 from benchmarks.fms.fms_models import PARITY, write_fms_model
 from benchmarks.fms.fms_worker import LOADERS
+from benchmarks.memory_limits import warm_cache
+from benchmarks.records import Record, median, rotated, select
 from hfq.integrations.fms import check_installed
 from hfq.machine_profile.local_ranks import Ranks
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.machine_profile.machine_limits import warm_cache
-from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.probe_models import Architecture
 from hfq.machine_profile.worker_process import Worker
-from hfq.tables import Chart, Record, Report, Table, Target, median, rotated, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target
 
 __all__ = ["bench_fms"]
 
@@ -45,7 +48,7 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
         SetupError: FMS is absent or of an untested version, the disk has too little room, or a measuring process died.
     """
     version = check_installed()
-    architecture, records = Architecture.of_size(nbytes), list[Record]()
+    architecture, records = architecture_of_size(nbytes), list[Record]()
     with tempfile.TemporaryDirectory() as made:
         records += measure_parity(Path(made), say)
     for weights in FORMATS:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfq.machine_profile.machine_limits import touch
+from benchmarks.memory_limits import touch
 from hfq.machine_profile.worker_process import memory, reset_peak, serve
 
 __all__ = ["LOADERS", "TOKENS", "FmsWorker"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.kernel_peers import Call, make_peers
+from benchmarks.records import Record, rotated
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.awq import Awq
 from hfq.formats.codecs.dtypes import torch_dtype
@@ -29,7 +30,7 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.layer_tensors import LayerTensors
 from hfq.kernels.registry import KERNELS, Kernel, explain_kernels
-from hfq.tables import Record, Report, rotated
+from hfq.tables import Report
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from benchmarks.kernels.bench_kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
 from benchmarks.kernels.ggml import compiled_for
 from benchmarks.kernels.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
+from benchmarks.records import Record, median, select
 from hfq.kernels.cpp.library import library, reason_missing
 from hfq.kernels.cpu.panels import product_dtype
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["report"]
 

@@ -10,12 +10,16 @@ from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 
+from benchmarks.checkpoints import FORMATS, architecture_of_size, checkpoint_files, make_checkpoint
 from benchmarks.load.load_worker import LOADERS
+from benchmarks.memory_limits import copy_rate, warm_cache
+from benchmarks.records import Record, median, rotated, select
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.machine_profile.machine_limits import cached_share, copy_rate, drop_cache, read_files, warm_cache
-from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.machine_limits import cached_share, drop_cache, read_files
+from hfq.machine_profile.probe_models import Architecture
 from hfq.machine_profile.worker_process import Worker
-from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, rotated, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["bench_load", "measure_load", "measure_pair"]
 
@@ -38,7 +42,7 @@ def bench_load(folder: Path, nbytes: float, rounds: int, say: Callable[[str], No
     Raises:
         SetupError: The disk has too little room, or a measuring process died.
     """
-    architecture = Architecture.of_size(nbytes)
+    architecture = architecture_of_size(nbytes)
     small = Architecture(128, 1)
     records: list[Record] = []
     for weights in FORMATS:

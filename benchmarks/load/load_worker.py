@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkpoints import checkpoint_files
+from benchmarks.memory_limits import touch
 from hfq.checkpoint import Checkpoint, Reader
-from hfq.machine_profile.machine_limits import touch
-from hfq.machine_profile.probe_models import checkpoint_files
 from hfq.machine_profile.worker_process import memory, reset_peak, serve
 from hfq.modules.flat_buffer import read_tensor
 

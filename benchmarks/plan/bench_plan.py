@@ -17,19 +17,21 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.checkpoints import LAYOUTS, architecture_of_size, make_checkpoint
 from benchmarks.plan.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
 from benchmarks.plan.plan_report import plan_report
+from benchmarks.records import Record
 from hfq.loading.dry_run import PlannedModel, open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
 from hfq.machine_profile.measure_machine import MachineProbe, disk_file
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probe_models import Architecture
 from hfq.machine_profile.probes import KindProbe, layers_of
 from hfq.machine_profile.zero3_ranks import RanksProbe
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.roofline import predict
 from hfq.placement.zero.fit import ZeroFit, fit_zero3, gathering_work
 from hfq.placement.zero.model_states import count_states
-from hfq.tables import Record, Report
+from hfq.tables import Report
 
 __all__ = ["GENERATED", "bench_plan", "generated"]
 
@@ -93,11 +95,11 @@ def generated(folder: Path, weights: str, nbytes: float) -> Path:
 
     Args:
         folder: Where it is made, or found.
-        weights: One of `models.FORMATS`.
+        weights: One of `checkpoints.FORMATS`.
         nbytes: Its size.
     """
-    hidden = Architecture.of_size(nbytes).hidden
-    empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(weights).values()) for layers in (0, 1))
+    hidden = architecture_of_size(nbytes).hidden
+    empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(LAYOUTS[weights]).values()) for layers in (0, 1))
     return make_checkpoint(folder, Architecture(hidden, max(round((nbytes - empty) / (one - empty)), 8)), weights)
 
 

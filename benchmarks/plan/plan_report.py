@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.records import Record
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.tables import Chart, Record, Report, Table, Target
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target
 
 __all__ = ["bytes_apart", "plan_report"]
 

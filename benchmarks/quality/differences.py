@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from benchmarks.quality import published
 from benchmarks.quality.published import Published
 from benchmarks.quality.quality_tables import Column, find
-from hfq.tables import Record, Table
+from benchmarks.records import Record
+from hfq.tables import Table
 
 __all__ = ["differences"]
 

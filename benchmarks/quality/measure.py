@@ -20,10 +20,10 @@ from hfq import Recipe
 from hfq.evaluation.divergence import Score, Totals, score_logits, surprise
 from benchmarks.quality.outliers import Outliers, with_outliers
 from benchmarks.quality.training import CONTEXT
+from benchmarks.records import Record
 from hfq.evaluation.divergence import Score, Totals, compare, surprise
 from hfq.evaluation.windows import Batch, cut
 from hfq.quantization.textbook.llm_int8 import int8_linear, outlier_features
-from hfq.tables import Record
 
 __all__ = ["Subject", "largest_activation"]
 

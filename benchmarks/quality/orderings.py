@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from benchmarks.quality.methods import ACT_ORDER, INT8, NUMBER_FORMATS
 from benchmarks.quality.quality_tables import Column, find
-from hfq.tables import Record, Target
+from benchmarks.records import Record
+from hfq.tables import Target
 
 __all__ = ["LOSSLESS", "orderings", "quick_orderings"]
 

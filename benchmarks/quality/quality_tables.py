@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from benchmarks.quality import published
 from benchmarks.quality.methods import ACT_ORDER, INT8, NUMBER_FORMATS, WEIGHTS_ALONE
 from benchmarks.quality.published import Published
-from hfq.tables import Chart, Record, Table
+from benchmarks.records import Record
+from hfq.plots.charts import Chart
+from hfq.tables import Table
 
 __all__ = ["chart", "find", "tables"]
 

@@ -16,16 +16,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.checkpoints import architecture_of_size, make_checkpoint
 from benchmarks.quantize.quantize_report import make_report
 from benchmarks.quantize.quantize_worker import TOOLS, write_tokens
+from benchmarks.records import Record, rotated
 from hfq.checkpoint import Checkpoint
 from hfq.errors import SetupError
 from hfq.evaluation.perplexity import perplexity
 from hfq.evaluation.text import read_text, tokenize
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 from hfq.machine_profile.worker_process import Worker
-from hfq.tables import Record, Report, rotated
+from hfq.tables import Report
 
 __all__ = [
     "CONSTANT_NBYTES",
@@ -64,7 +65,7 @@ def bench_quantize(
         SetupError: The disk has too little room, or a measuring process died.
     """
     tools = [name for name in TOOLS if importlib.util.find_spec(name) is not None]
-    large, small = Architecture.of_size(nbytes), Architecture.of_size(max(nbytes / 8, 24e6))
+    large, small = architecture_of_size(nbytes), architecture_of_size(max(nbytes / 8, 24e6))
     records: list[Record] = []
     with tempfile.TemporaryDirectory(dir=_made(folder)) as made:
         for architecture in dict.fromkeys((large, small)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import itemgetter
 
-from hfq.tables import Chart, Record, Report, Table, Target, median, select
+from benchmarks.records import Record, median, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target
 
 __all__ = ["make_report"]
 

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.checkpoints import FORMATS, architecture_of_size, checkpoint_files, make_checkpoint
+from benchmarks.memory_limits import copy_rate
+from benchmarks.records import Record, rotated
 from benchmarks.stream.contenders import MOVERS, layer_nbytes
 from benchmarks.stream.stream_report import stream_report
-from hfq.machine_profile.machine_limits import copy_rate, drop_cache, read_files
-from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.machine_limits import drop_cache, read_files
 from hfq.machine_profile.worker_process import Worker
-from hfq.tables import Record, Report, rotated
+from hfq.tables import Report
 
 __all__ = ["bench_stream", "measure_compute", "measure_decoding", "measure_limit", "measure_movement"]
 
@@ -42,7 +44,7 @@ def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], 
     Raises:
         SetupError: The disk has too little room, or a measuring process died.
     """
-    architecture = Architecture.of_size(nbytes)
+    architecture = architecture_of_size(nbytes)
     paths = {}
     for weights in FORMATS:
         say(f"{weights}: making the checkpoint")

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from benchmarks.memory_limits import touch
 from hfq.checkpoint import Checkpoint
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.loading.config import HfqConfig
-from hfq.machine_profile.machine_limits import touch
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 

@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.checkpoints import FORMATS
+from benchmarks.records import Record, median, select
 from hfq.machine_profile.machine_facts import machine_facts
-from hfq.machine_profile.probe_models import FORMATS
-from hfq.tables import Chart, Record, Report, Table, Target, as_rate, median, select
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["stream_report"]
 

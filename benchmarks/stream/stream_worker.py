@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from benchmarks.checkpoints import checkpoint_files
 from benchmarks.stream.contenders import IN_MEMORY, MOVERS, ON_DISK, Compute, Mover, layer_nbytes, standing_in
 from hfq.machine_profile.machine_limits import drop_cache
-from hfq.machine_profile.probe_models import checkpoint_files
 from hfq.machine_profile.worker_process import serve
 
 __all__ = ["StreamWorker"]

@@ -56,7 +56,8 @@ def evaluate(
 
 
 def _report(rows: list[Quality], text: Path, placement: str, dtype: str) -> Report:
-    from hfq.tables import Report, Scatter, Table
+    from hfq.plots.charts import Scatter
+    from hfq.tables import Report, Table
 
     names = _names(rows)
     has_reference = any(row.is_reference for row in rows)

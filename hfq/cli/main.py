@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hfq.cli import bench, compare, convert, evaluate, formats, inspect, profile_machine, quantize, report, reshard
+from hfq.cli import compare, convert, evaluate, formats, inspect, profile_machine, quantize, report, reshard
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
@@ -36,7 +36,6 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
-app.add_typer(bench.bench, name="bench")
 app.command("pack")(reshard.pack)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)

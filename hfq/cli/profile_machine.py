@@ -36,13 +36,12 @@ def calibrate(
     """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts with."""
     from hfq.cli.model_argument import named_checkpoint
     from hfq.loading.dry_run import open_model
-    from hfq.machine_profile.measure_machine import calibrate as measure
-    from hfq.machine_profile.probe_models import default_folder
+    from hfq.machine_profile.measure_machine import default_folder, measure_machine
     from hfq.placement.estimate.profile import profile_path
 
     with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:
         model = None if found is None else open_model(found.folder)
-        profile = measure(
+        profile = measure_machine(
             folder or default_folder(), lambda text: print(text, file=sys.stderr, flush=True), model, quick, ranks
         )
     target = out or profile_path()

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the run they are compared in: reads of files, copies in memory; and cold files."""
+"""Limits of the disk and of the page cache: plain reads of files, and their cached pages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 from hfq.errors import SetupError
 from hfq.offload.host_memory import huge_buffer
 
-__all__ = ["CHUNK_NBYTES", "cached_share", "copy_rate", "drop_cache", "read_files", "reading_slots", "touch", "warm_cache"]
+__all__ = ["CHUNK_NBYTES", "cached_share", "drop_cache", "read_files", "reading_slots"]
 
 CHUNK_NBYTES = 16 << 20
 _PAGE = mmap.PAGESIZE
@@ -79,11 +77,6 @@ def drop_cache(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def warm_cache(files: Iterable[Path]) -> None:
-    """Brings files into the page cache."""
-    read_files(files, direct=False)
-
-
 def cached_share(files: Iterable[Path]) -> float | None:
     """The share of the files' pages that are in the page cache, by mincore; None where the system cannot tell."""
     try:
@@ -98,18 +91,6 @@ def cached_share(files: Iterable[Path]) -> float | None:
             return None
         cached, total = cached + sum(pages), total + len(pages)
     return cached / max(total, 1)
-
-
-@functools.cache
-def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
-    """Bytes per second of a copy in memory by torch's threads, the best of several; each byte is read and written once."""
-    source, target = huge_buffer(nbytes).fill_(1), huge_buffer(nbytes).fill_(2)
-    best = float("inf")
-    for _ in range(times):
-        started = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - started)
-    return nbytes / best
 
 
 @functools.cache
@@ -138,13 +119,3 @@ def _pages_cached(file: Path, mincore) -> list[int] | None:
         failed = mincore(ctypes.addressof(start), size, pages)
         del start  # the map cannot be closed while something points into it
     return None if failed else [page & 1 for page in pages]
-
-
-def touch(tensors: Iterable[torch.Tensor]) -> int:
-    """Reads one byte of every page that the tensors lie in, so that all of their bytes are in memory; returns a checksum."""
-    total = 0
-    for tensor in tensors:
-        if tensor.numel() and not tensor.is_meta:
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            total += int(flat[::_PAGE].sum()) + int(flat[-1])
-    return total

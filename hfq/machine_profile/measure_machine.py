@@ -1,4 +1,4 @@
-"""`hfq calibrate`: the rates that `hfq plan` predicts with, measured on this machine in about a minute.
+"""Measurement of a machine profile: the rates that `hfq plan` predicts with, in about a minute.
 
 Products run over copies of a layer that do not fit the caches together, as the layers of a model do not. What a layer, a streamed
 block and a load cost beside their bytes is taken from tiny models, and what reading and computing leave of each other from both at
@@ -30,7 +30,7 @@ from hfq.machine_profile.probes import BesideProbe, Layer, ProductProbe, ReadPro
 from hfq.machine_profile.zero3_ranks import measure_ranks
 from hfq.placement.estimate.profile import Profile
 
-__all__ = ["MachineProbe", "calibrate", "disk_file"]
+__all__ = ["MachineProbe", "default_folder", "disk_file", "measure_machine"]
 
 ROWS = (1, 4, 16)
 _SIZE, _ROUNDS = 2048, 3
@@ -40,7 +40,7 @@ _USUAL = Gptq(4, 128, False, "stored")
 """What the layers of the tiny models are packed in."""
 
 
-def calibrate(
+def measure_machine(
     folder: Path, say: Callable[[str], None], model: PlannedModel | None = None, quick: bool = False, ranks: int = 0
 ) -> Profile:
     """Measures this machine.
@@ -82,6 +82,11 @@ def calibrate(
     return dataclasses.replace(
         profile, products=products, calls=calls, zero3=zero3, host_to_device=_link_rate(), device_memory=_device_rate()
     )
+
+
+def default_folder() -> Path:
+    """Returns the folder of files to measure with: `hfq/bench` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
 
 
 class MachineProbe:

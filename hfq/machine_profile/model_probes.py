@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probe_models import GPTQ4, Architecture, make_checkpoint
 
 __all__ = ["DEPTHS", "Decoder", "DepthProbe", "load_model"]
 
@@ -73,7 +73,7 @@ class DepthProbe:
         self._few, self._many = (1, 2) if quick else DEPTHS
         shapes = {"few": Architecture(128, self._few), "many": Architecture(128, self._many)}
         wide = shapes["near"] = shapes["away"] = Architecture(128, 3) if quick else Architecture(512, 8)
-        paths = {name: make_checkpoint(folder, shape, "gptq4") for name, shape in shapes.items()}
+        paths = {name: make_checkpoint(folder, shape, GPTQ4) for name, shape in shapes.items()}
         self._blocks = wide.layers
         empty, all_layers = (_nbytes(Architecture(wide.hidden, layers)) for layers in (0, wide.layers))
         self._streamed = all_layers - empty
@@ -129,4 +129,4 @@ class DepthProbe:
 
 
 def _nbytes(shape: Architecture) -> int:
-    return sum(tensor.nbytes for tensor in shape.tensors("gptq4").values())
+    return sum(tensor.nbytes for tensor in shape.tensors(GPTQ4).values())

@@ -1,18 +1,18 @@
-"""Checkpoints to measure with: one Llama-like architecture with random weights, written packed in three formats.
+"""Checkpoints of Llama-like models with random quantized weights, for measurements.
 
-Codes are drawn as they are stored, so that no float weight of the model ever exists; scales make the weights look like N(0, 0.02),
-which keeps activations finite. A checkpoint depends on its architecture and format alone, and is used again where it is complete.
+Codes are drawn as they are stored, so that no float weight of the model ever exists. Scales make the weights look like
+N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout alone. A complete one is reused.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +20,10 @@ from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.errors import CheckpointError, SetupError
 from hfq.tensor_spec import DTYPE_BITS
 
-__all__ = ["FORMATS", "Architecture", "checkpoint_files", "default_folder", "make_checkpoint"]
+__all__ = ["GPTQ4", "GROUP", "Architecture", "Draw", "Planned", "WeightLayout", "draw_bf16", "draw_scales", "make_checkpoint"]
 
-FORMATS = ("bf16", "fp8", "gptq4")
-_GROUP = 128
+GROUP = 128
 _LARGEST_SHARD = 1_000_000_000
-_QUANTIZATION: dict[str, dict | None] = {
-    "bf16": None,
-    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_GROUP, _GROUP], "activation_scheme": "dynamic"},
-    "gptq4": {
-        "quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
-    },
-}  # fmt: skip
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -50,34 +42,32 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class WeightLayout:
+    """The stored form of linear layers.
+
+    Attributes:
+        name: Its name, which ends the name of a checkpoint's folder.
+        quantization: The `quantization_config` of the checkpoint; None for unquantized weights.
+        tensors: Returns the tensors of a layer by their local names, for its numbers of rows and columns.
+    """
+
+    name: str
+    quantization: dict[str, Any] | None
+    tensors: Callable[[int, int], dict[str, Planned]]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A Llama with 16 heads, 4 of them for keys and values, and an MLP of four times the hidden size."""
 
     hidden: int
     layers: int
 
-    @classmethod
-    def of_size(cls, nbytes: float) -> Architecture:
-        """The widest architecture, up to a hidden size of 2048, that has at least 8 layers in `nbytes` of bfloat16.
-
-        Raises:
-            SetupError: So few bytes hold no such model.
-        """
-        for hidden in (2048, 1024, 512, 256, 128):
-            empty, one = (sum(t.nbytes for t in cls(hidden, layers).tensors("bf16").values()) for layers in (0, 1))
-            layers = round((nbytes - empty) / (one - empty))
-            if layers >= 8:
-                return cls(hidden, layers)
-        raise SetupError(
-            "A model to measure with cannot be so small.", expected=f"at least {empty + 8 * (one - empty):,} bytes",
-            found=f"{nbytes:,.0f} bytes", fix="pass a larger --size",
-        )  # fmt: skip
-
     @property
     def vocabulary(self) -> int:
         return min(32_000, 16 * self.hidden)
 
-    def config(self, weights: str) -> dict:
+    def config(self, weights: WeightLayout) -> dict:
         """The checkpoint's `config.json`."""
         config = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
@@ -86,14 +76,13 @@ class Architecture:
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
             "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
         }  # fmt: skip
-        quantization = _QUANTIZATION[weights]
-        return config | ({"quantization_config": quantization} if quantization else {})
+        return config | ({"quantization_config": weights.quantization} if weights.quantization else {})
 
-    def tensors(self, weights: str) -> dict[str, Planned]:
+    def tensors(self, weights: WeightLayout) -> dict[str, Planned]:
         """Every tensor by name, in the order of the model.
 
         Args:
-            weights: The format of the linear layers, one of `FORMATS`.
+            weights: The layout of the linear layers.
         """
         size, wide = self.hidden, 4 * self.hidden
         linears = {
@@ -101,29 +90,24 @@ class Architecture:
             "self_attn.o_proj": (size, size), "mlp.gate_proj": (wide, size), "mlp.up_proj": (wide, size),
             "mlp.down_proj": (size, wide),
         }  # fmt: skip
-        table = Planned("BF16", (self.vocabulary, size), _bf16)
+        table = Planned("BF16", (self.vocabulary, size), draw_bf16)
         tensors = {"model.embed_tokens.weight": table}
         for layer in range(self.layers):
             for local, shape in linears.items():
-                for name, planned in _PACKERS[weights](*shape).items():
+                for name, planned in weights.tensors(*shape).items():
                     tensors[f"model.layers.{layer}.{local}.{name}"] = planned
             for local in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{local}.weight"] = _norm(size)
         return tensors | {"model.norm.weight": _norm(size), "lm_head.weight": table}
 
 
-def default_folder() -> Path:
-    """Where benchmark checkpoints rest between runs: `hfq/bench` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "bench"
-
-
-def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> Path:
+def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLayout) -> Path:
     """Writes a checkpoint of several shards into a folder of its own within `folder`, unless it is there and complete.
 
     Args:
         folder: Holds all checkpoints; made where it is missing.
         architecture: The model.
-        weights: The format of its linear layers, one of `FORMATS`.
+        weights: The layout of its linear layers.
 
     Returns:
         The checkpoint's folder.
@@ -132,7 +116,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> P
         SetupError: The disk has too little room; nothing was written.
         CheckpointError: A file could not be written.
     """
-    path = folder / f"llama-{architecture.hidden}x{architecture.layers}-{weights}"
+    path = folder / f"llama-{architecture.hidden}x{architecture.layers}-{weights.name}"
     planned = architecture.tensors(weights)
     if _is_complete(path, planned):
         return path
@@ -154,11 +138,6 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> P
     index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")  # last: it says complete
     return path
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """The shards of a checkpoint, in order."""
-    return sorted(path.glob("*.safetensors"))
 
 
 def _is_complete(path: Path, planned: dict[str, Planned]) -> bool:
@@ -194,7 +173,7 @@ def _norm(size: int) -> Planned:
     return Planned("BF16", (size,), lambda _, shape: np.full(shape, 0x3F80, np.uint16))  # 1.0
 
 
-def _bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def draw_bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Random signs and mantissas, and exponents from 2**-12 to 2**-5: a root mean square of 0.018."""
     bits = generator.integers(0, 1 << 16, shape, np.uint16)
     bits &= 0x83FF
@@ -202,39 +181,34 @@ def _bf16(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return bits
 
 
-def _e4m3(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Codes below 2, which hold no NaN: a root mean square of 0.59."""
-    return generator.integers(0, 256, shape, np.uint8) & 0xBF
-
-
 def _words(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return generator.integers(0, 1 << 32, shape, np.uint32)
 
 
-def _scales(mean: float, dtype: type) -> Draw:
+def draw_scales(mean: float, dtype: type) -> Draw:
     return lambda generator, shape: (mean * generator.uniform(0.9, 1.1, shape)).astype(dtype)
 
 
-def _plain(rows: int, columns: int) -> dict[str, Planned]:
-    return {"weight": Planned("BF16", (rows, columns), _bf16)}
-
-
-def _fp8(rows: int, columns: int) -> dict[str, Planned]:
-    grid = -(-rows // _GROUP), -(-columns // _GROUP)
-    return {
-        "weight": Planned("F8_E4M3", (rows, columns), _e4m3),
-        "weight_scale_inv": Planned("F32", grid, _scales(0.034, np.float32)),
-    }
-
-
 def _gptq(rows: int, columns: int) -> dict[str, Planned]:
-    groups = columns // _GROUP
+    groups = columns // GROUP
     return {
         "qweight": Planned("I32", (columns // 8, rows), _words),
         "qzeros": Planned("I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)),  # 8, less one
-        "scales": Planned("F16", (groups, rows), _scales(0.0043, np.float16)),
-        "g_idx": Planned("I32", (columns,), lambda _, shape: np.arange(shape[0], dtype=np.int32) // _GROUP),
+        "scales": Planned("F16", (groups, rows), draw_scales(0.0043, np.float16)),
+        "g_idx": Planned("I32", (columns,), lambda _, shape: np.arange(shape[0], dtype=np.int32) // GROUP),
     }
 
 
-_PACKERS: dict[str, Callable[[int, int], dict[str, Planned]]] = {"bf16": _plain, "fp8": _fp8, "gptq4": _gptq}
+GPTQ4 = WeightLayout(
+    "gptq4",
+    {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+    },
+    _gptq,
+)
+"""GPTQ v1 with codes of four bits."""

@@ -15,7 +15,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probe_models import GPTQ4, Architecture, make_checkpoint
 from hfq.machine_profile.probes import Layer, ProductProbe
 from hfq.placement.estimate.profile import Zero3Rates
 from hfq.placement.zero.model_states import count_states
@@ -40,7 +40,7 @@ class RanksProbe:
     def __init__(self, ranks: Ranks, count: int, folder: Path, quick: bool = False) -> None:
         self._ranks, self._count = ranks, count
         shapes = _QUICK if quick else _SHAPES
-        self._paths = {name: make_checkpoint(folder, shape, "gptq4") for name, shape in shapes.items()}
+        self._paths = {name: make_checkpoint(folder, shape, GPTQ4) for name, shape in shapes.items()}
         self._layers = {name: shape.layers for name, shape in shapes.items()}
         self._samples: dict[str, list[float]] = {name: [] for name in shapes}
         self._slowdowns: list[float] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hfq.plots.charts import Chart, Scatter
 from hfq.plots.fields import Fields
 from hfq.plots.section import Picture, Section
-from hfq.tables import Chart, Scatter, Table
+from hfq.tables import Table
 
 __all__ = ["bench_section"]
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hfq.plots.bars import Bars, bars_picture
+from hfq.plots.charts import Scatter
 from hfq.plots.fields import Fields
 from hfq.plots.placement_map import placement_picture
 from hfq.plots.runs import read_modules
 from hfq.plots.section import Picture, Section, as_size
-from hfq.tables import Scatter, Table
+from hfq.tables import Table
 
 __all__ = ["PARTS", "plan_section"]
 

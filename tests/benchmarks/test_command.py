@@ -1,4 +1,4 @@
-"""`hfq bench`: its help is quick and without torch, its options reach the benchmark, its result is printed and written."""
+"""`python -m benchmarks`: its help is quick, its options reach the benchmark, its report is printed and written."""
 
 import json
 import subprocess
@@ -7,22 +7,20 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.load import bench_load as load
-from hfq.cli.main import app
-from hfq.tables import Chart, Report, Target
+from benchmarks.command import BENCHMARKS, app, main
+from benchmarks.load import bench_load
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Target
 
 CANNED = Report("Canned", {"date": "today"}, [], [Target("a ratio", 2, 1)], [{"kind": "x"}], Chart("c", (), {}))
 
 
-def test_help_imports_no_torch():
-    code = (
-        "import sys; from hfq.cli import main; sys.argv = ['hfq', 'bench', '--help']\ntry: main()\nexcept SystemExit: pass\n"
-    )
+def test_help_names_every_benchmark_and_imports_no_torch():
+    code = "import sys; from benchmarks.command import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "load" in done.stdout
-    assert "stream" in done.stdout
+    assert all(f"{name}:" in done.stdout for name in BENCHMARKS)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +28,8 @@ def test_help_imports_no_torch():
 )
 def test_options_reach_the_benchmark(tmp_path, monkeypatch, options, expected):
     seen = []
-    monkeypatch.setattr(load, "bench_load", lambda *arguments: seen.append(arguments) or CANNED)
-    done = CliRunner().invoke(app, ["bench", "load", "--folder", str(tmp_path), *options])
+    monkeypatch.setattr(bench_load, "bench_load", lambda *arguments: seen.append(arguments) or CANNED)
+    done = CliRunner().invoke(app, ["load", "--folder", str(tmp_path), *options])
     assert done.exit_code == 0, done.output
     assert seen[0][0] == tmp_path
     assert seen[0][1:3] == expected
@@ -40,8 +38,24 @@ def test_options_reach_the_benchmark(tmp_path, monkeypatch, options, expected):
 
 
 def test_json_is_printed_and_files_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "bench_load", lambda *arguments: CANNED)
-    done = CliRunner().invoke(app, ["bench", "load", "--json", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(bench_load, "bench_load", lambda *arguments: CANNED)
+    done = CliRunner().invoke(app, ["load", "--json", "--out", str(tmp_path / "out")])
     assert json.loads(done.stdout)["records"] == [{"kind": "x"}]
     assert json.loads((tmp_path / "out" / "load.json").read_text())["title"] == "Canned"
     assert (tmp_path / "out" / "load.md").read_text().startswith("# Canned")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["laod"], "'load'"),
+        (["load", "--ranks", "2"], "load does not take --ranks"),
+        (["kernels", "--shape", "MoE exprt"], "'MoE expert'"),
+        (["quantize", "--threads", "1", "--threads", "2"], "one number of threads"),
+    ],
+)
+def test_a_wrong_name_or_option_is_an_error(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 1
+    assert message in capsys.readouterr().err

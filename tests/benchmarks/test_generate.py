@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import generate
-from hfq.machine_profile.probe_models import FORMATS
+from benchmarks.checkpoints import FORMATS
 
 
 @pytest.fixture(scope="module")

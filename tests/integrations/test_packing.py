@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, Recipe, SetupError
+from benchmarks.checkpoints import LAYOUTS, make_checkpoint
 from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
@@ -166,7 +167,7 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
     """The peak while 78 MB of bfloat16 are packed: what stays (the ring of a streamed model, or the packed one) and 32 MB."""
     architecture = Architecture(512, 8)
     source = make_checkpoint(tmp_path, architecture, "bf16")
-    floats = sum(tensor.nbytes for tensor in architecture.tensors("bf16").values())
+    floats = sum(tensor.nbytes for tensor in architecture.tensors(LAYOUTS["bf16"]).values())
     load(SOURCE, {"": "disk"}, folder, method="w4a16")  # what is imported and compiled once
     for device_map in ({"": "disk"}, {"": "cpu"}):
         gc.collect()

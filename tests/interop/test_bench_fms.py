@@ -36,7 +36,7 @@ def test_the_report_has_every_loader(tmp_path, monkeypatch):
     monkeypatch.setattr(fms, "PARITY", [("llama", "gptq-asym", 8), ("granite", "fp8-block", 2)])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(fms, "FORMATS", ("gptq4",))
-    monkeypatch.setattr(fms.Architecture, "of_size", lambda nbytes: Architecture(128, 2))
+    monkeypatch.setattr(fms, "architecture_of_size", lambda nbytes: Architecture(128, 2))
     report = fms.bench_fms(tmp_path, 1e6, 1, lambda text: None)
     parity = {row[0]: row[1:] for row in report.tables[0].rows}
     assert list(parity) == ["llama gptq-asym 8", "granite fp8-block 2", "llama dense 2"]

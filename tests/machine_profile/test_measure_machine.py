@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from hfq.cli.main import app
 from hfq.errors import SetupError
-from hfq.machine_profile.measure_machine import calibrate
+from hfq.machine_profile.measure_machine import measure_machine
 from hfq.placement.estimate.profile import read_profile
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
@@ -36,4 +36,4 @@ def test_a_profile_is_measured_written_and_used(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="disk cannot be measured"):
-        calibrate(tmp_path / "file" / "below", lambda _: None, quick=True)
+        measure_machine(tmp_path / "file" / "below", lambda _: None, quick=True)

@@ -10,9 +10,9 @@ from transformers.pytorch_utils import Conv1D
 
 import hfq
 from hfq.formats import FORMATS
+from benchmarks.checkpoints import architecture_of_size, make_checkpoint
 from benchmarks.quantize.bench_quantize import bound_nbytes, measure_memory
 from hfq.formats.layouts.rounding import round_weight
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 from hfq.quantization import decoder_layer as block
 from hfq.quantization.calibration_data import Calibration
 from hfq.quantization.float_checkpoint import Source
@@ -110,7 +110,7 @@ def test_the_bound_is_one_block_in_float32_activations_and_a_constant():
 @pytest.mark.slow
 def test_the_peak_is_one_block_activations_and_400_mib(tmp_path):
     """Of a model of 300 MB, whose weights in float32 would take more than half as much again."""
-    path = make_checkpoint(tmp_path, Architecture.of_size(3e8), "bf16")
+    path = make_checkpoint(tmp_path, architecture_of_size(3e8), "bf16")
     for recipe in ({"method": "fp8"}, {"method": "gptq", "bits": 4, "group_size": 128}):
         found = measure_memory(path, tmp_path, recipe, threads=1)
         assert "error" not in found, found

@@ -2,9 +2,10 @@
 
 import pytest
 
+from benchmarks.checkpoints import LAYOUTS, checkpoint_files, make_checkpoint
 from benchmarks.load import bench_load as load
 from benchmarks.load.load_worker import LOADERS, LoadWorker
-from hfq.machine_profile.probe_models import Architecture, checkpoint_files, make_checkpoint
+from hfq.machine_profile.probe_models import Architecture
 
 SMALL = Architecture(128, 2)
 
@@ -23,7 +24,7 @@ def small_bench(monkeypatch, in_process):
         monkeypatch.setattr(load, "LOADERS", dict.fromkeys(loaders))
         monkeypatch.setattr(load, "Worker", in_process(worker))
         monkeypatch.setattr(load, "copy_rate", lambda: 1e9)
-        monkeypatch.setattr(load.Architecture, "of_size", lambda nbytes: SMALL)
+        monkeypatch.setattr(load, "architecture_of_size", lambda nbytes: SMALL)
 
     return prepare
 
@@ -40,9 +41,9 @@ def test_hfq_holds_the_bytes_of_the_files_and_reads_little_of_them_from_disk(pat
     worker = LoadWorker("hfq", str(path), str(path))
     worker.load()
     verified = worker.verify()
-    assert verified["equal"] == verified["tensors"] == len(SMALL.tensors("fp8"))
+    assert verified["equal"] == verified["tensors"] == len(SMALL.tensors(LAYOUTS["fp8"]))
     lazy = worker.load_on_disk()
-    dense = sum(tensor.nbytes for name, tensor in SMALL.tensors("fp8").items() if "proj" not in name)
+    dense = sum(tensor.nbytes for name, tensor in SMALL.tensors(LAYOUTS["fp8"]).items() if "proj" not in name)
     headers = lazy["bound"] - dense
     assert 0 < headers < 40_000
     assert headers < lazy["read"] <= lazy["bound"]

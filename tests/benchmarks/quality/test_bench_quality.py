@@ -20,7 +20,8 @@ from benchmarks.quality.quality_tables import chart, find, tables
 from benchmarks.quality.training import Training, orthogonalized, train
 from hfq import CheckpointError, HfqError
 from hfq.cli.main import app
-from hfq.tables import Chart, Report, Target
+from hfq.plots.charts import Chart
+from hfq.tables import Report, Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "quality.json"
 RECORDS = json.loads(PAGE.read_text(encoding="utf-8"))["records"]

@@ -2,9 +2,10 @@
 
 import pytest
 
+from benchmarks.checkpoints import make_checkpoint
 from benchmarks.stream import bench_stream as stream
 from benchmarks.stream.stream_report import stream_report
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probe_models import Architecture
 
 SMALL = Architecture(128, 1)
 
@@ -40,7 +41,7 @@ def report(tmp_path, monkeypatch, in_process):
     monkeypatch.setattr(stream, "Worker", in_process(Answering))
     monkeypatch.setattr(stream, "measure_limit", lambda path: 1000.0)
     monkeypatch.setattr(stream, "copy_rate", lambda: 1e9)
-    monkeypatch.setattr(stream.Architecture, "of_size", lambda nbytes: SMALL)
+    monkeypatch.setattr(stream, "architecture_of_size", lambda nbytes: SMALL)
     monkeypatch.setattr(Answering, "asked", [])
     return stream.bench_stream(tmp_path, 1, 3, lambda text: None)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from benchmarks.checkpoints import make_checkpoint
 from benchmarks.stream import contenders as movers
 from benchmarks.stream.stream_worker import StreamWorker
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
+from hfq.machine_profile.probe_models import Architecture
 from hfq.modules.linear import QuantizedLinear
 
 SMALL = Architecture(128, 2)

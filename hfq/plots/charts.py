@@ -1,0 +1,84 @@
+"""Bar charts and scatter charts of benchmarks and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hfq.plots.chart_labels import label_points
+
+__all__ = ["Chart", "Scatter"]
+
+_HATCHES = (None, "///", "...", "xxx")
+_LABEL_POINTS = 22
+"""Width of a number above a bar, in points."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all, on an axis of `scale`."""
+
+    title: str
+    groups: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+    line: float = 1.0
+    scale: str = "linear"
+
+    def draw(self, figure: Any) -> None:
+        """Draws the chart into an empty figure of matplotlib."""
+        from matplotlib import rcParams
+
+        size = min(max(1.5 + 0.42 * len(self.groups) * len(self.series), 5.5), 14)
+        figure.set_size_inches(size, 4 + 0.2 * -(-len(self.series) // 4))
+        axes = figure.subplots()
+        width, colours = 0.8 / max(len(self.series), 1), rcParams["axes.prop_cycle"].by_key()["color"]
+        is_narrow = 72 * (size - 1) / max(len(self.groups), 1) * width < _LABEL_POINTS
+        for index, (name, values) in enumerate(self.series.items()):
+            places = [group + index * width for group, value in enumerate(values) if value is not None]
+            heights, style = [value for value in values if value is not None], {"label": name, "align": "edge"}
+            hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # a colour that comes again is hatched
+            if not heights:
+                continue
+            bars = axes.bar(places, heights, width, color=colours[index % len(colours)], hatch=hatch, **style)
+            axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if is_narrow else 0, padding=2)
+        axes.margins(y=0.12)
+        axes.axhline(self.line, color="gray", linewidth=0.8, linestyle="--")
+        is_long = sum(map(len, self.groups)) > 9 * size  # letters of names side by side
+        tilted = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+        axes.set_xticks([group + 0.4 for group in range(len(self.groups))], self.groups, **tilted)
+        axes.set_yscale(self.scale)
+        axes.set_title(self.title)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the chart as JSON-ready data."""
+        return {"kind": "Chart"} | asdict(self)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Named points: (name, x, y)."""
+
+    title: str
+    x: str
+    y: str
+    points: Sequence[tuple[str, float, float]]
+
+    def draw(self, figure: Any) -> None:
+        """Draws the chart into an empty figure of matplotlib."""
+        figure.set_size_inches(7, 4)
+        axes = figure.subplots()
+        for _, x, y in self.points:
+            axes.scatter([x], [y])
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(self.y)
+        axes.margins(0.12)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+        axes.set_title(self.title)
+        label_points(figure, axes, self.points)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the chart as JSON-ready data."""
+        return {"kind": "Scatter"} | asdict(self)
