@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the root of the checkout, which contains benchmarks
-from benchmarks.quality.corpus import read_documents  # noqa: E402
+from benchmarks.quality.corpus import read_documents
 
 VOCABULARY, CONTEXT, BATCH = 1536, 256, 16
 

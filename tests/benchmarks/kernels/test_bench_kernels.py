@@ -4,9 +4,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.command import app
 from benchmarks.kernels import bench_kernels as kernels
 from benchmarks.kernels import kernels_report
-from hfq.cli.main import app
 
 
 @pytest.fixture
@@ -132,4 +132,4 @@ def test_layers_in_one_file_are_all_that_is_read_of_it():
 
 
 def test_an_unknown_shape_is_refused():
-    assert CliRunner().invoke(app, ["bench", "kernels", "--shape", "8B"]).exit_code == 1
+    assert CliRunner().invoke(app, ["kernels", "--shape", "8B"]).exit_code == 1

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.command import app
 from benchmarks.quality import bench_quality as quality
 from benchmarks.quality import published
 from benchmarks.quality.corpus import PARTS, Corpus, part_of, publish, read_topics
@@ -19,11 +20,10 @@ from benchmarks.quality.outliers import NONE
 from benchmarks.quality.quality_tables import chart, find, tables
 from benchmarks.quality.training import Training, orthogonalized, train
 from hfq import CheckpointError, HfqError
-from hfq.cli.main import app
 from hfq.plots.charts import Chart
 from hfq.tables import Report, Target
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "quality.json"
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "quality.json"
 RECORDS = json.loads(PAGE.read_text(encoding="utf-8"))["records"]
 TOKENS = torch.randint(0, 300, (1024,), generator=torch.Generator().manual_seed(0))
 
@@ -88,7 +88,7 @@ def test_the_command_fails_after_its_page_is_shown(tmp_path, monkeypatch):
     seen = []
     canned = Report("Canned", {}, [], [Target("a ratio", 2, 1)], [], Chart("c", (), {}))
     monkeypatch.setattr(quality, "bench_quality", lambda *arguments: seen.append(arguments) or canned)
-    done = CliRunner().invoke(app, ["bench", "quality", "--quick", "--folder", str(tmp_path)])
+    done = CliRunner().invoke(app, ["quality", "--quick", "--folder", str(tmp_path)])
     assert isinstance(done.exception, HfqError)
     assert seen[0][:2] == (tmp_path, True)
     assert "# Canned" in done.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.checkpoints import make_checkpoint
+from benchmarks.checkpoints import LAYOUTS, make_checkpoint
 from benchmarks.stream import contenders as movers
 from benchmarks.stream.stream_worker import StreamWorker
 from hfq.machine_profile.probe_models import Architecture
@@ -50,7 +50,7 @@ def test_a_pass_reads_every_byte_of_the_layers(paths, touched, mover, weights):
         touched.clear()
         moving.forward(TOKENS)
     layers, nbytes = movers.layer_nbytes(paths[weights])
-    config = SMALL.tensors(weights)
+    config = SMALL.tensors(LAYOUTS[weights])
     outside = 0 if mover == "accelerate's hooks" else config["model.norm.weight"].nbytes + config["lm_head.weight"].nbytes
     assert layers == 2
     assert sum(touched) == nbytes + outside
