@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from hfq.cli import compare, convert, evaluate, formats, inspect, profile_machine, quantize, report, reshard
+from hfq.cli.bench.bench_command import EXAMPLE, bench
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
@@ -36,6 +37,7 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
 app.command("inspect")(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("demo")(demo.demo)
+app.command("bench", epilog=EXAMPLE)(bench)
 app.command("pack")(reshard.pack)
 app.command("plan")(plan.plan)
 app.command("convert")(convert.convert)

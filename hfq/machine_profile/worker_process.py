@@ -61,7 +61,7 @@ class Worker:
             last = self._log.read().strip().rpartition("\n")[2]
             raise SetupError(
                 f"A process that measures ended before it answered ({self._module}).", expected=f"an answer to {question!r}",
-                found=f"exit status {self._process.wait()}: {last}", fix="read the last line above; less memory may help: --size",
+                found=f"exit status {self._process.wait()}: {last}", fix="read the last line above; if memory ran out, measure a smaller model",
             )  # fmt: skip
         return json.loads(line)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from hfq.loading.dry_run import count_calls, count_products, routed_share
+from hfq.loading.kv_layers import kv_layers
 from hfq.loading.model_loader import ModelLoader
 from hfq.placement.estimate.estimate import list_stages
+from hfq.placement.estimate.kv_cache import kv_nbytes
 from hfq.placement.estimate.profile import Profile, read_profile
-from hfq.placement.estimate.roofline import TERMS, Work, predict
+from hfq.placement.estimate.roofline import TERMS, Prediction, Work, predict
 
-__all__ = ["SpeedReport", "report_speed", "takes_tokens"]
+__all__ = ["SpeedReport", "predict_step", "report_speed", "takes_tokens"]
 
 _STEPS = 3
 
@@ -64,12 +66,29 @@ def report_speed(loading: ModelLoader, measure: bool = False, profile: Profile |
     if type(loading) is not ModelLoader or loading.load_seconds is None:
         return None
     rates = read_profile() if profile is None else profile
-    prediction = predict(_work(loading), rates)
+    prediction = predict_step(loading, rates)
     where = f" on {rates.machine.get('processor', 'an unnamed processor')}" if rates.is_measured else ""
     return SpeedReport(
         prediction.load_seconds, loading.load_seconds, prediction.step_seconds or None, _time_step(loading) if measure else None,
         TERMS[prediction.dominant], prediction.source + where,
     )  # fmt: skip
+
+
+def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context: int = 0) -> Prediction:
+    """Predicts the seconds of a load, and of one forward pass of the loaded model.
+
+    Args:
+        loading: The load of the model.
+        profile: The machine's rates.
+        rows: Number of tokens that the forward pass computes.
+        context: Number of tokens in the KV cache; 0 for a cache that is too small to count.
+    """
+    work = _work(loading)
+    cache = 0
+    if context:
+        dtype = str(loading.model.dtype).removeprefix("torch.")
+        cache = kv_nbytes(kv_layers(loading.model)[0], 1, context, dtype)
+    return predict(replace(work, rows=rows, cache=cache), profile)
 
 
 def _work(loading: ModelLoader) -> Work:

@@ -1,0 +1,133 @@
+"""`hfq bench MODEL`: load time, memory, and tokens per second of a model on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+
+from hfq.errors import HfqError, SetupError
+
+__all__ = ["EXAMPLE", "bench"]
+
+EXAMPLE = "Example: hfq bench Qwen/Qwen3-8B-AWQ --device-map disk -p 128 -n 16 -t 1,2"
+
+
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or its name on the Hub.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag, or commit on the Hub.")] = None,
+    device_map: Annotated[str, typer.Option(help="auto, cpu, disk, cuda:0, or a device map in JSON.")] = "auto",
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="DEVICE=SIZE,…", help="Limits for --device-map auto: cpu=8GiB,cuda:0=20GiB.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of activations: auto, float32, bfloat16, or float16.")] = "auto",
+    n_prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=0, help="Tokens of the prompt; 0 for none.")] = 512,
+    n_gen: Annotated[
+        int, typer.Option("-n", "--n-gen", min=0, help="Tokens to generate, without a prompt; 0 for none.")
+    ] = 128,
+    threads: Annotated[
+        str | None, typer.Option("-t", "--threads", metavar="N,…", help="Threads of the CPU; by default all.")
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of prompt and generation.")
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure load time, memory, and tokens per second."""
+    from hfq.cli.bench.bench_run import BenchOptions, run_bench
+    from hfq.cli.bench.bench_table import print_table
+
+    options = BenchOptions(
+        device_map=_parse_device_map(device_map),
+        max_memory=None if max_memory is None else _parse_max_memory(max_memory, device_map),
+        dtype=_check_dtype(dtype),
+        n_prompt=n_prompt,
+        n_gen=n_gen,
+        threads=_parse_threads(threads),
+        repetitions=repetitions,
+    )
+    found = run_bench(_find_folder(model, revision), options)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_table(found)
+
+
+def _find_folder(model: str, revision: str | None) -> str:
+    from hfq.checkpoint import Checkpoint
+    from hfq.integrations.hub.download import download_checkpoint
+
+    folder = download_checkpoint(model, revision)
+    Checkpoint.open(folder)  # raises an error if it is not a checkpoint
+    return folder
+
+
+def _parse_device_map(text: str) -> Any:
+    from hfq.evaluation.placed_models import as_device_map
+
+    return as_device_map(text)
+
+
+def _check_dtype(dtype: str) -> str:
+    from hfq.errors import nearest
+    from hfq.evaluation.placed_models import DTYPES
+
+    names = ("auto", *DTYPES)
+    if dtype not in names:
+        raise SetupError(
+            f"--dtype {dtype} is not valid{nearest(dtype, names)}.",
+            expected=", ".join(names),
+            found=dtype,
+            fix="Use one of these values.",
+        )
+    return dtype
+
+
+def _parse_threads(text: str | None) -> list[int | None]:
+    """Returns the thread counts of `1,2`; [None] for torch's own."""
+    if text is None:
+        return [None]
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}", part) for part in parts):
+        raise SetupError(
+            f"--threads {text} is not valid.",
+            expected="thread counts, separated by commas",
+            found=text,
+            fix="Pass numbers from 1, for example --threads 1,2.",
+        )
+    return [int(part) for part in dict.fromkeys(parts)]
+
+
+def _parse_max_memory(text: str, device_map: str) -> dict[str, int]:
+    """Returns the bytes by device of `cpu=8GiB,cuda:0=20GiB`."""
+    from hfq.placement.estimate.hardware import parse_size
+
+    if device_map != "auto":
+        raise SetupError(
+            f"--max-memory limits nothing with --device-map {device_map}.",
+            expected="--device-map auto",
+            found=device_map,
+            fix="Leave --max-memory out, or pass --device-map auto.",
+        )
+    limits: dict[str, int] = {}
+    for part in text.split(","):
+        device, separator, size = (piece.strip() for piece in part.partition("="))
+        if not separator or not re.fullmatch(r"cpu|disk|(cuda:)?[0-9]+", device):
+            raise SetupError(
+                f"--max-memory {text} is not valid.",
+                expected="DEVICE=SIZE, separated by commas; DEVICE is cpu, disk, or cuda:0",
+                found=part,
+                fix="Pass a size for each device, for example --max-memory cpu=8GiB.",
+            )
+        try:
+            limits[device] = parse_size(size, f"the size of {device}", least=0)
+        except HfqError as error:
+            raise SetupError(
+                f"--max-memory {text} has no valid size for {device}.",
+                expected="a number with a unit",
+                found=size or "nothing",
+                fix=f"Pass --max-memory {device}=8GiB, for example.",
+            ) from error
+    return limits
