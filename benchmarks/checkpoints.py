@@ -8,26 +8,39 @@ import numpy as np
 
 from hfq.errors import SetupError
 from hfq.machine_profile import probe_models
-from hfq.machine_profile.probe_models import GPTQ4, GROUP, Architecture, Planned, WeightLayout, draw_bf16, draw_scales
+from hfq.machine_profile.probe_models import (
+    GPTQ4,
+    GROUP,
+    Architecture,
+    Planned,
+    WeightLayout,
+    draw_bf16,
+    draw_scales,
+)
 
 __all__ = ["FORMATS", "LAYOUTS", "architecture_of_size", "checkpoint_files", "make_checkpoint"]
 
 
 def architecture_of_size(nbytes: float) -> Architecture:
-    """The widest architecture, up to a hidden size of 2048, that has at least 8 layers in `nbytes` of bfloat16.
+    """The widest architecture, up to a hidden size of 2048, that has at least 8 layers in `nbytes` of
+    bfloat16.
 
     Raises:
         SetupError: So few bytes hold no such model.
     """
     for hidden in (2048, 1024, 512, 256, 128):
-        empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(_BF16).values()) for layers in (0, 1))
+        empty, one = (
+            sum(t.nbytes for t in Architecture(hidden, layers).tensors(_BF16).values()) for layers in (0, 1)
+        )
         layers = round((nbytes - empty) / (one - empty))
         if layers >= 8:
             return Architecture(hidden, layers)
     raise SetupError(
-        "A model to measure with cannot be so small.", expected=f"at least {empty + 8 * (one - empty):,} bytes",
-        found=f"{nbytes:,.0f} bytes", fix="pass a larger --size",
-    )  # fmt: skip
+        "A model to measure with cannot be so small.",
+        expected=f"at least {empty + 8 * (one - empty):,} bytes",
+        found=f"{nbytes:,.0f} bytes",
+        fix="pass a larger --size",
+    )
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: str) -> Path:
@@ -73,7 +86,12 @@ def _fp8(rows: int, columns: int) -> dict[str, Planned]:
 _BF16 = WeightLayout("bf16", None, _plain)
 _FP8 = WeightLayout(
     "fp8",
-    {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"},
+    {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [GROUP, GROUP],
+        "activation_scheme": "dynamic",
+    },
     _fp8,
 )
 LAYOUTS = {layout.name: layout for layout in (_BF16, _FP8, GPTQ4)}

@@ -149,7 +149,9 @@ BENCHMARKS = {
         _load, 2.4e9, "Time, memory, and reads of loading: hfq, transformers, and safetensors, cold and warm."
     ),
     "stream": Benchmark(
-        _stream, 2.4e9, "Forward passes with all layers on a cold disk: hfq, accelerate, and the disk's limit."
+        _stream,
+        2.4e9,
+        "Forward passes with all layers on a cold disk: hfq, accelerate, and the disk's limit.",
     ),
     "kernels": Benchmark(
         _kernels,
@@ -176,9 +178,14 @@ BENCHMARKS = {
         "Memory, time, and quality of quantizing to GPTQ and FP8, against gptqmodel.",
         own=("--model", "--threads"),
     ),
-    "fms": Benchmark(_fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."),
+    "fms": Benchmark(
+        _fms, 1.2e9, "IBM's Foundation Model Stack by itself and with hfq (Python 3.11 or 3.12)."
+    ),
     "quality": Benchmark(
-        _quality, 0, "Published tables of quality, on small models that are trained here.", check=_check_quality
+        _quality,
+        0,
+        "Published tables of quality, on small models that are trained here.",
+        check=_check_quality,
     ),
 }
 
@@ -193,14 +200,23 @@ def bench(
     ] = None,
     size: Annotated[float | None, typer.Option(help="Bytes of the bfloat16 checkpoint.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of interleaved rounds.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and one round: a check, not a measurement.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes and one round: a check, not a measurement.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of markdown.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write NAME.md, NAME.json, and NAME.png here.")] = None,
-    threads: Annotated[list[int] | None, typer.Option(min=1, help="kernels, generate, quantize: threads.")] = None,
-    model: Annotated[
-        list[Path] | None, typer.Option(help="plan: a checkpoint to measure. quantize: a small trained model.")
+    out: Annotated[
+        Path | None, typer.Option(help="Also write NAME.md, NAME.json, and NAME.png here.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(min=1, help="kernels, generate, quantize: threads.")
+    ] = None,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="plan: a checkpoint to measure. quantize: a small trained model."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=0, help="plan: local ranks under ZeRO-3; by default 2.")
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="kernels: a layer shape; by default all.")] = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="kernels: activation rows.")] = None,
 ) -> None:

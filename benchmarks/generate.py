@@ -1,9 +1,11 @@
-"""`hfq bench generate`: tokens per second of a whole model on the CPU, packed weights in hfq against bfloat16 in plain transformers.
+"""`python -m benchmarks generate`: tokens per second of a whole model on the CPU, packed weights in hfq
+against bfloat16 in plain transformers.
 
-All models are in memory at once and take turns within a round; ratios are taken within a round and their medians are reported.
-The model that `hfq bench load` loads is used: a Llama with random weights, in three formats. After the tokens that are counted the
-linear layers of a few more are timed by themselves, against a plain read of memory in the same round: layer after layer finds other
-bytes in the caches, and the interpreter's own code, as no product called by itself does.
+All models are in memory at once and take turns within a round; ratios are taken within a round and their
+medians are reported. The model that `python -m benchmarks load` loads is used: a Llama with random weights,
+in three formats. After the tokens that are counted the linear layers of a few more are timed by themselves,
+against a plain read of memory in the same round: layer after layer finds other bytes in the caches, and the
+interpreter's own code, as no product called by itself does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ STOCK = "bf16"
 """The format that plain transformers multiplies."""
 
 
-def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[int], say: Callable[[str], None]) -> Report:
+def bench_generate(
+    folder: Path, nbytes: float, rounds: int, threads: Sequence[int], say: Callable[[str], None]
+) -> Report:
     """Runs the benchmark.
 
     Args:
@@ -55,7 +59,10 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
                 measure_model(models[weights], 2)  # the first call makes what is kept
             for number in range(rounds):
                 say(f"{count} threads: round {number + 1} of {rounds}")
-                records += [{"weights": "-", "round": number, "threads": count} | record for record in _read_memory(memory)]
+                records += [
+                    {"weights": "-", "round": number, "threads": count} | record
+                    for record in _read_memory(memory)
+                ]
                 for weights in rotated(list(models), number):
                     label = {"weights": weights, "round": number, "threads": count}
                     records += [label | record for record in measure_model(models[weights], TOKENS)]
@@ -63,18 +70,23 @@ def bench_generate(folder: Path, nbytes: float, rounds: int, threads: Sequence[i
         torch.set_num_threads(before)
     parameters = sum(parameter.numel() for parameter in models[STOCK].parameters())
     return _report(
-        records, rounds, f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers, {parameters:,} weights"
+        records,
+        rounds,
+        f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers, {parameters:,} weights",
     )
 
 
 def measure_model(model: Any, tokens: int) -> list[Record]:
-    """Seconds of a prompt's forward, of each token after it (keys and values are cached), and of more tokens' layers."""
+    """Seconds of a prompt's forward, of each token after it (keys and values are cached), and of more tokens'
+    layers."""
     vocabulary = model.config.vocab_size
     prompt = torch.randint(0, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         started = time.perf_counter()
         out = model(prompt, use_cache=True, logits_to_keep=1)
-        records: list[Record] = [{"step": PREFILL, "tokens": PROMPT, "seconds": time.perf_counter() - started}]
+        records: list[Record] = [
+            {"step": PREFILL, "tokens": PROMPT, "seconds": time.perf_counter() - started}
+        ]
         for _ in range(tokens):
             started = time.perf_counter()
             out = _next(model, out)
@@ -92,8 +104,13 @@ def _time_layers(model: Any, out: Any) -> list[Record]:
     nbytes = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
     begun: list[float] = []
     taken: list[float] = []
-    hooks = [layer.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter())) for layer in layers]
-    hooks += [layer.register_forward_hook(lambda *_: taken.append(time.perf_counter() - begun[-1])) for layer in layers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter())) for layer in layers
+    ]
+    hooks += [
+        layer.register_forward_hook(lambda *_: taken.append(time.perf_counter() - begun[-1]))
+        for layer in layers
+    ]
     records = []
     try:
         for _ in range(TIMED_TOKENS):
@@ -139,17 +156,34 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
     least = threads[0] if threads else 1
     packed = [weights for weights in FORMATS if weights != STOCK]
     chart = Chart(
-        "Tokens per second, times those of bf16 (higher is better)", [PREFILL, DECODE],
-        {weights: [_over_stock(records, weights, step, least) for step in (PREFILL, DECODE)] for weights in packed},
-    )  # fmt: skip
+        "Tokens per second, times those of bf16 (higher is better)",
+        [PREFILL, DECODE],
+        {
+            weights: [_over_stock(records, weights, step, least) for step in (PREFILL, DECODE)]
+            for weights in packed
+        },
+    )
     targets = [
-        Target(f"{weights}, {step}, {count} threads: tokens per second over bf16 in transformers", ratio, 1.0, True)
-        for count in threads for weights in packed for step in (PREFILL, DECODE)
+        Target(
+            f"{weights}, {step}, {count} threads: tokens per second over bf16 in transformers",
+            ratio,
+            1.0,
+            True,
+        )
+        for count in threads
+        for weights in packed
+        for step in (PREFILL, DECODE)
         for ratio in (_over_stock(records, weights, step, count),)
     ] + [
-        Target(f"{weights}, layers, {count} threads: share of the read rate", _share_of_read(records, weights, count), 0.85, True)
-        for count in threads for weights in packed
-    ]  # fmt: skip
+        Target(
+            f"{weights}, layers, {count} threads: share of the read rate",
+            _share_of_read(records, weights, count),
+            0.85,
+            True,
+        )
+        for count in threads
+        for weights in packed
+    ]
     tables = [_table(records, count) for count in threads]
     return Report("Generation: tokens per second on a CPU", facts, tables, targets, records, chart)
 
@@ -159,7 +193,9 @@ def _table(records: list[Record], threads: int) -> Table:
     for weights in FORMATS:
         cells = []
         for step in (PREFILL, DECODE):
-            rate = median(records, lambda r: r["tokens"] / r["seconds"], weights=weights, step=step, threads=threads)
+            rate = median(
+                records, lambda r: r["tokens"] / r["seconds"], weights=weights, step=step, threads=threads
+            )
             ratio = _over_stock(records, weights, step, threads)
             cells.append("-" if rate is None or ratio is None else f"{rate:.2f} tokens/s, {ratio:.2f}x")
         share = _share_of_read(records, weights, threads)
@@ -172,7 +208,10 @@ layers, but for the head, read their weights, over that of a plain read of memor
 
 def _share_of_read(records: list[Record], weights: str, threads: int) -> float | None:
     """The rate at which layers read their weights, over that of a read beside them."""
-    layers, read = {"step": LAYERS, "weights": weights, "threads": threads}, {"step": READ, "threads": threads}
+    layers, read = (
+        {"step": LAYERS, "weights": weights, "threads": threads},
+        {"step": READ, "threads": threads},
+    )
     return _ratio(records, lambda record: record["nbytes"] / record["seconds"], layers, read)
 
 
@@ -182,7 +221,9 @@ def _over_stock(records: list[Record], weights: str, step: str, threads: int) ->
     return _ratio(records, lambda record: record["seconds"], theirs, ours)
 
 
-def _ratio(records: list[Record], value: Callable[[Record], float], above: Record, below: Record) -> float | None:
+def _ratio(
+    records: list[Record], value: Callable[[Record], float], above: Record, below: Record
+) -> float | None:
     """The median over rounds of a median within a round over another's."""
     ratios: list[float] = []
     for number in sorted({record["round"] for record in select(records, **below)}):

@@ -18,7 +18,8 @@ __all__ = ["copy_rate", "touch", "warm_cache"]
 
 @functools.cache
 def copy_rate(nbytes: int = 256 << 20, times: int = 5) -> float:
-    """Bytes per second of a copy in memory by torch's threads, the best of several; each byte is read and written once."""
+    """Bytes per second of a copy in memory by torch's threads, the best of several; each byte is read and
+    written once."""
     source, target = huge_buffer(nbytes).fill_(1), huge_buffer(nbytes).fill_(2)
     best = float("inf")
     for _ in range(times):
@@ -34,10 +35,11 @@ def warm_cache(files: Iterable[Path]) -> None:
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> int:
-    """Reads one byte of every page that the tensors lie in, so that all of their bytes are in memory; returns a checksum."""
+    """Reads one byte of every page that the tensors lie in, so that all of their bytes are in memory; returns
+    a checksum."""
     total = 0
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            total += int(flat[::mmap.PAGESIZE].sum()) + int(flat[-1])
+            total += int(flat[:: mmap.PAGESIZE].sum()) + int(flat[-1])
     return total

@@ -13,11 +13,14 @@ Record = dict
 
 def select(records: Iterable[Record], **where: object) -> list[Record]:
     """The records in which every one of these keys has this value, failed ones left out."""
-    return [r for r in records if "error" not in r and all(r.get(key) == value for key, value in where.items())]
+    return [
+        r for r in records if "error" not in r and all(r.get(key) == value for key, value in where.items())
+    ]
 
 
 def median(records: Iterable[Record], value: Callable[[Record], float], **where: object) -> float | None:
-    """The median of a value over the selected records; None where there are none, or where none has the value."""
+    """The median of a value over the selected records; None where there are none, or where none has the
+    value."""
     try:
         values = [value(record) for record in select(records, **where)]
     except (KeyError, ZeroDivisionError):

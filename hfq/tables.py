@@ -31,11 +31,15 @@ class Target:
     def verdict(self) -> str:
         if self.value is None:
             return "not measured"
-        return "met" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "not met"
+        return (
+            "met" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "not met"
+        )
 
     def __str__(self) -> str:
         found = "-" if self.value is None else f"{self.value:.3f}"
-        return f"{self.what}: {found} (target {'>=' if self.at_least else '<='} {self.bound:g}: {self.verdict})"
+        return (
+            f"{self.what}: {found} (target {'>=' if self.at_least else '<='} {self.bound:g}: {self.verdict})"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,23 +83,42 @@ class Report:
         """The page; `plot` is the file of the plot beside it."""
         facts = "".join(f"- {what}: {fact}\n" for what, fact in self.facts.items())
         targets = Table(
-            "Targets", self.targets_note, ("what", "measured", "target", ""),
+            "Targets",
+            self.targets_note,
+            ("what", "measured", "target", ""),
             [
-                (t.what, "-" if t.value is None else f"{t.value:.3f}", f"{'>=' if t.at_least else '<='} {t.bound:g}", t.verdict)
+                (
+                    t.what,
+                    "-" if t.value is None else f"{t.value:.3f}",
+                    f"{'>=' if t.at_least else '<='} {t.bound:g}",
+                    t.verdict,
+                )
                 for t in self.targets
             ],
-        )  # fmt: skip
+        )
         picture = (
-            f"![{self.chart.title}]({plot})" if plot else "No plot: matplotlib is not installed (`pip install hfq[bench]`)."
+            f"![{self.chart.title}]({plot})"
+            if plot
+            else "No plot: matplotlib is not installed (`pip install hfq[bench]`)."
         )
         held = [targets.to_markdown()] if self.targets else []
-        return "\n".join([f"# {self.title}\n", facts, *held, f"{picture}\n", *(t.to_markdown() for t in self.tables)])
+        return "\n".join(
+            [f"# {self.title}\n", facts, *held, f"{picture}\n", *(t.to_markdown() for t in self.tables)]
+        )
 
     def to_json(self) -> str:
         targets = [asdict(target) | {"verdict": target.verdict} for target in self.targets]
         tables = [asdict(table) for table in self.tables]
-        document = {"title": self.title, "facts": dict(self.facts), "targets": targets, "targets_note": self.targets_note}
-        return json.dumps(document | {"tables": tables, "chart": self.chart.to_dict(), "records": list(self.records)}, indent=1)
+        document = {
+            "title": self.title,
+            "facts": dict(self.facts),
+            "targets": targets,
+            "targets_note": self.targets_note,
+        }
+        return json.dumps(
+            document | {"tables": tables, "chart": self.chart.to_dict(), "records": list(self.records)},
+            indent=1,
+        )
 
     def write(self, folder: Path, name: str) -> None:
         """Writes `name`.md, .json and, where matplotlib is installed, .png."""

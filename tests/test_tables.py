@@ -8,12 +8,21 @@ import pytest
 from hfq.plots.charts import Chart
 from hfq.tables import Report, Table, Target
 
-RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [{"kind": "a", "error": "x"}, {"kind": "b"}]
+RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [
+    {"kind": "a", "error": "x"},
+    {"kind": "b"},
+]
 
 
 @pytest.mark.parametrize(
     ("value", "at_least", "verdict"),
-    [(1.0, False, "met"), (1.01, False, "not met"), (1.0, True, "met"), (0.99, True, "not met"), (None, True, "not measured")],
+    [
+        (1.0, False, "met"),
+        (1.01, False, "not met"),
+        (1.0, True, "met"),
+        (0.99, True, "not met"),
+        (None, True, "not measured"),
+    ],
 )
 def test_verdicts(value, at_least, verdict):
     target = Target("a ratio", value, 1, at_least)
@@ -45,7 +54,9 @@ def test_a_report_is_written_in_three_ways(tmp_path, monkeypatch):
 
 def test_a_plot_is_drawn_where_matplotlib_is(tmp_path):
     pytest.importorskip("matplotlib")
-    report = Report("t", {}, [], [], [], Chart("a chart", ("one", "two"), {"first": [1.0, None], "second": [2.0, 0.5]}))
+    report = Report(
+        "t", {}, [], [], [], Chart("a chart", ("one", "two"), {"first": [1.0, None], "second": [2.0, 0.5]})
+    )
     report.write(tmp_path, "name")
     assert (tmp_path / "name.png").stat().st_size > 1000
     assert "![a chart](name.png)" in (tmp_path / "name.md").read_text()

@@ -1,4 +1,5 @@
-"""`hfq bench fms`: what IBM's Foundation Model Stack loads by itself and with hfq, how exactly, how fast and in how much memory."""
+"""`python -m benchmarks fms`: what IBM's Foundation Model Stack loads by itself and with hfq, how exactly,
+how fast and in how much memory."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
         say: Is told what is going on.
 
     Raises:
-        SetupError: FMS is absent or of an untested version, the disk has too little room, or a measuring process died.
+        SetupError: FMS is absent or of an untested version, the disk has too little room, or a measuring
+            process died.
     """
     version = check_installed()
     architecture, records = architecture_of_size(nbytes), list[Record]()
@@ -66,30 +68,47 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
         "ranks": f"{_WORLD} processes under tensor parallelism, by gloo",
         "rounds": f"{rounds}, from the page cache, each load in a fresh process; medians",
     }
-    series = {loader: [_ratio(records, "peak_rss", weights, loader) for weights in FORMATS] for loader in LOADERS}
+    series = {
+        loader: [_ratio(records, "peak_rss", weights, loader) for weights in FORMATS] for loader in LOADERS
+    }
     chart = Chart("Peak memory of a load over the checkpoint's bytes (lower is better)", FORMATS, series)
     return Report(
-        "FMS by itself and with hfq", facts, [_parity_table(records), _load_table(records)], _targets(records), records, chart
+        "FMS by itself and with hfq",
+        facts,
+        [_parity_table(records), _load_table(records)],
+        _targets(records),
+        records,
+        chart,
     )
 
 
 def measure_parity(folder: Path, say: Callable[[str], None]) -> list[Record]:
-    """What each loader makes of each of the small models, and both doors on two ranks: the relative error of logits, or the error."""
+    """What each loader makes of each of the small models, and both doors on two ranks: the relative error of
+    logits, or the error."""
     cases = [*PARITY, ("llama", "dense", 2)]
     paths = {case: write_fms_model(folder / "-".join(map(str, case)), *case) for case in cases}
     records: list[Record] = []
     with ExitStack() as stack:
         small = str(paths["llama", "dense", 2])
-        workers = {loader: stack.enter_context(Worker(_WORKER, loader=loader, small=small)) for loader in LOADERS}
+        workers = {
+            loader: stack.enter_context(Worker(_WORKER, loader=loader, small=small)) for loader in LOADERS
+        }
         ranks = stack.enter_context(Ranks(_WORKER, _WORLD, loader=_DOORS[0]))
         for case, path in paths.items():
             say(f"logits of {' '.join(map(str, case))}")
             expected = torch.tensor(workers[_REFERENCE].ask("logits", path=str(path))["logits"])
             answers = {loader: [worker.ask("logits", path=str(path))] for loader, worker in workers.items()}
-            answers |= {name: ranks.answers("logits", path=str(path), loader=door) for name, door in _SHARED.items()}
+            answers |= {
+                name: ranks.answers("logits", path=str(path), loader=door) for name, door in _SHARED.items()
+            }
             for loader, found in answers.items():
                 records.append(
-                    {"kind": "parity", "case": " ".join(map(str, case)), "loader": loader, **_compared(found, expected)}
+                    {
+                        "kind": "parity",
+                        "case": " ".join(map(str, case)),
+                        "loader": loader,
+                        **_compared(found, expected),
+                    }
                 )
     return records
 
@@ -140,7 +159,9 @@ def _load_table(records: list[Record]) -> Table:
             seconds = median(records, lambda r: r["seconds"], kind="load", weights=weights, loader=loader)
             if seconds is None:
                 errors = [
-                    r["error"] for r in records if r.get("weights") == weights and r["loader"] == loader and "error" in r
+                    r["error"]
+                    for r in records
+                    if r.get("weights") == weights and r["loader"] == loader and "error" in r
                 ]
                 rows.append((weights, loader, errors[0].replace("|", "/")[:90], "-", "-"))
                 continue
@@ -157,11 +178,15 @@ def _targets(records: list[Record]) -> list[Target]:
     return [
         *(_parity_target(records, loader) for loader in (*_DOORS, *_SHARED)),
         *(
-            Target(f"{weights}: anonymous memory of hfq.fms.load over checkpoint",
-                   _ratio(records, "anonymous", weights, "hfq.fms.load"), 0.25)
-            for weights in FORMATS if weights != "bf16"
+            Target(
+                f"{weights}: anonymous memory of hfq.fms.load over checkpoint",
+                _ratio(records, "anonymous", weights, "hfq.fms.load"),
+                0.25,
+            )
+            for weights in FORMATS
+            if weights != "bf16"
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _parity_target(records: list[Record], loader: str) -> Target:

@@ -14,15 +14,42 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
-__all__ = ["ARCHITECTURES", "COMMON", "FORMATS", "HEADS", "HIDDEN", "INNER", "LAYERS", "PARITY", "write_fms_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "COMMON",
+    "FORMATS",
+    "HEADS",
+    "HIDDEN",
+    "INNER",
+    "LAYERS",
+    "PARITY",
+    "write_fms_model",
+]
 
 HIDDEN, INNER, HEADS, VOCABULARY, LAYERS = 256, 384, 8, 128, 2
 COMMON: dict[str, Any] = {
-    "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "float32",
-    "hidden_act": "silu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 10000.0, "head_dim": HIDDEN // HEADS,
-}  # fmt: skip
-MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 10000.0,
+    "head_dim": HIDDEN // HEADS,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "granite": {"architectures": ["GraniteForCausalLM"], "model_type": "granite", **MULTIPLIERS},
@@ -40,7 +67,11 @@ def _gptq(symmetric: bool) -> tuple[Format, dict]:
 def _compressed_tensors(strategy: str) -> dict:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
 
 
 FORMATS: dict[str, tuple[Format, dict]] = {
@@ -50,12 +81,18 @@ FORMATS: dict[str, tuple[Format, dict]] = {
     "fp8-tensor": (Fp8(strategy="tensor"), _compressed_tensors("tensor")),
     "fp8-block": (Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv"), BLOCKS),
 }
-PARITY = [(architecture, format, kv) for architecture in ("llama", "granite") for format in FORMATS
-          for kv in ((8, 2) if format.startswith("gptq") else (2,))]  # fmt: skip
+PARITY = [
+    (architecture, format, kv)
+    for architecture in ("llama", "granite")
+    for format in FORMATS
+    for kv in ((8, 2) if format.startswith("gptq") else (2,))
+]
 """The combinations whose logits must be those of transformers: GPTQ with 8 and 2 key heads, FP8 with 2."""
 
 
-def write_fms_model(folder: Path, architecture: str, format: str, kv_heads: int, has_bias: bool = False, **options) -> Path:
+def write_fms_model(
+    folder: Path, architecture: str, format: str, kv_heads: int, has_bias: bool = False, **options
+) -> Path:
     """Writes a random model into a folder.
 
     Args:
@@ -71,13 +108,20 @@ def write_fms_model(folder: Path, architecture: str, format: str, kv_heads: int,
     if options.get("tie_word_embeddings"):
         del tensors["lm_head.weight"]
     folder.mkdir(parents=True, exist_ok=True)
-    widest_first = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # as safetensors' own writer: all aligned
+    widest_first = sorted(
+        tensors.items(), key=lambda item: -item[1].dtype.itemsize
+    )  # as safetensors' own writer: all aligned
     stored = {
         name: (safetensors_dtype(tensor.dtype), tuple(tensor.shape), memoryview(_bytes(tensor).numpy()))  # type: ignore[arg-type]
         for name, tensor in widest_first
     }
     write_safetensors(folder / "model.safetensors", stored, {"format": "pt"})
-    config = COMMON | ARCHITECTURES[architecture] | {"num_key_value_heads": kv_heads, "attention_bias": has_bias} | options
+    config = (
+        COMMON
+        | ARCHITECTURES[architecture]
+        | {"num_key_value_heads": kv_heads, "attention_bias": has_bias}
+        | options
+    )
     config |= {"quantization_config": quantization} if quantization else {}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
@@ -91,11 +135,18 @@ def _tensors(weight_format: Format | None, kv_heads: int, has_bias: bool) -> dic
 
     keys = HIDDEN // HEADS * kv_heads
     linears = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (keys, HIDDEN), "self_attn.v_proj": (keys, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (keys, HIDDEN),
+        "self_attn.v_proj": (keys, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, INNER),
-    }  # fmt: skip
-    tensors = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN, scale=1.0), "model.norm.weight": 1 + random(HIDDEN)}
+    }
+    tensors = {
+        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN, scale=1.0),
+        "model.norm.weight": 1 + random(HIDDEN),
+    }
     for layer in range(LAYERS):
         for local, size in linears.items():
             name, weight = f"model.layers.{layer}.{local}", random(*size)

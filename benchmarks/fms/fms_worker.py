@@ -1,6 +1,7 @@
-"""The process that `fms` measures in: loads checkpoints with FMS alone or with hfq, and tells logits, time and memory.
+"""The process that `fms` measures in: loads checkpoints with FMS alone or with hfq, and tells logits, time
+and memory.
 
-Run as `python -m benchmarks.fms.fms_worker '{"loader": …}'`; see `process.serve`.
+Run as `python -m benchmarks.fms.fms_worker '{"loader": …}'`; see `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,19 @@ def _stock(path: Path, dtype: torch.dtype | None) -> Any:
     from fms.models import get_model
 
     with _plain(path) as (folder, quantization):
-        gptq = {"linear_type": "gptq_cpu", "bits": quantization.get("bits"), "group_size": quantization.get("group_size")}
-        options = {"linear_config": gptq, "fused_weights": False} if quantization.get("quant_method") == "gptq" else {}
-        return get_model("hf_pretrained", model_path=str(folder), data_type=None if options else dtype, **options)
+        gptq = {
+            "linear_type": "gptq_cpu",
+            "bits": quantization.get("bits"),
+            "group_size": quantization.get("group_size"),
+        }
+        options = (
+            {"linear_config": gptq, "fused_weights": False}
+            if quantization.get("quant_method") == "gptq"
+            else {}
+        )
+        return get_model(
+            "hf_pretrained", model_path=str(folder), data_type=None if options else dtype, **options
+        )
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> Any:
@@ -62,8 +73,11 @@ def _transformers(path: Path, dtype: torch.dtype | None) -> Any:
 
 
 LOADERS: dict[str, Callable[[Path, torch.dtype | None], Any]] = {
-    "FMS": _stock, "hfq.fms.load": _load, "FMS with hfq.fms.register": _registered, "transformers with hfq": _transformers,
-}  # fmt: skip
+    "FMS": _stock,
+    "hfq.fms.load": _load,
+    "FMS with hfq.fms.register": _registered,
+    "transformers with hfq": _transformers,
+}
 
 
 class FmsWorker:
@@ -84,7 +98,11 @@ class FmsWorker:
             with contextlib.suppress(Exception):  # what fails is asked again, and reported
                 self._loader(Path(small), None)
         gc.collect()
-        self.commands: dict[str, Callable[..., dict]] = {"logits": self.logits, "load": self.load, "memory": memory}
+        self.commands: dict[str, Callable[..., dict]] = {
+            "logits": self.logits,
+            "load": self.load,
+            "memory": memory,
+        }
 
     def logits(self, path: str, loader: str | None = None) -> dict:
         """The logits of a checkpoint's model in float32, flat; of this process's loader, or of another."""
@@ -103,7 +121,8 @@ class FmsWorker:
             dist.init_process_group("gloo", init_method=place, rank=self._rank, world_size=self._world)
 
     def load(self, path: str) -> dict:
-        """Loads with the dtypes of the file, and touches every page: seconds, and what memory grew by, in bytes."""
+        """Loads with the dtypes of the file, and touches every page: seconds, and what memory grew by, in
+        bytes."""
         self._held = None
         gc.collect()
         reset_peak()
@@ -122,7 +141,8 @@ def _strategy() -> str | None:
 
 @contextlib.contextmanager
 def _plain(path: Path) -> Iterator[tuple[Path, dict]]:
-    """A folder of links to a checkpoint's files, whose config.json names no quantization; and the quantization."""
+    """A folder of links to a checkpoint's files, whose config.json names no quantization; and the
+    quantization."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     quantization = config.pop("quantization_config", {})
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,15 @@
-"""`hfq bench kernels`: products with packed weights on a CPU, against torch's with bfloat16 weights and the memory's bandwidth.
+"""`python -m benchmarks kernels`: products with packed weights on a CPU, against torch's with bfloat16
+weights and the memory's bandwidth.
 
-All that is compared runs in one process, in turns within a round; ratios are taken within a round and their medians are reported.
-Where few rows are multiplied, a buffer larger than the caches is read in between, since a model's next layer is not in them either.
-Packed tensors lie as in most files, where they are aligned to 8 bytes, and not to a line of the cache.
+All that is compared runs in one process, in turns within a round; ratios are taken within a round and their
+medians are reported. Where few rows are multiplied, a buffer larger than the caches is read in between, since
+a model's next layer is not in them either. Packed tensors lie as in most files, where they are aligned to 8
+bytes, and not to a line of the cache.
 
-After such a read, Python's own code comes from memory, too. What a token's products read is measured beside it: one row times as many
-layers, one after another, as have the bytes of that buffer. They lie in one run of memory, and are compared to a plain read of it: how
-fast a buffer is read depends on where the system put it, by half between two buffers of one process.
+After such a read, Python's own code comes from memory, too. What a token's products read is measured beside
+it: one row times as many layers, one after another, as have the bytes of that buffer. They lie in one run of
+memory, and are compared to a plain read of it: how fast a buffer is read depends on where the system put it,
+by half between two buffers of one process.
 """
 
 from __future__ import annotations
@@ -34,7 +37,12 @@ from hfq.tables import Report
 
 __all__ = ["FORMATS", "ROWS", "SHAPES", "bench_kernels", "measure_shape", "random_layer"]
 
-SHAPES = {"7B attention": (4096, 4096), "7B gate": (11008, 4096), "7B down": (4096, 11008), "MoE expert": (768, 2048)}
+SHAPES = {
+    "7B attention": (4096, 4096),
+    "7B gate": (11008, 4096),
+    "7B down": (4096, 11008),
+    "MoE expert": (768, 2048),
+}
 """(out_features, in_features)."""
 
 ROWS = (1, 8, 128, 512)
@@ -58,7 +66,8 @@ FORMATS: dict[str, Format] = {
 }
 READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
 IN_TURN, READ_IN_TURN = "native, layer after layer", ("fp8 128x128", "gptq4 g128")
-"""The method that multiplies one row by layers that are not in the caches, without anything in between; and their weights."""
+"""The method that multiplies one row by layers that are not in the caches, without anything in between; and
+their weights."""
 
 SAME = "plain read of the same bytes"
 """The method that reads those layers, and does nothing with them."""
@@ -86,7 +95,11 @@ class Method:
 
 
 def bench_kernels(
-    shapes: Sequence[str], rows: Sequence[int], rounds: int, threads: Sequence[int], say: Callable[[str], None]
+    shapes: Sequence[str],
+    rows: Sequence[int],
+    rounds: int,
+    threads: Sequence[int],
+    say: Callable[[str], None],
 ) -> Report:
     """Runs the benchmark.
 
@@ -105,7 +118,10 @@ def bench_kernels(
             torch.set_num_threads(count)
             for shape in shapes:
                 say(f"{shape}, {count} threads")
-                records += [record | {"threads": count} for record in measure_shape(shape, SHAPES[shape], rows, rounds)]
+                records += [
+                    record | {"threads": count}
+                    for record in measure_shape(shape, SHAPES[shape], rows, rounds)
+                ]
     finally:
         torch.set_num_threads(before)
     return report(records, rounds)
@@ -114,7 +130,10 @@ def bench_kernels(
 def measure_shape(name: str, shape: tuple[int, int], rows: Sequence[int], rounds: int) -> list[Record]:
     """Every method on one shape: a record for each method, number of rows and round."""
     out_features, in_features = shape
-    layers = {weights: as_in_a_file(random_layer(weight_format, *shape)) for weights, weight_format in FORMATS.items()}
+    layers = {
+        weights: as_in_a_file(random_layer(weight_format, *shape))
+        for weights, weight_format in FORMATS.items()
+    }
     dense = torch.randn(out_features, in_features).to(torch.bfloat16)
     wide, half, flush = dense.to(torch.float32), dense.to(torch.float16), torch.zeros(FLUSH_NBYTES // 4)
     peers = make_peers(dense)
@@ -143,13 +162,19 @@ def random_layer(weight_format: Format, out_features: int, in_features: int) -> 
         dtype = torch_dtype(spec.dtypes[0])
         if spec.role in ("codes", "zero_point"):
             if dtype.is_floating_point:
-                tensors[spec.name] = (torch.randn(spec.shape, generator=generator) * 100).clamp(-448, 448).to(dtype)
+                tensors[spec.name] = (
+                    (torch.randn(spec.shape, generator=generator) * 100).clamp(-448, 448).to(dtype)
+                )
                 continue
             shape = (*spec.shape[:-1], spec.shape[-1] * dtype.itemsize)
-            tensors[spec.name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
+            tensors[spec.name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(
+                dtype
+            )
         elif spec.role == "scale" and dtype.itemsize == 1:  # E4M3 or powers of two, up to one
             low, high = (48, 57) if spec.dtypes[0] == "F8_E4M3" else (118, 128)
-            tensors[spec.name] = torch.randint(low, high, spec.shape, generator=generator, dtype=torch.uint8).view(dtype)
+            tensors[spec.name] = torch.randint(
+                low, high, spec.shape, generator=generator, dtype=torch.uint8
+            ).view(dtype)
         elif spec.role == "index":
             order = torch.randperm(in_features, generator=generator)
             tensors[spec.name] = (order % (spec.bound or 1)).to(torch.int32)
@@ -165,7 +190,8 @@ def as_in_a_file(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
 
 
 def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[LayerTensors], torch.Tensor]:
-    """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a multiple of 8 bytes."""
+    """Copies of a layer, one after another, each tensor 8 bytes after a line; and their memory: uint8, a
+    multiple of 8 bytes."""
     spans = [-(-tensor.nbytes // LINE_NBYTES) * LINE_NBYTES for tensor in tensors.values()]
     room = torch.zeros(count * sum(spans) + LINE_NBYTES, dtype=torch.uint8)
     first = start = (8 - room.data_ptr()) % LINE_NBYTES
@@ -173,16 +199,21 @@ def in_one_file(tensors: Mapping[str, torch.Tensor], count: int) -> tuple[list[L
     for _ in range(count):
         placed = LayerTensors()
         for (name, tensor), span in zip(tensors.items(), spans, strict=True):
-            placed[name] = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            placed[name] = (
+                room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            )
             start += span
         each.append(placed)
     return each, room[first:start]
 
 
 def _methods(
-    activations: torch.Tensor, dense: torch.Tensor, wide: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]],
+    activations: torch.Tensor,
+    dense: torch.Tensor,
+    wide: torch.Tensor,
+    layers: Mapping[str, Mapping[str, torch.Tensor]],
     peers: Mapping[tuple[str, str], tuple[int, Call]],
-) -> list[Method]:  # fmt: skip
+) -> list[Method]:
     linear, widened = torch.nn.functional.linear, activations.to(torch.float32)
     methods = [
         Method(DENSE, "bf16", dense.nbytes, lambda: linear(activations, dense)),
@@ -214,7 +245,12 @@ def _of_halves(
             tensors = layers[weights]
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             methods.append(
-                Method(OF_HALVES, weights, nbytes, functools.partial(kernel.linear, given, tensors, FORMATS[weights]))
+                Method(
+                    OF_HALVES,
+                    weights,
+                    nbytes,
+                    functools.partial(kernel.linear, given, tensors, FORMATS[weights]),
+                )
             )
     return methods
 
@@ -233,13 +269,18 @@ def _in_turn(
 
 
 def _multiply_each(
-    kernel: Kernel, activations: torch.Tensor, layers: Sequence[Mapping[str, torch.Tensor]], weight_format: Format
+    kernel: Kernel,
+    activations: torch.Tensor,
+    layers: Sequence[Mapping[str, torch.Tensor]],
+    weight_format: Format,
 ) -> None:
     for tensors in layers:
         kernel.linear(activations, tensors, weight_format)
 
 
-def _is_readable(kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None) -> bool:
+def _is_readable(
+    kernel: Kernel, weight_format: Format, dense: torch.Tensor, scheme: ActivationScheme | None = None
+) -> bool:
     out_features, in_features = dense.shape
     reasons = explain_kernels(kernel.name, weight_format, in_features, out_features, scheme=scheme)
     return reasons[kernel.name] is None

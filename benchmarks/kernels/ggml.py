@@ -1,4 +1,5 @@
-"""ggml's products on a CPU through its public C API (ggml.h, ggml-backend.h, ggml-cpu.h), from a package that holds its libraries."""
+"""ggml's products on a CPU through its public C API (ggml.h, ggml-backend.h, ggml-cpu.h), from a package that
+holds its libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import torch
 __all__ = ["PACKAGES", "TYPES", "GgmlLinear", "compiled_for", "find_package"]
 
 PACKAGES = ("libggml", "llama_cpp")
-"""What holds ggml's libraries in a folder lib or lib64, as the distributions libggml-python and llama-cpp-python install it."""
+"""What holds ggml's libraries in a folder lib or lib64, as the distributions libggml-python and
+llama-cpp-python install it."""
 
 TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
 """`enum ggml_type`."""
@@ -32,9 +34,13 @@ class _InitParams(ctypes.Structure):
 
 class _ThreadpoolParams(ctypes.Structure):
     _fields_ = (
-        ("cpumask", c_bool * _MAX_THREADS), ("n_threads", c_int), ("prio", c_int), ("poll", c_uint32),
-        ("strict_cpu", c_bool), ("paused", c_bool),
-    )  # fmt: skip
+        ("cpumask", c_bool * _MAX_THREADS),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    )
 
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -74,16 +80,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class GgmlLinear:
-    """A weight in one of ggml's types, quantized by ggml, and its products; what ggml holds is freed with the object.
+    """A weight in one of ggml's types, quantized by ggml, and its products; what ggml holds is freed with the
+    object.
 
     Args:
         dense: The weight, of a float dtype, [out_features, in_features].
         name: One of `TYPES`.
-        repack: Whether ggml rearranges the weight for this processor ("CPU_REPACK"), or keeps it as a file holds it.
+        repack: Whether ggml rearranges the weight for this processor ("CPU_REPACK"), or keeps it as a file
+            holds it.
 
     Raises:
-        RuntimeError: No package holds the library, it has no such arrangement of this weight, or asks for instructions that the
-            processor lacks.
+        RuntimeError: No package holds the library, it has no such arrangement of this weight, or asks for
+            instructions that the processor lacks.
         AttributeError: The library lacks a function.
         OSError: It cannot be loaded.
     """
@@ -103,18 +111,24 @@ class GgmlLinear:
         packed = torch.empty(out_features, self._ggml.ggml_row_size(kind, in_features), dtype=torch.uint8)
         wide = dense.to(torch.float32).contiguous()
         self.nbytes = packed.nbytes
-        self._ggml.ggml_quantize_chunk(kind, wide.data_ptr(), packed.data_ptr(), 0, out_features, in_features, None)
+        self._ggml.ggml_quantize_chunk(
+            kind, wide.data_ptr(), packed.data_ptr(), 0, out_features, in_features, None
+        )
         self.shape = out_features, in_features
         context = self._context()
         self._weight = self._ggml.ggml_new_tensor_2d(context, kind, in_features, out_features)
-        self._allocate(context, _repack_buffers(self._ggml) if repack else self._ggml.ggml_backend_cpu_buffer_type())
+        self._allocate(
+            context, _repack_buffers(self._ggml) if repack else self._ggml.ggml_backend_cpu_buffer_type()
+        )
         self._require_support(name)
         self._ggml.ggml_backend_tensor_set(self._weight, packed.data_ptr(), 0, packed.nbytes)
 
     def __call__(self, activations: torch.Tensor) -> torch.Tensor:
-        """The product on torch's number of threads: activations [rows, in_features] → [rows, out_features], of their dtype.
+        """The product on torch's number of threads: activations [rows, in_features] → [rows, out_features],
+        of their dtype.
 
-        Both are copied, by way of the float32 that ggml takes (it rounds activations to 8 bits itself) and gives.
+        Both are copied, by way of the float32 that ggml takes (it rounds activations to 8 bits itself) and
+        gives.
         """
         rows = activations.shape[0]
         self._follow_torch()
@@ -149,16 +163,21 @@ class GgmlLinear:
             context, self._weight, self._ggml.ggml_new_tensor_2d(context, _FLOAT32, self.shape[1], 1)
         )
         if not self._ggml.ggml_backend_supports_op(self._backend, product):
-            raise RuntimeError(f"ggml does not multiply {name} {self.shape} in this arrangement on this processor")
+            raise RuntimeError(
+                f"ggml does not multiply {name} {self.shape} in this arrangement on this processor"
+            )
 
     def _follow_torch(self) -> None:
-        """A pool of torch's number of threads, kept as llama.cpp keeps one: without, ggml starts threads for every graph."""
+        """A pool of torch's number of threads, kept as llama.cpp keeps one: without, ggml starts threads for
+        every graph."""
         count = torch.get_num_threads()
         if count == self._threads:
             return
         params = _ThreadpoolParams()
         self._ggml.ggml_threadpool_params_init(byref(params), count)
-        self._pool = self._hold(self._ggml.ggml_threadpool_new(byref(params)), self._ggml.ggml_threadpool_free)
+        self._pool = self._hold(
+            self._ggml.ggml_threadpool_new(byref(params)), self._ggml.ggml_threadpool_free
+        )
         self._threads = count
         self._ggml.ggml_backend_cpu_set_threadpool(self._backend, self._pool)
         self._ggml.ggml_backend_cpu_set_n_threads(self._backend, count)
@@ -170,7 +189,8 @@ class GgmlLinear:
 
     def _allocate(self, context: int, buffer_type: int) -> None:
         self._hold(
-            self._ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type), self._ggml.ggml_backend_buffer_free
+            self._ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, buffer_type),
+            self._ggml.ggml_backend_buffer_free,
         )
 
     def _hold(self, made: int | None, free: Any) -> int:
@@ -189,7 +209,11 @@ def compiled_for() -> str:
     """The widest instructions that the installed library was compiled for, of those that the report names."""
     library = _library()
     return (
-        "AVX-512" if library.ggml_cpu_has_avx512() else "AVX2" if library.ggml_cpu_has_avx2() else "neither AVX2 nor AVX-512"
+        "AVX-512"
+        if library.ggml_cpu_has_avx512()
+        else "AVX2"
+        if library.ggml_cpu_has_avx2()
+        else "neither AVX2 nor AVX-512"
     )
 
 
@@ -216,7 +240,10 @@ def _library() -> Any:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for instructions in ("avx2", "avx512"):
-        if getattr(library, f"ggml_cpu_has_{instructions}")() and not getattr(torch.cpu, f"_is_{instructions}_supported")():
+        if (
+            getattr(library, f"ggml_cpu_has_{instructions}")()
+            and not getattr(torch.cpu, f"_is_{instructions}_supported")()
+        ):
             raise RuntimeError(f"ggml was compiled for {instructions}, which this processor lacks")
     return library
 

@@ -1,4 +1,5 @@
-"""Other tools' products with packed weights on a CPU, each where it is installed, on its own packing of one weight."""
+"""Other tools' products with packed weights on a CPU, each where it is installed, on its own packing of one
+weight."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ __all__ = ["GGML", "GPTQMODEL", "PEER", "PEERS", "REPACKED", "make_peers", "miss
 
 PEER, GPTQMODEL, GGML = "torch int4pack", "gptqmodel", "ggml"
 REPACKED = "Q4_K repack"
-"""ggml's type of 4.5 bits a weight, rearranged for the processor; its products round activations to 8 bits, for groups of 256."""
+"""ggml's type of 4.5 bits a weight, rearranged for the processor; its products round activations to 8 bits,
+for groups of 256."""
 
 Call = Callable[[torch.Tensor], object]
 
 
 def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
-    """(tool, what it stores) → (the bytes of its weight, its product with bfloat16 activations), of all that runs here.
+    """(tool, what it stores) → (the bytes of its weight, its product with bfloat16 activations), of all that
+    runs here.
 
     Args:
         dense: The weight, bfloat16 [out_features, in_features].
@@ -32,7 +35,15 @@ def make_peers(dense: torch.Tensor) -> dict[tuple[str, str], tuple[int, Call]]:
         try:
             nbytes, call = make(dense)
             call(torch.zeros(1, dense.shape[1], dtype=torch.bfloat16))
-        except (AttributeError, ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError):
+        except (
+            AttributeError,
+            ImportError,
+            NotImplementedError,
+            OSError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):
             continue  # another version, or a processor that it does not run on
         found[tool, weights] = nbytes, call
     return found
@@ -43,8 +54,9 @@ def missing_peers(measured: Mapping[tuple[str, str], object]) -> dict[str, str]:
     tools = {tool: package for (tool, _), (package, _) in PEERS.items()}
     return {
         tool: "does not run here" if _is_installed(package) else "not installed"
-        for tool, package in tools.items() if all(tool != name for name, _ in measured)
-    }  # fmt: skip
+        for tool, package in tools.items()
+        if all(tool != name for name, _ in measured)
+    }
 
 
 def _is_installed(package: str) -> bool:
@@ -68,16 +80,25 @@ def _bitsandbytes_nf4(dense: torch.Tensor) -> tuple[int, Call]:
     import bitsandbytes
 
     layer = bitsandbytes.nn.Linear4bit(
-        dense.shape[1], dense.shape[0], bias=False, compute_dtype=torch.bfloat16, compress_statistics=False, quant_type="nf4"
+        dense.shape[1],
+        dense.shape[0],
+        bias=False,
+        compute_dtype=torch.bfloat16,
+        compress_statistics=False,
+        quant_type="nf4",
     )
-    layer.weight = bitsandbytes.nn.Params4bit(dense.clone(), requires_grad=False, quant_type="nf4", compress_statistics=False)
+    layer.weight = bitsandbytes.nn.Params4bit(
+        dense.clone(), requires_grad=False, quant_type="nf4", compress_statistics=False
+    )
     return dense.numel() // 2 + dense.numel() // 64 * 4, layer.to("cpu").eval()
 
 
 def _bitsandbytes_int8(dense: torch.Tensor) -> tuple[int, Call]:
     import bitsandbytes
 
-    layer = bitsandbytes.nn.Linear8bitLt(dense.shape[1], dense.shape[0], bias=False, has_fp16_weights=False, threshold=6.0)
+    layer = bitsandbytes.nn.Linear8bitLt(
+        dense.shape[1], dense.shape[0], bias=False, has_fp16_weights=False, threshold=6.0
+    )
     layer.weight = bitsandbytes.nn.Int8Params(dense.clone(), requires_grad=False, has_fp16_weights=False)
     return dense.numel() + 4 * dense.shape[0], layer.to("cpu").eval()
 
@@ -90,12 +111,25 @@ def _gptqmodel(dense: torch.Tensor) -> tuple[int, Call]:
 
     out_features, in_features = dense.shape
     kind = hf_select_quant_linear_v2(
-        bits=4, group_size=128, desc_act=False, sym=True, format="gptq_v2", quant_method="gptq", dtype=torch.bfloat16,
-        pack=False, device_map="cpu",
-    )  # fmt: skip
+        bits=4,
+        group_size=128,
+        desc_act=False,
+        sym=True,
+        format="gptq_v2",
+        quant_method="gptq",
+        dtype=torch.bfloat16,
+        pack=False,
+        device_map="cpu",
+    )
     layer = kind(
-        bits=4, group_size=128, sym=True, desc_act=False, in_features=in_features, out_features=out_features, bias=False,
-    )  # fmt: skip
+        bits=4,
+        group_size=128,
+        sym=True,
+        desc_act=False,
+        in_features=in_features,
+        out_features=out_features,
+        bias=False,
+    )
     tensors = Gptq(4, 128, True, "stored").quantize(dense.to(torch.float32))
     for name, tensor in tensors.items():
         layer.register_buffer(name, tensor)

@@ -1,4 +1,4 @@
-"""The tables and targets of `hfq bench kernels`."""
+"""The tables and targets of `python -m benchmarks kernels`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ from hfq.tables import Report, Table, Target, as_rate
 
 __all__ = ["report"]
 
-LEVELS, SHORT = ("plain C++", "AVX2", "AVX-512"), ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)")
+LEVELS, SHORT = (
+    ("plain C++", "AVX2", "AVX-512"),
+    ("", ", dot products of bfloat16", ", tiles of bfloat16 (AMX)"),
+)
 _FP8_NATIVE = {1: 2.9, 8: 1.0, 128: 0.94, 512: 0.94}
 _INT4_NATIVE = {1: 1.0, 8: 1.7, 128: 1.0, 512: 1.0}
 _ROUNDED = 1.7
 
 
 def report(records: list[Record], rounds: int) -> Report:
-    """The report of these records, each with its threads, shape, rows, method, weights, round, nbytes and seconds."""
+    """The report of these records, each with its threads, shape, rows, method, weights, round, nbytes and
+    seconds."""
     weights = [w for w in _in_order(records, "weights") if w not in ("-", "bf16", "f32", "f16")]
-    groups, least = [f"M={rows}" for rows in _in_order(records, "rows")], min((r["threads"] for r in records), default=1)
+    groups, least = (
+        [f"M={rows}" for rows in _in_order(records, "rows")],
+        min((r["threads"] for r in records), default=1),
+    )
     series = {
-        name: [_over_dense(records, name, "native", rows, least) for rows in _in_order(records, "rows")] for name in weights
+        name: [_over_dense(records, name, "native", rows, least) for rows in _in_order(records, "rows")]
+        for name in weights
     }
     return Report(
         "Kernels: products with packed weights on a CPU",
@@ -59,7 +67,10 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "activations": "bfloat16, unless a method names others",
         "packed tensors": "8 bytes after a line of the cache begins, as files align them",
         f"gptq4 g128, native, over {GGML} {REPACKED}": _over_ggml(records),
-        "not measured": ", ".join(f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()) or "none",
+        "not measured": ", ".join(
+            f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()
+        )
+        or "none",
     }
 
 
@@ -67,8 +78,13 @@ _OWN_THREADS = ", whose threads on more than one share processors with torch's t
 
 
 def _over_ggml(records: list[Record]) -> str:
-    """How many times as fast four bits are here as where activations are rounded to 8 bits and the weight is rearranged."""
-    theirs, ours, found = {"method": GGML, "weights": REPACKED}, {"method": "native", "weights": "gptq4 g128"}, []
+    """How many times as fast four bits are here as where activations are rounded to 8 bits and the weight is
+    rearranged."""
+    theirs, ours, found = (
+        {"method": GGML, "weights": REPACKED},
+        {"method": "native", "weights": "gptq4 g128"},
+        [],
+    )
     for threads in _in_order(records, "threads"):
         for rows in _in_order(records, "rows"):
             value = _over_shapes(select(records, threads=threads), theirs, ours, rows)
@@ -98,7 +114,9 @@ def _table(records: list[Record], threads: int) -> Table:
             for count in _in_order(of_threads, "rows"):
                 seconds = median(of_threads, lambda r: r["seconds"], rows=count, **where)
                 ratio = _ratio(of_threads, {"method": DENSE}, where, shape, count)
-                cells.append("-" if seconds is None or ratio is None else f"{seconds * 1e3:.2f} ms, {ratio:.2f}x")
+                cells.append(
+                    "-" if seconds is None or ratio is None else f"{seconds * 1e3:.2f} ms, {ratio:.2f}x"
+                )
             share = _share_of_read(of_threads, where)
             rows.append((shape, weights, method, *cells, "-" if share is None else f"{share:.2f}"))
     header = (
@@ -119,10 +137,18 @@ def _read_table(records: list[Record], threads: int) -> Table:
     for shape in _in_order(of_threads, "shape"):
         for weights in _in_order(select(of_threads, shape=shape, method=IN_TURN), "weights"):
             where = {"shape": shape, "weights": weights}
-            rates = [median(of_threads, lambda r: r["nbytes"] / r["seconds"], method=m, **where) for m in (IN_TURN, SAME)]
+            rates = [
+                median(of_threads, lambda r: r["nbytes"] / r["seconds"], method=m, **where)
+                for m in (IN_TURN, SAME)
+            ]
             shares = [_share_of_read(of_threads, where | {"method": IN_TURN}, of) for of in (SAME, READ)]
             rows.append(
-                (shape, weights, *map(as_rate, rates), *("-" if share is None else f"{share:.2f}" for share in shares))
+                (
+                    shape,
+                    weights,
+                    *map(as_rate, rates),
+                    *("-" if share is None else f"{share:.2f}" for share in shares),
+                )
             )
     note = """One row times different layers of a shape, one after another in one run of memory: what the products of a token's layers
 read, with nothing in between; over what a plain read of the same bytes does in the same round, and over that of another buffer."""
@@ -142,8 +168,17 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
         targets.append(Target(f"fp8 128x128, native, M={rows}, {named}: over {DENSE}", value, bound, True))
     peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
     for rows, bound in _INT4_NATIVE.items():
-        value = _over_shapes(of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "native"}, rows)
-        targets.append(Target(f"gptq4 g128, native, M={rows}, {named}: over {peer} (the 4-bit peer here)", value, bound, True))
+        value = _over_shapes(
+            of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "native"}, rows
+        )
+        targets.append(
+            Target(
+                f"gptq4 g128, native, M={rows}, {named}: over {peer} (the 4-bit peer here)",
+                value,
+                bound,
+                True,
+            )
+        )
     for rows in _in_order(records, "rows"):
         value = _over_dense(of_threads, ROUNDED, "int8", rows, threads)
         targets.append(Target(f"{ROUNDED}, M={rows}, {named}: over {DENSE}", value, _ROUNDED, True))
@@ -153,15 +188,22 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
             ("native", READ, "one call after the caches were emptied"),
         ):
             where = {"weights": weights, "method": method}
-            shares = [_share_of_read(of_threads, where | {"shape": shape}, of) for shape in _in_order(records, "shape")]
+            shares = [
+                _share_of_read(of_threads, where | {"shape": shape}, of)
+                for shape in _in_order(records, "shape")
+            ]
             found = [share for share in shares if share is not None]
             value = statistics.median(found) if found else None
-            targets.append(Target(f"{weights}, native, M=1, {named}: share of the read rate, {how}", value, 0.85, True))
+            targets.append(
+                Target(f"{weights}, native, M=1, {named}: share of the read rate, {how}", value, 0.85, True)
+            )
     return targets
 
 
 def _over_dense(records: list[Record], weights: str, method: str, rows: int, threads: int) -> float | None:
-    return _over_shapes(select(records, threads=threads), {"method": DENSE}, {"weights": weights, "method": method}, rows)
+    return _over_shapes(
+        select(records, threads=threads), {"method": DENSE}, {"weights": weights, "method": method}, rows
+    )
 
 
 def _over_shapes(records: list[Record], other: dict, ours: dict, rows: int) -> float | None:
@@ -175,16 +217,28 @@ def _ratio(records: list[Record], other: dict, ours: dict, shape: str, rows: int
     """The median over rounds of the other's seconds over ours."""
     where = {"shape": shape, "rows": rows}
     theirs = {record["round"]: record["seconds"] for record in select(records, **{**other, **where})}
-    ratios = [theirs[r["round"]] / r["seconds"] for r in select(records, **{**ours, **where}) if r["round"] in theirs]
+    ratios = [
+        theirs[r["round"]] / r["seconds"]
+        for r in select(records, **{**ours, **where})
+        if r["round"] in theirs
+    ]
     return statistics.median(ratios) if ratios else None
 
 
 def _share_of_read(records: list[Record], where: dict, of: str = READ) -> float | None:
-    """The median over rounds of the rate at which a weight is read, over that of a read beside it, which is of that weight or none."""
-    read = {"method": of, "rows": 1, "shape": where.get("shape"), "weights": "-" if of == READ else where["weights"]}
+    """The median over rounds of the rate at which a weight is read, over that of a read beside it, which is
+    of that weight or none."""
+    read = {
+        "method": of,
+        "rows": 1,
+        "shape": where.get("shape"),
+        "weights": "-" if of == READ else where["weights"],
+    }
     plain = {record["round"]: record["nbytes"] / record["seconds"] for record in select(records, **read)}
     rates = [
-        r["nbytes"] / r["seconds"] / plain[r["round"]] for r in select(records, **{**where, "rows": 1}) if r["round"] in plain
+        r["nbytes"] / r["seconds"] / plain[r["round"]]
+        for r in select(records, **{**where, "rows": 1})
+        if r["round"] in plain
     ]
     return statistics.median(rates) if rates else None
 
@@ -192,7 +246,9 @@ def _share_of_read(records: list[Record], where: dict, of: str = READ) -> float 
 def _pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
     """(weights, method) of all that multiplies, the dense ones first."""
     found = dict.fromkeys(
-        (record["weights"], record["method"]) for record in records if record["method"] not in (READ, IN_TURN, SAME)
+        (record["weights"], record["method"])
+        for record in records
+        if record["method"] not in (READ, IN_TURN, SAME)
     )
     return sorted(found, key=lambda pair: pair[1] not in (DENSE, WIDE))
 

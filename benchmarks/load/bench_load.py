@@ -1,4 +1,5 @@
-"""`hfq bench load`: the time, memory and reads of loading, for hfq, transformers and safetensors, against raw reads.
+"""`python -m benchmarks load`: the time, memory and reads of loading, for hfq, transformers and safetensors,
+against raw reads.
 
 Each measurement has a process of its own; the loaders take turns within a round, in another order each round.
 """
@@ -25,7 +26,8 @@ __all__ = ["bench_load", "measure_load", "measure_pair"]
 
 STATES = ("cold", "warm")
 CONSTANT_NBYTES = 64 << 20
-"""What a load may take beside the checkpoint's own bytes, whatever the size: the skeleton, threads, staging."""
+"""What a load may take beside the checkpoint's own bytes, whatever the size: the skeleton, threads, staging.
+"""
 
 _WORKER = "benchmarks.load.load_worker"
 
@@ -65,7 +67,8 @@ def bench_load(folder: Path, nbytes: float, rounds: int, say: Callable[[str], No
 
 
 def measure_load(path: Path, small: Path, loader: str, state: str) -> Record:
-    """One load in a fresh process, and the raw reads of the same files just before it, from a cache in the same state."""
+    """One load in a fresh process, and the raw reads of the same files just before it, from a cache in the
+    same state."""
     files = checkpoint_files(path)
     nbytes = sum(file.stat().st_size for file in files)
     prepare = drop_cache if state == "cold" else warm_cache
@@ -85,7 +88,10 @@ def measure_pair(path: Path, small: Path, loader: str) -> Record:
     """What two processes that hold the model at once take together: their proportional set sizes, in bytes."""
     files = checkpoint_files(path)
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(_WORKER, loader=loader, path=str(path), small=str(small))) for _ in range(2)]
+        workers = [
+            stack.enter_context(Worker(_WORKER, loader=loader, path=str(path), small=str(small)))
+            for _ in range(2)
+        ]
         before = [worker.ask("memory") for worker in workers]
         answers = [worker.ask("load") for worker in workers]
         after = [worker.ask("memory") for worker in workers]
@@ -106,7 +112,9 @@ def measure_exactness(path: Path, small: Path) -> Record:
 
 
 def _report(folder: Path, architecture: Architecture, rounds: int, records: list[Record]) -> Report:
-    cold = {weights: [_over_raw(records, weights, "cold", loader) for loader in LOADERS] for weights in FORMATS}
+    cold = {
+        weights: [_over_raw(records, weights, "cold", loader) for loader in LOADERS] for weights in FORMATS
+    }
     series = {loader: [cold[weights][index] for weights in FORMATS] for index, loader in enumerate(LOADERS)}
     return Report(
         "Loading: time, memory and reads",
@@ -121,7 +129,9 @@ def _report(folder: Path, architecture: Architecture, rounds: int, records: list
 def _facts(architecture: Architecture, rounds: int, records: list[Record]) -> dict[str, str]:
     cold = select(records, kind="load", state="cold")
     raw = median(cold, lambda record: record["nbytes"] / record["raw_seconds"])
-    direct = median([r for r in cold if r["direct_seconds"]], lambda record: record["nbytes"] / record["direct_seconds"])
+    direct = median(
+        [r for r in cold if r["direct_seconds"]], lambda record: record["nbytes"] / record["direct_seconds"]
+    )
     shares = [record["cached_share"] for record in cold if record["cached_share"] is not None]
     sizes = ", ".join(f"{weights} {_nbytes(records, weights) / 1e9:.3f} GB" for weights in FORMATS)
     return {
@@ -146,7 +156,9 @@ def _time_table(records: list[Record]) -> Table:
 
 
 def _time_cell(records: list[Record], weights: str, state: str, loader: str) -> str:
-    seconds = median(records, lambda r: r["seconds"], kind="load", weights=weights, state=state, loader=loader)
+    seconds = median(
+        records, lambda r: r["seconds"], kind="load", weights=weights, state=state, loader=loader
+    )
     if seconds is None:
         return _refusal(records, weights, loader)
     return f"{seconds:.3f} s ({_over_raw(records, weights, state, loader):.2f}x)"
@@ -156,13 +168,27 @@ def _memory_table(records: list[Record]) -> Table:
     rows: list[tuple[str, ...]] = []
     for weights in FORMATS:
         for loader in LOADERS:
-            shares = [_share(records, key, weights, loader) for key in ("peak_rss", "anonymous", "pss", "device_read")]
+            shares = [
+                _share(records, key, weights, loader)
+                for key in ("peak_rss", "anonymous", "pss", "device_read")
+            ]
             if shares[0] is None and _is_refused(records, weights, loader):
                 rows.append((weights, loader, _refusal(records, weights, loader), "-", "-", "-"))
             else:
-                rows.append((weights, loader, *("-" if share is None else f"{share:.3f}" for share in shares)))
-    header = ("weights", "loader", "peak RSS growth", "anonymous growth", "PSS of two processes", "read from the device")
-    return Table("Memory and reads, cold", "All in bytes over the bytes of the checkpoint's files.", header, rows)
+                rows.append(
+                    (weights, loader, *("-" if share is None else f"{share:.3f}" for share in shares))
+                )
+    header = (
+        "weights",
+        "loader",
+        "peak RSS growth",
+        "anonymous growth",
+        "PSS of two processes",
+        "read from the device",
+    )
+    return Table(
+        "Memory and reads, cold", "All in bytes over the bytes of the checkpoint's files.", header, rows
+    )
 
 
 def _exactness_table(records: list[Record]) -> Table:
@@ -171,12 +197,20 @@ def _exactness_table(records: list[Record]) -> Table:
         read = f"{record['read']:,} of at most {record['bound']:,}"
         equal = f"{record['equal']} of {record['tensors']}"
         rows.append(
-            (record["weights"], equal, read if record["packed"] else "nothing is packed", f"{record['lazy_device_read']:,}")
+            (
+                record["weights"],
+                equal,
+                read if record["packed"] else "nothing is packed",
+                f"{record['lazy_device_read']:,}",
+            )
         )
-    note = (
-        "Tensors whose sha256 in memory is that of their bytes on file; bytes read by a load that leaves everything on disk."
+    note = "Tensors whose sha256 in memory is that of their bytes on file; bytes read by a load that leaves everything on disk."
+    header = (
+        "weights",
+        "equal tensors",
+        "read, all on disk (headers and what is not quantized)",
+        "read from the device",
     )
-    header = ("weights", "equal tensors", "read, all on disk (headers and what is not quantized)", "read from the device")
     return Table("hfq: exact, and lazy", note, header, rows)
 
 
@@ -184,22 +218,47 @@ def _targets(records: list[Record]) -> list[Target]:
     targets = []
     for weights in FORMATS:
         peak = median(
-            records, lambda r: (r["peak_rss"] - CONSTANT_NBYTES) / r["nbytes"],
-            kind="load", weights=weights, state="cold", loader="hfq",
-        )  # fmt: skip
+            records,
+            lambda r: (r["peak_rss"] - CONSTANT_NBYTES) / r["nbytes"],
+            kind="load",
+            weights=weights,
+            state="cold",
+            loader="hfq",
+        )
         exact = median(records, lambda r: r["equal"] / r["tensors"], kind="exactness", weights=weights)
         targets += [
-            Target(f"{weights}: cold time over raw parallel read", _over_raw(records, weights, "cold", "hfq"), 1.10),
+            Target(
+                f"{weights}: cold time over raw parallel read",
+                _over_raw(records, weights, "cold", "hfq"),
+                1.10,
+            ),
             Target(f"{weights}: peak RSS less {CONSTANT_NBYTES >> 20} MiB over checkpoint", peak, 1.02),
-            Target(f"{weights}: anonymous memory over checkpoint", _share(records, "anonymous", weights, "hfq"), 0.02),
-            Target(f"{weights}: PSS of two processes over checkpoint", _share(records, "pss", weights, "hfq"), 1.05),
+            Target(
+                f"{weights}: anonymous memory over checkpoint",
+                _share(records, "anonymous", weights, "hfq"),
+                0.02,
+            ),
+            Target(
+                f"{weights}: PSS of two processes over checkpoint",
+                _share(records, "pss", weights, "hfq"),
+                1.05,
+            ),
             Target(f"{weights}: share of tensors equal by sha256", exact, 1, at_least=True),
         ]
         if weights != "bf16":
             for key, what in (("read", "read"), ("lazy_device_read", "read from the device")):
                 share = _of_bound(records, key, weights)
-                targets.append(Target(f"{weights}: {what} with all on disk, over headers and what is not quantized", share, 1))
-    for what, key, bound in (("times as fast as", "seconds", 5), ("times less peak RSS than", "peak_rss", 2.4)):
+                targets.append(
+                    Target(
+                        f"{weights}: {what} with all on disk, over headers and what is not quantized",
+                        share,
+                        1,
+                    )
+                )
+    for what, key, bound in (
+        ("times as fast as", "seconds", 5),
+        ("times less peak RSS than", "peak_rss", 2.4),
+    ):
         stock, own = (
             median(records, itemgetter(key), kind="load", weights="fp8", state="cold", loader=loader)
             for loader in ("transformers", "hfq")
@@ -210,7 +269,14 @@ def _targets(records: list[Record]) -> list[Target]:
 
 
 def _over_raw(records: list[Record], weights: str, state: str, loader: str) -> float | None:
-    return median(records, lambda r: r["seconds"] / r["raw_seconds"], kind="load", weights=weights, state=state, loader=loader)
+    return median(
+        records,
+        lambda r: r["seconds"] / r["raw_seconds"],
+        kind="load",
+        weights=weights,
+        state=state,
+        loader=loader,
+    )
 
 
 def _of_bound(records: list[Record], key: str, weights: str) -> float | None:
@@ -223,7 +289,9 @@ def _share(records: list[Record], key: str, weights: str, loader: str) -> float 
 
 
 def _nbytes(records: list[Record], weights: str) -> int:
-    return next((record["nbytes"] for record in records if record["weights"] == weights and "nbytes" in record), 0)
+    return next(
+        (record["nbytes"] for record in records if record["weights"] == weights and "nbytes" in record), 0
+    )
 
 
 def _is_refused(records: list[Record], weights: str, loader: str) -> bool:
@@ -231,5 +299,7 @@ def _is_refused(records: list[Record], weights: str, loader: str) -> bool:
 
 
 def _refusal(records: list[Record], weights: str, loader: str) -> str:
-    errors = (r["error"] for r in records if r["weights"] == weights and r.get("loader") == loader and "error" in r)
+    errors = (
+        r["error"] for r in records if r["weights"] == weights and r.get("loader") == loader and "error" in r
+    )
     return f"refused: {next(errors, 'unknown')}".replace("|", "/")

@@ -1,6 +1,7 @@
 """The process that `load` measures in: loads one checkpoint with one loader, and tells what that cost.
 
-Run as `python -m benchmarks.load.load_worker '{"loader": …, "path": …, "small": …}'`; see `process.serve`.
+Run as `python -m benchmarks.load.load_worker '{"loader": …, "path": …, "small": …}'`; see
+`worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class LoadWorker:
     Args:
         loader: A name of `LOADERS`.
         path: The checkpoint that is measured.
-        small: A small checkpoint of the same format. It is loaded first, so that no import is part of a measurement.
+        small: A small checkpoint of the same format. It is loaded first, so that no import is part of a
+            measurement.
     """
 
     def __init__(self, loader: str, path: str, small: str) -> None:
@@ -101,12 +103,15 @@ class LoadWorker:
         checkpoint = Checkpoint.open(self._path)
         reader, state = Reader(checkpoint), self._held[0].state_dict()  # type: ignore[index]
         equal = [
-            name for name, info in checkpoint.tensors.items() if _digest(state[name]) == _digest(read_tensor(reader, info))
+            name
+            for name, info in checkpoint.tensors.items()
+            if _digest(state[name]) == _digest(read_tensor(reader, info))
         ]
         return {"tensors": len(checkpoint.tensors), "equal": len(equal)}
 
     def load_on_disk(self) -> dict:
-        """Loads with every weight on disk (hfq alone): the bytes that were read, and those that had to be at most."""
+        """Loads with every weight on disk (hfq alone): the bytes that were read, and those that had to be at
+        most."""
         before = memory()
         self._held = _hfq(self._path, "disk")
         after = memory()

@@ -1,8 +1,10 @@
-"""`hfq bench plan`: bytes in each home as planned and as measured, and steps as predicted and as they were, in four placements.
+"""`python -m benchmarks plan`: bytes in each home as planned and as measured, and steps as predicted and as
+they were, in four placements.
 
-Rates change with what else a machine does, so that every round measures the rates that its steps are predicted with; what is told
-are medians over the rounds. Bytes are planned from headers. Steps are predicted from rates: of products with layers of the
-sizes that the model has, but of random weights and by themselves, and of tiny models (`probes`, `model_probes`, `calibrate_ranks`).
+Rates change with what else a machine does, so that every round measures the rates that its steps are
+predicted with; what is told are medians over the rounds. Bytes are planned from headers. Steps are predicted
+from rates: of products with layers of the sizes that the model has, but of random weights and by themselves,
+and of tiny models (`probes`, `model_probes`, `zero3_ranks`).
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ def bench_plan(
             say(f"{path.name}: loading")
             records += _measure(path, probes, rounds, say)
             gc.collect()
-    facts = {"rounds": f"{rounds}, each with rates of its own; medians", "threads": str(torch.get_num_threads())}
+    facts = {
+        "rounds": f"{rounds}, each with rates of its own; medians",
+        "threads": str(torch.get_num_threads()),
+    }
     return plan_report(folder, facts, records)
 
 
@@ -99,8 +104,13 @@ def generated(folder: Path, weights: str, nbytes: float) -> Path:
         nbytes: Its size.
     """
     hidden = architecture_of_size(nbytes).hidden
-    empty, one = (sum(t.nbytes for t in Architecture(hidden, layers).tensors(LAYOUTS[weights]).values()) for layers in (0, 1))
-    return make_checkpoint(folder, Architecture(hidden, max(round((nbytes - empty) / (one - empty)), 8)), weights)
+    empty, one = (
+        sum(t.nbytes for t in Architecture(hidden, layers).tensors(LAYOUTS[weights]).values())
+        for layers in (0, 1)
+    )
+    return make_checkpoint(
+        folder, Architecture(hidden, max(round((nbytes - empty) / (one - empty)), 8)), weights
+    )
 
 
 @contextlib.contextmanager
@@ -119,7 +129,10 @@ def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None
     """The records of one checkpoint, one for each placement."""
     model = open_model(path)
     dtype = getattr(torch, model.sizes.dtype)
-    products = {kind: KindProbe(layers, dtype, probes.copies) for kind, layers in layers_of(model, model.sizes.dtype).items()}
+    products = {
+        kind: KindProbe(layers, dtype, probes.copies)
+        for kind, layers in layers_of(model, model.sizes.dtype).items()
+    }
     cases = list(open_cases(path, model, PLACEMENTS))
     label = {"checkpoint": path.name, "formats": model.loading.describe_formats()}
     records = {case.placement: label | case.describe() for case in cases}
@@ -139,7 +152,8 @@ def _measure(path: Path, probes: _Probes, rounds: int, say: Callable[[str], None
 def _round(
     path: Path, model: PlannedModel, probes: _Probes, products: Mapping[str, KindProbe], cases: Sequence[Case]
 ) -> dict[str, Record]:
-    """{placement: what one round predicts and achieves there}; rates are measured before, between and after what they explain."""
+    """{placement: what one round predicts and achieves there}; rates are measured before, between and after
+    what they explain."""
     for probe in (probes.machine, probes.gathering, *products.values()):
         if probe is not None:
             probe.forget()
@@ -159,18 +173,24 @@ def _round(
         seconds = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
         achieved[_zero3(probes.count)] = seconds
     profile = dataclasses.replace(
-        probes.machine.profile(), products={kind: {1: probe.rate} for kind, probe in products.items()},
+        probes.machine.profile(),
+        products={kind: {1: probe.rate} for kind, probe in products.items()},
         zero3=None if probes.gathering is None else probes.gathering.rates,
-    )  # fmt: skip
+    )
     works = {case.placement: case.work for case in cases} | {
         _zero3(probes.count): gathering_work(_fit(model, probes.count), model.sizes, WORKLOAD)
     }
     rates = dataclasses.asdict(profile)
     return {
-        placement: {"predicted": (found := predict(works[placement], profile)).step_seconds, "terms": dict(found.terms),
-                    "achieved": statistics.median(steps), "steps": steps, "profile": rates}
+        placement: {
+            "predicted": (found := predict(works[placement], profile)).step_seconds,
+            "terms": dict(found.terms),
+            "achieved": statistics.median(steps),
+            "steps": steps,
+            "profile": rates,
+        }
         for placement, steps in achieved.items()
-    }  # fmt: skip
+    }
 
 
 def _zero3(count: int) -> str:
@@ -185,6 +205,8 @@ def _fit(model: PlannedModel, count: int) -> ZeroFit:
 def _sharded(held: list[dict], model: PlannedModel, count: int) -> Record:
     """What ZeRO-3 was planned to hold and holds, on the fullest rank."""
     fit = _fit(model, count)
-    planned = {name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")}
+    planned = {
+        name: sum(fit.memory.parts.get(f"{name} weights", {}).values()) for name in ("packed", "frozen")
+    }
     measured = {name: max(rank[name] for rank in held) for name in ("packed", "frozen")}
     return {"placement": _zero3(count), "planned": planned, "measured": measured, "rounds": []}

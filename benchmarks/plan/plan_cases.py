@@ -1,4 +1,5 @@
-"""One checkpoint in one placement: planned as `hfq plan` does, loaded as planned, its bytes and steps measured."""
+"""One checkpoint in one placement: planned as `hfq plan` does, loaded as planned, its bytes and steps
+measured."""
 
 from __future__ import annotations
 
@@ -68,17 +69,26 @@ def open_cases(path: Path, model: PlannedModel, placements: tuple[str, ...] = PL
 
 
 def measure_homes(model: Any) -> dict[str, int]:
-    """{`cpu`, `disk`, `ring`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and its ring."""
+    """{`cpu`, `disk`, `ring`: bytes} of a loaded model: tensors in memory, tensors that stay in files, and
+    its ring."""
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
-    away = [module for module in loading.packed.values() if all(t.is_meta for t in module.resting_tensors().values())]
+    away = [
+        module
+        for module in loading.packed.values()
+        if all(t.is_meta for t in module.resting_tensors().values())
+    ]
     on_disk = sum(info.nbytes for module in away for info in module.infos.values())
     parameters = dict(model.named_parameters())
-    dense = [info for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta]
+    dense = [
+        info for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta
+    ]
     on_disk += sum(info.nbytes for info in dense)
     return {
-        "cpu": sum(held.values()), "disk": on_disk, "ring": loading.offloader.regions.nbytes if loading.offloader else 0
-    }  # fmt: skip
+        "cpu": sum(held.values()),
+        "disk": on_disk,
+        "ring": loading.offloader.regions.nbytes if loading.offloader else 0,
+    }
 
 
 def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -> Case:
@@ -94,7 +104,8 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
 
 
 def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
-    """The later half of the blocks on disk, by a map: beside a ring, a budget would not leave half of a small model."""
+    """The later half of the blocks on disk, by a map: beside a ring, a budget would not leave half of a small
+    model."""
     units = model.sizes.units
     blocks = [unit for unit in units if unit.kind == "block"]
     away = blocks[len(blocks) // 2 :]
@@ -103,9 +114,12 @@ def _open_half(path: Path, model: PlannedModel, roomy: Estimate) -> Case:
     loaded = load_model(path, dtype="auto", disk_io="buffered", device_map=dict(device_map))
     ring = buffer_nbytes([unit.streamed_nbytes for unit in away], READ_AHEAD_NBYTES)
     work = dataclasses.replace(
-        roomy.work, streamed=sum(unit.streamed_nbytes for unit in away), is_cached=True, ring=ring,
+        roomy.work,
+        streamed=sum(unit.streamed_nbytes for unit in away),
+        is_cached=True,
+        ring=ring,
         stages=list_stages(units, devices, "cpu", model.sizes.routed),
-    )  # fmt: skip
+    )
     return Case("half disk", _planned(model, device_map, ring), measure_homes(loaded), work, Decoder(loaded))
 
 

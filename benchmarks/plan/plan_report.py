@@ -21,10 +21,16 @@ batch 1. Predicted over achieved is that of tokens/s, taken within a round: belo
 
 
 def bytes_apart(record: Record) -> float:
-    """The largest relative difference between planned and measured bytes of a home, of any that holds something."""
+    """The largest relative difference between planned and measured bytes of a home, of any that holds
+    something."""
     pairs = [(record["planned"][home], record["measured"][home]) for home in record["planned"]]
     return max(
-        (abs(planned - measured) / max(planned, measured) for planned, measured in pairs if planned or measured), default=0.0
+        (
+            abs(planned - measured) / max(planned, measured)
+            for planned, measured in pairs
+            if planned or measured
+        ),
+        default=0.0,
     )
 
 
@@ -53,7 +59,14 @@ def plan_report(folder: Path, facts: Mapping[str, str], records: list[Record]) -
     ratios = {(record["checkpoint"], record["placement"]): _ratio(record) for record in records}
     series = {placement: [ratios.get((name, placement)) for name in names] for placement in placements}
     chart = Chart("Tokens per second, predicted over achieved (1 is right)", names, series)
-    return Report("Plans: bytes and speed", machine_facts(folder) | dict(facts), [table], _targets(records), records, chart)
+    return Report(
+        "Plans: bytes and speed",
+        machine_facts(folder) | dict(facts),
+        [table],
+        _targets(records),
+        records,
+        chart,
+    )
 
 
 def _targets(records: list[Record]) -> list[Target]:
@@ -61,16 +74,26 @@ def _targets(records: list[Record]) -> list[Target]:
     near = [abs(_ratio(record) - 1) <= MOST_SECONDS_APART for record in records]
     return [
         Target("largest difference of planned and measured bytes in any home", worst, MOST_BYTES_APART),
-        Target(f"share of placements whose tokens/s are within {MOST_SECONDS_APART:.0%} of the predicted ones",
-               sum(near) / len(near) if near else None, 1.0, at_least=True),
-    ]  # fmt: skip
+        Target(
+            f"share of placements whose tokens/s are within {MOST_SECONDS_APART:.0%} of the predicted ones",
+            sum(near) / len(near) if near else None,
+            1.0,
+            at_least=True,
+        ),
+    ]
 
 
 def _row(record: Record) -> tuple[str, ...]:
     return (
-        record["checkpoint"], record["placement"], _bytes(record["planned"]), _bytes(record["measured"]), f"{bytes_apart(record):.2%}",
-        f"{1 / _median(record, 'predicted'):.3g}", f"{1 / _median(record, 'achieved'):.3g}", f"{_ratio(record):.2f}",
-    )  # fmt: skip
+        record["checkpoint"],
+        record["placement"],
+        _bytes(record["planned"]),
+        _bytes(record["measured"]),
+        f"{bytes_apart(record):.2%}",
+        f"{1 / _median(record, 'predicted'):.3g}",
+        f"{1 / _median(record, 'achieved'):.3g}",
+        f"{_ratio(record):.2f}",
+    )
 
 
 def _bytes(devices: Mapping[str, int]) -> str:

@@ -1,8 +1,10 @@
-"""`hfq bench quality`: the published tables of quantization's quality, made anew on small models that are trained here.
+"""`python -m benchmarks quality`: the published tables of quantization's quality, made anew on small models
+that are trained here.
 
-An OPT and a Llama of five million parameters learn Python's own documentation; outlier features are put into them without changing
-what they compute; every method of the tables is measured on text that was held out. Perplexities of models so small are not those
-of large ones: what must come out is which method is better, and by how much at least (`quality_orderings`).
+An OPT and a Llama of five million parameters learn Python's own documentation; outlier features are put into
+them without changing what they compute; every method of the tables is measured on text that was held out.
+Perplexities of models so small are not those of large ones: what must come out is which method is better, and
+by how much at least (`quality_orderings`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def bench_quality(folder: Path, quick: bool, say: Callable[[str], None]) -> Repo
 
     def make(name: str, outliers: Outliers) -> Subject:
         say(f"{name}, outliers: {outliers}")
-        subjects.append(Subject.of(name, models[name].model, outliers, corpus.tokens["held out"], calibration, WINDOWS))
+        subjects.append(
+            Subject.of(name, models[name].model, outliers, corpus.tokens["held out"], calibration, WINDOWS)
+        )
         return subjects[-1]
 
     (_measure_some if quick else _measure_all)(make)
@@ -71,7 +75,9 @@ def bench_quality(folder: Path, quick: bool, say: Callable[[str], None]) -> Repo
     targets = (quick_orderings if quick else orderings)(records)
     note = "Orderings, with their margins: where one does not hold, the command fails."
     shown = [differences(records), *tables(records)]
-    return Report("Quality: published tables on small models", facts, shown, targets, records, chart(records), note)
+    return Report(
+        "Quality: published tables on small models", facts, shown, targets, records, chart(records), note
+    )
 
 
 def check_orderings(report: Report) -> None:
@@ -83,10 +89,12 @@ def check_orderings(report: Report) -> None:
     broken = [str(target) for target in report.targets if target.verdict != "met"]
     if broken:
         raise HfqError(
-            "The tables do not come out in the published order.", expected=f"{len(report.targets)} orderings",
-            found=f"{len(report.targets) - len(broken)}", problems=broken,
+            "The tables do not come out in the published order.",
+            expected=f"{len(report.targets)} orderings",
+            found=f"{len(report.targets) - len(broken)}",
+            problems=broken,
             fix="read the tables: a method has become worse, or other models were trained (another torch, another Python's text)",
-        )  # fmt: skip
+        )
 
 
 def _measure_all(make: Make) -> None:

@@ -1,7 +1,8 @@
-"""Text that every Python installation carries: to train small models on, to calibrate them with, and to hold out.
+"""Text that every Python installation carries: to train small models on, to calibrate them with, and to hold
+out.
 
-It is the docstrings of the standard library, the language reference behind `help()` and Python's licence. Which part a document
-belongs to depends on its own bytes alone.
+It is the docstrings of the standard library, the language reference behind `help()` and Python's licence.
+Which part a document belongs to depends on its own bytes alone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Corpus:
     """The text as tokens.
 
     Attributes:
-        key: Changes where the tokens may: the Python whose text it is, the tokenizer's version and vocabulary.
+        key: Changes where the tokens may: the Python whose text it is, the tokenizer's version and
+            vocabulary.
         tokens: int64 [n] of each of `PARTS`.
     """
 
@@ -74,7 +76,8 @@ class Corpus:
 
     @classmethod
     def make(cls, folder: Path, vocabulary: int, is_small: bool = False) -> Corpus:
-        """Trains a tokenizer on the training part and tokenizes all three, or takes what an earlier run left in `folder`.
+        """Trains a tokenizer on the training part and tokenizes all three, or takes what an earlier run left
+        in `folder`.
 
         Args:
             folder: Holds corpora and models between runs.
@@ -121,9 +124,12 @@ def kept(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            "What an earlier run of this benchmark left cannot be read.", file=path, expected="a folder that was finished",
-            found=str(error), fix="delete this folder; it is made anew",
-        ) from error  # fmt: skip
+            "What an earlier run of this benchmark left cannot be read.",
+            file=path,
+            expected="a folder that was finished",
+            found=str(error),
+            fix="delete this folder; it is made anew",
+        ) from error
 
 
 def _tokenize(documents: list[str], vocabulary: int) -> dict[str, torch.Tensor]:
@@ -136,7 +142,10 @@ def _tokenize(documents: list[str], vocabulary: int) -> dict[str, torch.Tensor]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<pad>", "<s>", _END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "<s>", _END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(parts["training"], trainer)
     end = tokenizer.token_to_id(_END)

@@ -1,7 +1,9 @@
-"""What quantization does to one model: its perplexity and its divergence from the float model, method by method.
+"""What quantization does to one model: its perplexity and its divergence from the float model, method by
+method.
 
-Weights that are rounded alone are put in the place of the floats; int8 products stand in for those of every linear layer of the
-blocks; GPTQ is run as users run it, by `hfq.quantize`, and its checkpoint is loaded by hfq.
+Weights that are rounded alone are put in the place of the floats; int8 products stand in for those of every
+linear layer of the blocks; GPTQ is run as users run it, by `hfq.quantize`, and its checkpoint is loaded by
+hfq.
 """
 
 from __future__ import annotations
@@ -56,9 +58,16 @@ class Subject:
 
     @classmethod
     def of(
-        cls, name: str, model: Any, outliers: Outliers, held_out: torch.Tensor, calibration: torch.Tensor, windows: int
+        cls,
+        name: str,
+        model: Any,
+        outliers: Outliers,
+        held_out: torch.Tensor,
+        calibration: torch.Tensor,
+        windows: int,
     ) -> Subject:
-        """Puts outliers into a copy of a model and runs that on `windows` windows of the text that was held out."""
+        """Puts outliers into a copy of a model and runs that on `windows` windows of the text that was held
+        out."""
         batches = cut(held_out[: windows * CONTEXT], CONTEXT, batch_size=_WINDOWS_AT_ONCE)
         subject = cls(name, outliers, with_outliers(model, outliers), batches, calibration)
         started = time.perf_counter()
@@ -70,7 +79,9 @@ class Subject:
     def linears(self) -> dict[str, torch.nn.Linear]:
         """The linear layers of the blocks by name."""
         layers = self.model.get_decoder().layers
-        return {name: module for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear)}
+        return {
+            name: module for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear)
+        }
 
     def round(self, method: str, bits: float, quantize: Quantize) -> None:
         """Measures the model with every weight of its blocks rounded."""
@@ -98,10 +109,13 @@ class Subject:
 
         with _instead(self.linears, product):
             score = self._score(self._logits(self.model))
-        self._keep("int8", method, 8, score, started, outlier_share=sum(shares) / len(shares) if shares else 0.0)
+        self._keep(
+            "int8", method, 8, score, started, outlier_share=sum(shares) / len(shares) if shares else 0.0
+        )
 
     def solve(self, method: str, bits: int, **options: Any) -> None:
-        """Measures what `hfq.quantize` makes of the model by GPTQ, with a scale and a zero point for each row."""
+        """Measures what `hfq.quantize` makes of the model by GPTQ, with a scale and a zero point for each
+        row."""
         from transformers import AutoModelForCausalLM
 
         import hfq
@@ -121,7 +135,10 @@ class Subject:
 
     def _logits(self, model: Any) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [batch.scored(model(input_ids=batch.input_ids, use_cache=False).logits) for batch in self.batches]
+            return [
+                batch.scored(model(input_ids=batch.input_ids, use_cache=False).logits)
+                for batch in self.batches
+            ]
 
     def _score(self, logits: Sequence[torch.Tensor]) -> Score:
         totals = Totals()
@@ -130,15 +147,26 @@ class Subject:
             totals.add_comparison(*score_logits(expected, found))
         return totals.score()
 
-    def _keep(self, kind: str, method: str, bits: float | None, score: Score, started: float, **more: float) -> None:
+    def _keep(
+        self, kind: str, method: str, bits: float | None, score: Score, started: float, **more: float
+    ) -> None:
         floats = self.records[0]["perplexity"] if self.records else score.perplexity
         self.records.append(
             {
-                "model": self.name, "outliers": str(self.outliers), "kind": kind, "method": method, "bits": bits,
-                "tokens": score.tokens, "perplexity": score.perplexity, "ratio": score.perplexity / floats,
-                "kl": score.kl_mean, "top1": score.top1_agreement, "seconds": time.perf_counter() - started, **more,
+                "model": self.name,
+                "outliers": str(self.outliers),
+                "kind": kind,
+                "method": method,
+                "bits": bits,
+                "tokens": score.tokens,
+                "perplexity": score.perplexity,
+                "ratio": score.perplexity / floats,
+                "kl": score.kl_mean,
+                "top1": score.top1_agreement,
+                "seconds": time.perf_counter() - started,
+                **more,
             }
-        )  # fmt: skip
+        )
 
 
 def largest_activation(subject: Subject) -> float:

@@ -16,9 +16,16 @@ from hfq.quantization.textbook.linear import absmax, zero_point
 from hfq.recipes.recipe import Recipe
 
 __all__ = [
-    "ACT_ORDER", "INT8", "NUMBER_FORMATS", "WEIGHTS_ALONE", "measure_gptq", "measure_int8", "measure_kmeans", "measure_rounded",
+    "ACT_ORDER",
+    "INT8",
+    "NUMBER_FORMATS",
+    "WEIGHTS_ALONE",
+    "measure_gptq",
+    "measure_int8",
+    "measure_kmeans",
+    "measure_rounded",
     "measure_rtn",
-]  # fmt: skip
+]
 
 ACT_ORDER = "GPTQ, by activation"
 _KMEANS_STEPS = 20
@@ -35,7 +42,8 @@ INT8: dict[str, dict[str, Any]] = {
     "absmax LLM.int8()": {"granularity": "vector", "decomposes": True},
     "zeropoint LLM.int8()": {"granularity": "vector", "symmetric": False, "decomposes": True},
 }
-"""The rows of LLM.int8()'s table but for its float one; those that decompose multiply outlier features in floats."""
+"""The rows of LLM.int8()'s table but for its float one; those that decompose multiply outlier features in
+floats."""
 
 WEIGHTS_ALONE: dict[str, tuple[float, Quantize]] = {
     "W8sym-A16": (8, lambda weight: absmax(weight, 8).dequantize()),

@@ -1,7 +1,8 @@
 """The orderings that the tables must have, each with the margin by which it must hold.
 
-Divergences compare methods that lose little, where perplexities of a small model differ by less than their noise; perplexities state
-what breaks, and what does not. Divergences are ratios: how many times as far one method is from the float model as another.
+Divergences compare methods that lose little, where perplexities of a small model differ by less than their
+noise; perplexities state what breaks, and what does not. Divergences are ratios: how many times as far one
+method is from the float model as another.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ class _Found:
         return Target(what, self._farther(column, worse, better), margin, at_least=True)
 
     def farther_in_all(self, columns: Sequence[Column], worse: Point, better: Point, margin: float) -> Target:
-        """As `farther`, of the geometric mean over models: for methods so close that one model, trained again, may turn them round."""
+        """As `farther`, of the geometric mean over models: for methods so close that one model, trained
+        again, may turn them round."""
         ratios = [self._farther(column, worse, better) for column in columns]
         mean = None if None in ratios else statistics.geometric_mean(ratios)  # type: ignore[arg-type]
         named = " and ".join(map(_named, columns))
-        return Target(f"{named}: divergence of {_point(worse)} over that of {_point(better)}", mean, margin, at_least=True)
+        return Target(
+            f"{named}: divergence of {_point(worse)} over that of {_point(better)}",
+            mean,
+            margin,
+            at_least=True,
+        )
 
     def _farther(self, column: Column, worse: Point, better: Point) -> float | None:
         values = [self._value(column, point, "kl") for point in (worse, better)]
@@ -56,16 +63,26 @@ class _Found:
         values = [self._value(column, (method, None), "kl") for column in (stronger, weaker)]
         ratio = None if None in values else values[0] / max(values[1], 1e-12)  # type: ignore[operator,type-var]
         return Target(
-            f"{method}: divergence of {_named(stronger)} over that of {_named(weaker)}", ratio, margin, at_least=True
+            f"{method}: divergence of {_named(stronger)} over that of {_named(weaker)}",
+            ratio,
+            margin,
+            at_least=True,
         )
 
     def breaks(self, column: Column, point: Point, bound: float) -> Target:
         """A perplexity over the float model's, at least `bound`."""
-        return Target(f"{_named(column)}: perplexity of {_point(point)}", self._value(column, point, "ratio"), bound, True)
+        return Target(
+            f"{_named(column)}: perplexity of {_point(point)}",
+            self._value(column, point, "ratio"),
+            bound,
+            True,
+        )
 
     def holds(self, column: Column, point: Point, bound: float) -> Target:
         """A perplexity over the float model's, at most `bound`."""
-        return Target(f"{_named(column)}: perplexity of {_point(point)}", self._value(column, point, "ratio"), bound)
+        return Target(
+            f"{_named(column)}: perplexity of {_point(point)}", self._value(column, point, "ratio"), bound
+        )
 
     def _value(self, column: Column, point: Point, key: str) -> float | None:
         record = find(self.records, column, *point)
@@ -76,8 +93,13 @@ def orderings(records: Sequence[Record]) -> list[Target]:
     """Those of all tables."""
     found = _Found(records)
     return [
-        *_injected(records), *_int8(found), *_gptq(found), *_blow_up(found), *_weights_alone(found), *_formats(found),
-    ]  # fmt: skip
+        *_injected(records),
+        *_int8(found),
+        *_gptq(found),
+        *_blow_up(found),
+        *_weights_alone(found),
+        *_formats(found),
+    ]
 
 
 def quick_orderings(records: Sequence[Record]) -> list[Target]:
@@ -105,22 +127,33 @@ _QUICK_INT8 = ("int8 absmax", "int8 absmax row-wise", "int8 zeropoint vector-wis
 def _injected(records: Sequence[Record]) -> list[Target]:
     """Outliers change nothing as long as nothing is rounded."""
     floats = {(r["model"], r["outliers"]): r["perplexity"] for r in records if r["method"] == "float"}
-    offsets = {column: abs(value / floats[column[0], "none"] - 1) for column, value in floats.items() if column[1] != "none"}
+    offsets = {
+        column: abs(value / floats[column[0], "none"] - 1)
+        for column, value in floats.items()
+        if column[1] != "none"
+    }
     return [
-        Target(f"{_named(column)}: the float model's perplexity, off from that without outliers", offset, 1e-3)
+        Target(
+            f"{_named(column)}: the float model's perplexity, off from that without outliers", offset, 1e-3
+        )
         for column, offset in offsets.items()
     ]
 
 
 def _int8(found: _Found) -> list[Target]:
-    """LLM.int8(): without outliers all is one; with them tensors break first, then rows; what decomposes holds."""
+    """LLM.int8(): without outliers all is one; with them tensors break first, then rows; what decomposes
+    holds."""
     targets = [found.holds(column, (name, None), 1 + LOSSLESS) for column in (OPT, LLAMA) for name in INT8]
     decomposed = [name for name in INT8 if "decomposition" in name or "LLM.int8()" in name]
-    targets += [found.holds(column, (name, None), 1 + LOSSLESS) for column in (STRONG, GAINED) for name in decomposed]
+    targets += [
+        found.holds(column, (name, None), 1 + LOSSLESS) for column in (STRONG, GAINED) for name in decomposed
+    ]
     targets += [
         found.grows(name, weaker, stronger, 2)
-        for name in INT8 if name not in decomposed for weaker, stronger in itertools.pairwise(_STRENGTHS)
-    ]  # fmt: skip
+        for name in INT8
+        if name not in decomposed
+        for weaker, stronger in itertools.pairwise(_STRENGTHS)
+    ]
     absmax, zero = ("int8 absmax", None), ("int8 zeropoint", None)
     by_row, by_vector = ("int8 absmax row-wise", None), ("int8 absmax vector-wise", None)
     zero_vector, whole = ("int8 zeropoint vector-wise", None), ("absmax LLM.int8()", None)
@@ -142,14 +175,21 @@ def _int8(found: _Found) -> list[Target]:
 def _gptq(found: _Found) -> list[Target]:
     """Without outliers: GPTQ is better at every number of bits, and each bit is worth more than GPTQ is."""
     targets = [
-        found.farther(column, ("RTN", bits), ("GPTQ", bits), 1.5) for column in (OPT, LLAMA, SHIFTED) for bits in (4, 3, 2)
+        found.farther(column, ("RTN", bits), ("GPTQ", bits), 1.5)
+        for column in (OPT, LLAMA, SHIFTED)
+        for bits in (4, 3, 2)
     ]
-    targets += [found.farther(column, ("GPTQ", bits - 1), ("RTN", bits), 1.1) for column in (OPT, LLAMA) for bits in (4, 3)]
+    targets += [
+        found.farther(column, ("GPTQ", bits - 1), ("RTN", bits), 1.1)
+        for column in (OPT, LLAMA)
+        for bits in (4, 3)
+    ]
     return targets
 
 
 def _blow_up(found: _Found) -> list[Target]:
-    """OPT-66B: with outliers rounding breaks already at 4 bits, where GPTQ holds; the order by activation helps it further."""
+    """OPT-66B: with outliers rounding breaks already at 4 bits, where GPTQ holds; the order by activation
+    helps it further."""
     return [
         found.breaks(SHIFTED, ("RTN", 4), 1.4),
         found.holds(SHIFTED, ("GPTQ", 4), 1.1),
@@ -177,10 +217,11 @@ def _weights_alone(found: _Found) -> list[Target]:
 
 
 def _formats(found: _Found) -> list[Target]:
-    """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than even steps.
+    """FP8 loses nothing, E4M3 less than E5M2; of four-bit floats E3M0 is worst; a fitted table is better than
+    even steps.
 
-    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4: that ordering is of both
-    models.
+    In two trainings of the OPT, on one thread and on two, E2M1 was 1.39 and 0.98 times as far off as NF4:
+    that ordering is of both models.
     """
     by_row, by_tensor, wide, e2m1, _, e3m0, nf4 = ((name, None) for name in NUMBER_FORMATS)
     targets = []

@@ -1,9 +1,10 @@
 """Outlier features, put into a small model without changing what it computes.
 
-Large language models have a few features (input channels) whose activations are tens of times larger than the others', and often of
-one sign (Dettmers et al. 2022, arXiv 2208.07339, section 4). Here some channels of every norm before a block's linear layers get a
-larger gain, and a shift where the norm has a bias; the linear layers that read them are divided by the gain, and the shift is
-taken out of their biases. It is SmoothQuant's (Xiao et al. 2023, arXiv 2211.10438) and AWQ's scaling, the other way round.
+Large language models have a few features (input channels) whose activations are tens of times larger than the
+others', and often of one sign (Dettmers et al. 2022, arXiv 2208.07339, section 4). Here some channels of
+every norm before a block's linear layers get a larger gain, and a shift where the norm has a bias; the linear
+layers that read them are divided by the gain, and the shift is taken out of their biases. It is SmoothQuant's
+(Xiao et al. 2023, arXiv 2211.10438) and AWQ's scaling, the other way round.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def with_outliers(model: Any, outliers: Outliers) -> Any:
     family = model.config.model_type
     if family not in _READERS or (outliers.shift and family != "opt"):
         raise SetupError(
-            "Outliers cannot be put into this model.", expected="opt, or llama without a shift: its norms have no bias",
-            found=f"{family}, {outliers}", fix="choose another model, or a gain alone",
-        )  # fmt: skip
+            "Outliers cannot be put into this model.",
+            expected="opt, or llama without a shift: its norms have no bias",
+            found=f"{family}, {outliers}",
+            fix="choose another model, or a gain alone",
+        )
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for block in model.get_decoder().layers:

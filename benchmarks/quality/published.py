@@ -1,15 +1,26 @@
 """Published tables of perplexities, as their papers print them: what the tables made here stand beside.
 
-Sources: LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339, table 1 (C4). GPTQ, Frantar et al. 2023, arXiv 2210.17323, tables 3 and 4
-(WikiText-2), and the README of its code for LLaMA and for the order by activation. ZeroQuant-V2, Yao et al. 2023, arXiv 2303.08302
-(weights alone, mean of WikiText-2, PTB and C4). GLM-130B, Zeng et al. 2023, arXiv 2210.02414, and its documentation (WikiText-2).
+Sources: LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339, table 1 (C4). GPTQ, Frantar et al. 2023, arXiv
+2210.17323, tables 3 and 4 (WikiText-2), and the README of its code for LLaMA and for the order by activation.
+ZeroQuant-V2, Yao et al. 2023, arXiv 2303.08302 (weights alone, mean of WikiText-2, PTB and C4). GLM-130B,
+Zeng et al. 2023, arXiv 2210.02414, and its documentation (WikiText-2).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ERRATA", "GLM", "GPTQ_ACT_ORDER", "GPTQ_BLOOM", "GPTQ_LLAMA", "GPTQ_OPT", "LLM_INT8", "WEIGHTS_ALONE", "Published"]
+__all__ = [
+    "ERRATA",
+    "GLM",
+    "GPTQ_ACT_ORDER",
+    "GPTQ_BLOOM",
+    "GPTQ_LLAMA",
+    "GPTQ_OPT",
+    "LLM_INT8",
+    "WEIGHTS_ALONE",
+    "Published",
+]
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,8 @@ class Published:
 
 
 LLM_INT8 = Published(
-    "LLM.int8(), perplexity on C4", ("125M", "1.3B", "2.7B", "6.7B", "13B"),
+    "LLM.int8(), perplexity on C4",
+    ("125M", "1.3B", "2.7B", "6.7B", "13B"),
     {
         "fp32": (25.65, 15.91, 14.43, 13.3, 12.45),
         "int8 absmax": (87.76, 16.55, 15.11, 14.59, 19.08),
@@ -34,10 +46,11 @@ LLM_INT8 = Published(
         "absmax LLM.int8()": (25.83, 15.93, 14.44, 13.24, 12.45),
         "zeropoint LLM.int8()": (25.69, 15.92, 14.43, 13.24, 12.45),
     },
-)  # fmt: skip
+)
 
 GPTQ_OPT = Published(
-    "GPTQ, OPT on WikiText-2", ("125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "30B", "66B", "175B"),
+    "GPTQ, OPT on WikiText-2",
+    ("125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "30B", "66B", "175B"),
     {
         "full 16": (27.65, 22.0, 14.63, 12.47, 10.86, 10.13, 9.56, 9.34, 8.34),
         "RTN 4": (37.28, 25.94, 48.17, 16.92, 12.1, 11.32, 10.98, 110, 10.54),
@@ -45,14 +58,15 @@ GPTQ_OPT = Published(
         "RTN 3": (1300, 64.57, 13000, 16000, 5800, 3400, 1600, 6100, 7300),
         "GPTQ 3": (53.85, 33.79, 20.97, 16.88, 14.86, 11.61, 10.27, 14.16, 8.68),
     },
-)  # fmt: skip
+)
 
 GPTQ_ACT_ORDER = Published(
     "GPTQ's README: OPT-66B in the order by activation", ("66B",), {"GPTQ 4": (9.34,), "GPTQ 3": (9.95,)}
 )
 
 GPTQ_BLOOM = Published(
-    "GPTQ, BLOOM on WikiText-2", ("560M", "1.1B", "1.7B", "3B", "7.1B", "176B"),
+    "GPTQ, BLOOM on WikiText-2",
+    ("560M", "1.1B", "1.7B", "3B", "7.1B", "176B"),
     {
         "full 16": (22.42, 17.69, 15.39, 13.48, 11.37, 8.11),
         "RTN 4": (25.9, 22.0, 16.97, 14.76, 12.1, 8.37),
@@ -60,15 +74,17 @@ GPTQ_BLOOM = Published(
         "RTN 3": (57.08, 50.19, 63.59, 39.36, 17.38, 571),
         "GPTQ 3": (32.31, 25.08, 21.11, 17.4, 13.47, 8.64),
     },
-)  # fmt: skip
+)
 
 GPTQ_LLAMA = Published(
-    "GPTQ's README: LLaMA on WikiText-2", ("7B",),
+    "GPTQ's README: LLaMA on WikiText-2",
+    ("7B",),
     {"full 16": (5.68,), "RTN 4": (6.29,), "GPTQ 4": (6.09,), "RTN 3": (25.54,), "GPTQ 3": (8.07,)},
-)  # fmt: skip
+)
 
 WEIGHTS_ALONE = Published(
-    "ZeroQuant-V2, OPT, mean of three texts", ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"),
+    "ZeroQuant-V2, OPT, mean of three texts",
+    ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b"),
     {
         "W16-A16": (28.27, 22.93, 15.44, 13.58, 11.9, 11.22, 10.7, 10.33),
         "W8sym-A16": (28.27, 22.96, 15.44, 13.59, 11.9, 11.22, 10.7, 10.33),
@@ -76,11 +92,13 @@ WEIGHTS_ALONE = Published(
         "W4sym-A16": (45.42, 27.0, 20.79, 25.06, 14.36, 12.73, 11.77, 97.05),
         "W4asym-A16": (37.46, 26.76, 19.75, 19.58, 13.44, 12.09, 11.52, 31.52),
     },
-)  # fmt: skip
+)
 
 GLM = Published(
-    "GLM-130B on WikiText-2, absmax by row", ("130B",), {"FP16": (10.901,), "INT8": (10.904,), "INT4": (11.167,)}
-)  # fmt: skip
+    "GLM-130B on WikiText-2, absmax by row",
+    ("130B",),
+    {"FP16": (10.901,), "INT8": (10.904,), "INT4": (11.167,)},
+)
 
 ERRATA = (
     (
@@ -103,5 +121,6 @@ ERRATA = (
         "the paper's; in the order by activation its own README has 9.34 and 9.95",
         "the rows “GPTQ, by activation” here",
     ),
-)  # fmt: skip
-"""What the material these tables come from prints, what its own arithmetic gives, and where that is tested."""
+)
+"""What the material these tables come from prints, what its own arithmetic gives, and where that is tested.
+"""

@@ -1,4 +1,4 @@
-"""The tables of `hfq bench quality`, each with the published one after it."""
+"""The tables of `python -m benchmarks quality`, each with the published one after it."""
 
 from __future__ import annotations
 
@@ -26,30 +26,47 @@ quantized by decreasing activation (act-order)."""
 
 def find(records: Iterable[Record], column: Column, method: str, bits: float | None = None) -> Record | None:
     """What was measured of a method, with any number of bits unless they are told; None where it was not."""
-    where = {"model": column[0], "outliers": column[1], "method": method} | ({} if bits is None else {"bits": bits})
+    where = {"model": column[0], "outliers": column[1], "method": method} | (
+        {} if bits is None else {"bits": bits}
+    )
     return next((r for r in records if all(r[key] == value for key, value in where.items())), None)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """All tables; of what was not measured there is no column, and no row."""
-    codes: list[tuple[str, float | None]] = [(name, bits) for bits in (4, 3, 2) for name in ("k-means, by row", "RTN")]
+    codes: list[tuple[str, float | None]] = [
+        (name, bits) for bits in (4, 3, 2) for name in ("k-means, by row", "RTN")
+    ]
     return [
         _int8(records),
         _as_printed(published.LLM_INT8),
         _table(records, "Rounding and GPTQ", f"{_BOTH} {_GRID}", _GPTQ_ROWS),
-        *map(_as_printed, (published.GPTQ_OPT, published.GPTQ_ACT_ORDER, published.GPTQ_BLOOM, published.GPTQ_LLAMA)),
+        *map(
+            _as_printed,
+            (published.GPTQ_OPT, published.GPTQ_ACT_ORDER, published.GPTQ_BLOOM, published.GPTQ_LLAMA),
+        ),
         _table(
-            records, "Weights alone, symmetric and not", f"{_BOTH} By row where no groups are told.", _any_bits(WEIGHTS_ALONE)
+            records,
+            "Weights alone, symmetric and not",
+            f"{_BOTH} By row where no groups are told.",
+            _any_bits(WEIGHTS_ALONE),
         ),
         _as_printed(published.WEIGHTS_ALONE),
         _glm(records),
         _as_printed(published.GLM),
         _table(
-            _without_outliers(records), "Number formats and tables",
-            f"{_BOTH} Weights alone; RTN is that of the table above.", _any_bits(NUMBER_FORMATS) + codes,
+            _without_outliers(records),
+            "Number formats and tables",
+            f"{_BOTH} Weights alone; RTN is that of the table above.",
+            _any_bits(NUMBER_FORMATS) + codes,
         ),
-        Table("Errata", "What the material prints, and what its own arithmetic gives.", ("printed", "found", "see"), published.ERRATA),
-    ]  # fmt: skip
+        Table(
+            "Errata",
+            "What the material prints, and what its own arithmetic gives.",
+            ("printed", "found", "see"),
+            published.ERRATA,
+        ),
+    ]
 
 
 def chart(records: Sequence[Record]) -> Chart:
@@ -57,8 +74,9 @@ def chart(records: Sequence[Record]) -> Chart:
     columns = _columns(records, ["RTN"])
     series = {
         f"{method} {bits}": [_value(find(records, column, method, bits)) for column in columns]
-        for bits in (4, 3, 2) for method in ("RTN", "GPTQ")
-    }  # fmt: skip
+        for bits in (4, 3, 2)
+        for method in ("RTN", "GPTQ")
+    }
     kept = {name: values for name, values in series.items() if any(value is not None for value in values)}
     return Chart(f"{_RATIO} (lower is better)", [_named(column) for column in columns], kept, scale="log")
 
@@ -71,15 +89,27 @@ def _int8(records: Sequence[Record]) -> Table:
         if any(find(records, column, name) for column in columns)
     ]
     shares = [find(records, column, "absmax LLM.int8()") for column in columns]
-    rows.append(("features in floats, mean over layers", *("-" if r is None else f"{r['outlier_share']:.2%}" for r in shares)))
-    rows.append(("perplexity of the floats", *(_cell_of(find(records, column, "float"), "perplexity") for column in columns)))
+    rows.append(
+        (
+            "features in floats, mean over layers",
+            *("-" if r is None else f"{r['outlier_share']:.2%}" for r in shares),
+        )
+    )
+    rows.append(
+        (
+            "perplexity of the floats",
+            *(_cell_of(find(records, column, "float"), "perplexity") for column in columns),
+        )
+    )
     note = f"""{_RATIO}, weights and activations in int8. Outliers: what four of the channels that linear layers read from a norm are
 multiplied by, and what is added to them. Decomposition and LLM.int8() take features out from 1.05 times the largest activation on
 that the model has without outliers."""
     return Table("int8 weights and activations", note, ("method", *map(_named, columns)), rows)
 
 
-def _table(records: Sequence[Record], title: str, note: str, methods: Sequence[tuple[str, float | None]]) -> Table:
+def _table(
+    records: Sequence[Record], title: str, note: str, methods: Sequence[tuple[str, float | None]]
+) -> Table:
     columns = _columns(records, [name for name, _ in methods])
     rows = []
     for name, bits in methods:
@@ -92,8 +122,13 @@ def _table(records: Sequence[Record], title: str, note: str, methods: Sequence[t
 def _glm(records: Sequence[Record]) -> Table:
     names = {"INT8": "W8sym-A16", "INT4": "W4sym-A16"}
     columns = [column for column in _columns(records, names.values()) if column[1] == "none"]
-    rows = [(name, *(_cell(find(records, column, method)) for column in columns)) for name, method in names.items()]
-    return Table("GLM-130B's recipe: absmax by row", _BOTH, ("weights", *map(_named, columns)), rows if columns else [])
+    rows = [
+        (name, *(_cell(find(records, column, method)) for column in columns))
+        for name, method in names.items()
+    ]
+    return Table(
+        "GLM-130B's recipe: absmax by row", _BOTH, ("weights", *map(_named, columns)), rows if columns else []
+    )
 
 
 def _as_printed(table: Published) -> Table:

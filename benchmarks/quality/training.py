@@ -1,7 +1,7 @@
 """The small models of the tables: an OPT and a Llama, trained here, the same on every run of one machine.
 
-Hidden matrices are trained with Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"), everything
-else with AdamW: in as many steps that is worth about twice of AdamW alone.
+Hidden matrices are trained with Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural
+networks"), everything else with AdamW: in as many steps that is worth about twice of AdamW alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,14 @@ class Training:
         from transformers import LlamaConfig, OPTConfig
 
         sizes = {
-            "vocab_size": self.vocabulary, "hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": 4,
-            "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **_SPECIAL,
-        }  # fmt: skip
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 4,
+            "max_position_embeddings": CONTEXT,
+            "tie_word_embeddings": True,
+            **_SPECIAL,
+        }
         if self.family == "opt":
             return OPTConfig(ffn_dim=4 * self.hidden, word_embed_proj_dim=self.hidden, dropout=0.0, **sizes)
         return LlamaConfig(intermediate_size=self.hidden * 11 // 4, num_key_value_heads=2, **sizes)
@@ -160,12 +165,15 @@ class Muon:
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int = _ITERATIONS) -> torch.Tensor:
-    """Matrices [n, rows, columns] with singular values moved to about one, by a Newton-Schulz iteration of degree five."""
+    """Matrices [n, rows, columns] with singular values moved to about one, by a Newton-Schulz iteration of
+    degree five."""
     first, third, fifth = _NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
     found = matrices.mT if is_tall else matrices
     found = found / (found.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     for _ in range(steps):
         gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), found, beta=first)
+        found = torch.baddbmm(
+            found, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), found, beta=first
+        )
     return found.mT if is_tall else found

@@ -1,4 +1,5 @@
-"""`hfq bench quantize`: memory, time and quality of quantizing, in fresh processes, beside gptqmodel where it is installed."""
+"""`python -m benchmarks quantize`: memory, time and quality of quantizing, in fresh processes, beside
+gptqmodel where it is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 CONSTANT_NBYTES = 400 << 20
-"""What a process may take beside a block and activations: the libraries' imports alone take three quarters of it."""
+"""What a process may take beside a block and activations: the libraries' imports alone take three quarters of
+it."""
 
 BITS = (4, 3, 2)
 GPTQ = {"method": "gptq", "num_bits": 4, "group_size": 128}
@@ -49,13 +51,19 @@ _QUALITY_LENGTH, _QUALITY_SAMPLES = 256, 32
 
 
 def bench_quantize(
-    folder: Path, nbytes: float, rounds: int, trained: Sequence[Path], say: Callable[[str], None], threads: int = 1
+    folder: Path,
+    nbytes: float,
+    rounds: int,
+    trained: Sequence[Path],
+    say: Callable[[str], None],
+    threads: int = 1,
 ) -> Report:
     """Runs the benchmark.
 
     Args:
         folder: Where the large checkpoints are made, or found.
-        nbytes: The bytes of the checkpoint whose quantization is held against the memory's bound; an eighth for times.
+        nbytes: The bytes of the checkpoint whose quantization is held against the memory's bound; an eighth
+            for times.
         rounds: How often times are measured, and how many calibration sets quality is measured with.
         trained: Folders of small trained models, each with its tokenizer and `held_out.txt`.
         say: Is told what is going on.
@@ -102,7 +110,8 @@ def bound_nbytes(path: Path, tokens: torch.Tensor | None) -> dict[str, int]:
         tokens: The calibration set [samples, length]; None where the method needs none.
 
     Returns:
-        `block`: the parameters of the largest block in float32. `activations`: the hidden states of the calibration set in float32.
+        `block`: the parameters of the largest block in float32. `activations`: the hidden states of the
+        calibration set in float32.
         `constant`: `CONSTANT_NBYTES`, imports included. `bound`: their sum.
     """
     checkpoint, blocks = Checkpoint.open(path), dict[str, int]()
@@ -112,7 +121,10 @@ def bound_nbytes(path: Path, tokens: torch.Tensor | None) -> dict[str, int]:
             block = f"{before}.{rest.partition('.')[0]}"
             blocks[block] = blocks.get(block, 0) + 4 * info.numel
     hidden = checkpoint.config["hidden_size"]
-    parts = {"block": max(blocks.values()), "activations": 4 * hidden * tokens.numel() if tokens is not None else 0}
+    parts = {
+        "block": max(blocks.values()),
+        "activations": 4 * hidden * tokens.numel() if tokens is not None else 0,
+    }
     return {**parts, "constant": CONSTANT_NBYTES, "bound": sum(parts.values()) + CONSTANT_NBYTES}
 
 
@@ -121,22 +133,35 @@ def measure_memory(path: Path, made: Path, recipe: dict, threads: int) -> Record
     tokens = _random_tokens(path) if recipe["method"] == "gptq" else None
     with Worker(_WORKER, tool="hfq", threads=threads) as worker:
         answer = worker.ask(
-            "quantize", path=str(path), output=str(made / f"whole-{recipe['method']}"), recipe=recipe,
+            "quantize",
+            path=str(path),
+            output=str(made / f"whole-{recipe['method']}"),
+            recipe=recipe,
             tokens=str(write_tokens(tokens, made / "tokens.json")) if tokens is not None else None,
-        )  # fmt: skip
+        )
     return {"kind": "memory", "method": recipe["method"], **bound_nbytes(path, tokens), **answer}
 
 
 def measure_resume(path: Path, made: Path, threads: int, block: int) -> Record:
-    """Quantizes again, is killed after a block, goes on, and compares every file with those of `measure_memory`."""
+    """Quantizes again, is killed after a block, goes on, and compares every file with those of
+    `measure_memory`."""
     job = {"path": str(path), "output": str(made / "again"), "recipe": GPTQ}
     tokens = write_tokens(_random_tokens(path), made / "tokens.json")
-    with Worker(_WORKER, tool="hfq", threads=threads) as worker, suppress(SetupError):  # it is gone, as it should be
+    with (
+        Worker(_WORKER, tool="hfq", threads=threads) as worker,
+        suppress(SetupError),
+    ):  # it is gone, as it should be
         worker.ask("quantize", **job, tokens=str(tokens), stop_after=block)
     with Worker(_WORKER, tool="hfq", threads=threads) as worker:
         answer = worker.ask("quantize", **job, tokens=str(tokens))
     expected, found = _digests(made / "whole-gptq"), _digests(made / "again")
-    return {"kind": "resume", "killed_after": block, "files": len(found), "is_identical": found == expected, **answer}
+    return {
+        "kind": "resume",
+        "killed_after": block,
+        "files": len(found),
+        "is_identical": found == expected,
+        **answer,
+    }
 
 
 def measure_time(path: Path, made: Path, tool: str, threads: int) -> Record:
@@ -151,19 +176,25 @@ def measure_time(path: Path, made: Path, tool: str, threads: int) -> Record:
 def measure_quality(
     model: Path, made: Path, tools: Sequence[str], seeds: int, threads: int, say: Callable[[str], None]
 ) -> list[Record]:
-    """The perplexity of a trained model, as it is and quantized to 4, 3 and 2 bits with several calibration sets.
+    """The perplexity of a trained model, as it is and quantized to 4, 3 and 2 bits with several calibration
+    sets.
 
     The first six tenths of its text are for calibration, the rest is scored.
     """
     tokens = _text_of(model)
     cut = tokens.numel() * 6 // 10
-    records: list[Record] = [{"kind": "floats", "model": model.name, "perplexity": _perplexity(model, tokens[cut:])}]
+    records: list[Record] = [
+        {"kind": "floats", "model": model.name, "perplexity": _perplexity(model, tokens[cut:])}
+    ]
     with ExitStack() as stack:
         workers = {tool: stack.enter_context(Worker(_WORKER, tool=tool, threads=threads)) for tool in tools}
         for bits in BITS:
             for seed in range(seeds):
                 starts = torch.randint(
-                    0, cut - _QUALITY_LENGTH, (_QUALITY_SAMPLES,), generator=torch.Generator().manual_seed(seed)
+                    0,
+                    cut - _QUALITY_LENGTH,
+                    (_QUALITY_SAMPLES,),
+                    generator=torch.Generator().manual_seed(seed),
                 )
                 windows = torch.stack([tokens[start : start + _QUALITY_LENGTH] for start in starts])
                 for tool, worker in workers.items():
@@ -171,8 +202,16 @@ def measure_quality(
                     output, kept = made / "quality", write_tokens(windows, made / "tokens.json")
                     shutil.rmtree(output, ignore_errors=True)
                     recipe = {**GPTQ, "num_bits": bits}
-                    record = {"kind": "quality", "model": model.name, "bits": bits, "seed": seed, "tool": tool}
-                    record |= worker.ask("quantize", path=str(model), output=str(output), tokens=str(kept), recipe=recipe)
+                    record = {
+                        "kind": "quality",
+                        "model": model.name,
+                        "bits": bits,
+                        "seed": seed,
+                        "tool": tool,
+                    }
+                    record |= worker.ask(
+                        "quantize", path=str(model), output=str(output), tokens=str(kept), recipe=recipe
+                    )
                     if "error" not in record:
                         record["perplexity"] = _perplexity(output, tokens[cut:])
                     records.append(record)
@@ -181,7 +220,8 @@ def measure_quality(
 
 @contextmanager
 def _readable(path: Path, made: Path, tool: str) -> Iterator[Path]:
-    """A folder that a tool can read: gptqmodel reads no model without a tokenizer, and gets links and a tokenizer of some words."""
+    """A folder that a tool can read: gptqmodel reads no model without a tokenizer, and gets links and a
+    tokenizer of some words."""
     if tool == "hfq" or (path / "tokenizer.json").exists():
         yield path
         return

@@ -1,4 +1,4 @@
-"""The page of `hfq bench quantize`: what was measured, beside its bounds and gptqmodel."""
+"""The page of `python -m benchmarks quantize`: what was measured, beside its bounds and gptqmodel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def make_report(records: list[Record], facts: Mapping[str, str]) -> Report:
     models = sorted({r["model"] for r in select(records, kind="quality")})
     groups = [f"{model}, {bits} bits" for model in models for bits in (4, 3, 2)]
     series = {
-        tool: [
-            _over_floats(records, model, bits, tool) for model in models for bits in (4, 3, 2)
-        ] for tool in _tools(records, "quality")
-    }  # fmt: skip
+        tool: [_over_floats(records, model, bits, tool) for model in models for bits in (4, 3, 2)]
+        for tool in _tools(records, "quality")
+    }
     chart = Chart("Perplexity over that of the floats (lower is better)", groups, series)
     return Report("Quantizing", facts, tables, _targets(records, models), records, chart)
 
@@ -32,12 +31,18 @@ def make_report(records: list[Record], facts: Mapping[str, str]) -> Report:
 def _targets(records: list[Record], models: list[str]) -> list[Target]:
     found = []
     for method in ("gptq", "fp8"):
-        share = max((r["peak_rss"] / r["bound"] for r in select(records, kind="memory", method=method)), default=None)
-        found.append(Target(f"{method}: peak memory over one float32 block, activations and 400 MiB", share, 1.0))
+        share = max(
+            (r["peak_rss"] / r["bound"] for r in select(records, kind="memory", method=method)), default=None
+        )
+        found.append(
+            Target(f"{method}: peak memory over one float32 block, activations and 400 MiB", share, 1.0)
+        )
     same = median(records, lambda r: float(r["is_identical"]), kind="resume")
     found.append(Target("killed and resumed: whether every file is identical", same, 1.0, at_least=True))
     for what, key in (("CPU seconds", "cpu_seconds"), ("peak memory", "peak_rss")):
-        ours, theirs = (median(records, itemgetter(key), kind="time", tool=tool) for tool in ("hfq", "gptqmodel"))
+        ours, theirs = (
+            median(records, itemgetter(key), kind="time", tool=tool) for tool in ("hfq", "gptqmodel")
+        )
         found.append(Target(f"{what} over gptqmodel's", ours / theirs if ours and theirs else None, 1.0))
     for model in models:
         for bits in (4, 3, 2):
@@ -50,21 +55,31 @@ def _targets(records: list[Record], models: list[str]) -> list[Target]:
 def _memory_table(records: list[Record]) -> Table:
     rows = [
         (
-            r["method"], *(_mib(r[key]) for key in ("peak_rss", "imports", "block", "activations", "bound")),
+            r["method"],
+            *(_mib(r[key]) for key in ("peak_rss", "imports", "block", "activations", "bound")),
             f"{r['cpu_seconds']:.0f} s",
         )
         for r in select(records, kind="memory")
-    ]  # fmt: skip
+    ]
     rows += [
-        (f"gptq, killed after block {r['killed_after']}, resumed", _mib(r["peak_rss"]), _mib(r["imports"]), "", "", "",
-         f"{r['cpu_seconds']:.0f} s; {r['files']} files {'identical' if r['is_identical'] else 'DIFFER'}")
+        (
+            f"gptq, killed after block {r['killed_after']}, resumed",
+            _mib(r["peak_rss"]),
+            _mib(r["imports"]),
+            "",
+            "",
+            "",
+            f"{r['cpu_seconds']:.0f} s; {r['files']} files {'identical' if r['is_identical'] else 'DIFFER'}",
+        )
         for r in select(records, kind="resume")
-    ]  # fmt: skip
+    ]
     note = (
         "Peak resident memory of a fresh process, what it had after its imports, and the bound: the parameters of one block in "
         "float32, the hidden states of the calibration set in float32, and 400 MiB, imports included."
     )
-    return Table("Memory", note, ("method", "peak", "imports", "one block", "activations", "bound", "CPU"), rows)
+    return Table(
+        "Memory", note, ("method", "peak", "imports", "one block", "activations", "bound", "CPU"), rows
+    )
 
 
 def _time_table(records: list[Record]) -> Table:
@@ -72,13 +87,13 @@ def _time_table(records: list[Record]) -> Table:
     for tool in _tools(records, "time"):
         cpu, wall, peak = (median(records, itemgetter(key), kind="time", tool=tool) for key in _TIME)
         if cpu is None or wall is None or peak is None:
-            errors = [r["error"] for r in records if r["kind"] == "time" and r["tool"] == tool and "error" in r]
+            errors = [
+                r["error"] for r in records if r["kind"] == "time" and r["tool"] == tool and "error" in r
+            ]
             rows.append((tool, errors[0].replace("|", "/")[:90], "-", "-"))
         else:
             rows.append((tool, f"{cpu:.1f} s", f"{wall:.1f} s", _mib(peak)))
-    note = (
-        "GPTQ to 4 bits in groups of 128, the same sequences; from reading the model to the written folder, imports not timed."
-    )
+    note = "GPTQ to 4 bits in groups of 128, the same sequences; from reading the model to the written folder, imports not timed."
     return Table("Time", note, ("tool", "CPU seconds", "wall", "peak memory"), rows)
 
 
@@ -88,10 +103,18 @@ def _quality_tables(records: list[Record]) -> list[Table]:
         model, rows = floats["model"], []
         for bits in (4, 3, 2):
             for tool in _tools(records, "quality"):
-                found = [r["perplexity"] for r in select(records, kind="quality", model=model, bits=bits, tool=tool)]
+                found = [
+                    r["perplexity"]
+                    for r in select(records, kind="quality", model=model, bits=bits, tool=tool)
+                ]
                 middle = _perplexity(records, model, bits, tool)
                 rows.append(
-                    (str(bits), tool, "-" if middle is None else f"{middle:.3f}", ", ".join(f"{p:.3f}" for p in found))
+                    (
+                        str(bits),
+                        tool,
+                        "-" if middle is None else f"{middle:.3f}",
+                        ", ".join(f"{p:.3f}" for p in found),
+                    )
                 )
         note = f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration set was drawn anew."
         tables.append(Table(f"Perplexity of {model}", note, ("bits", "tool", "median", "each set"), rows))

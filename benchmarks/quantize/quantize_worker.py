@@ -1,6 +1,7 @@
-"""The process that `quantize` measures in: quantizes with hfq or with gptqmodel, and tells CPU seconds and memory.
+"""The process that `quantize` measures in: quantizes with hfq or with gptqmodel, and tells CPU seconds and
+memory.
 
-Run as `python -m benchmarks.quantize.quantize_worker '{"tool": …}'`; see `process.serve`.
+Run as `python -m benchmarks.quantize.quantize_worker '{"tool": …}'`; see `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class QuantizeWorker:
 
     def __init__(self, tool: str, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self._import: Callable[[], Callable[..., dict]] = functools.cache(TOOLS[tool])  # only now is what it prints no answer
+        self._import: Callable[[], Callable[..., dict]] = functools.cache(
+            TOOLS[tool]
+        )  # only now is what it prints no answer
         self.commands: dict[str, Callable[..., dict]] = {"quantize": self.quantize, "memory": memory}
 
     def quantize(self, **job: Any) -> dict:
@@ -43,7 +46,14 @@ class QuantizeWorker:
         seconds, wall = time.process_time() - cpu, time.perf_counter() - wall
         after, before = memory(), imported["peak_rss"]
         peak = max(after["peak_rss"], before)  # what the system tells is some pages off, and may fall
-        return {**after, "peak_rss": peak, "imports": before, "cpu_seconds": seconds, "wall_seconds": wall, **found}
+        return {
+            **after,
+            "peak_rss": peak,
+            "imports": before,
+            "cpu_seconds": seconds,
+            "wall_seconds": wall,
+            **found,
+        }
 
 
 def write_tokens(tokens: torch.Tensor, file: Path) -> Path:
@@ -83,9 +93,12 @@ def _gptqmodel() -> Callable[..., dict]:
         os.chdir(target.parent)  # it writes logs where it runs
         act_order = bool(recipe.get("act_order"))
         config = QuantizeConfig(
-            bits=recipe["num_bits"], group_size=recipe["group_size"], sym=recipe.get("symmetric", True), desc_act=act_order,
+            bits=recipe["num_bits"],
+            group_size=recipe["group_size"],
+            sym=recipe.get("symmetric", True),
+            desc_act=act_order,
             act_group_aware=not act_order,
-        )  # fmt: skip
+        )
         model = GPTQModel.load(str(source), config, device="cpu")
         rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in calibration.tolist()]
         model.quantize(rows, batch_size=max(1, 2048 // calibration.shape[1]))

@@ -1,7 +1,9 @@
-"""`hfq bench stream`: forwards with all layers on a cold disk, for hfq and accelerate's offload, against direct raw reads.
+"""`python -m benchmarks stream`: forwards with all layers on a cold disk, for hfq and accelerate's offload,
+against direct raw reads.
 
-Each mover has a fresh process in each round, and they take turns. What computes is stood in for by sleeping, as a processor does
-while an accelerator computes (see `movers`), but for greedy decoding, which computes on the CPU.
+Each mover has a fresh process in each round, and they take turns. What computes is stood in for by sleeping,
+as a processor does while an accelerator computes (see `movers`), but for greedy decoding, which computes on
+the CPU.
 """
 
 from __future__ import annotations
@@ -67,14 +69,17 @@ def bench_stream(folder: Path, nbytes: float, rounds: int, say: Callable[[str], 
 
 
 def measure_limit(path: Path) -> float:
-    """What the disk gives for a checkpoint's files, in bytes per second: direct reads of 16 MiB by 4 or 8 threads, the faster.
+    """What the disk gives for a checkpoint's files, in bytes per second: direct reads of 16 MiB by 4 or 8
+    threads, the faster.
 
     Where the file system takes no direct reads: buffered ones, from a cold page cache.
     """
     files = checkpoint_files(path)
     drop_cache(files)
     times = [read_files(files, direct=True, threads=threads) for threads in (4, 8)]
-    seconds = min((time for time in times if time is not None), default=None) or read_files(files, direct=False)
+    seconds = min((time for time in times if time is not None), default=None) or read_files(
+        files, direct=False
+    )
     drop_cache(files)
     return sum(file.stat().st_size for file in files) / (seconds or 1e-9)
 
@@ -94,7 +99,9 @@ def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
         if "error" in loaded:
             return [label | {"kind": "idle"} | loaded]
         records = [{"kind": "idle", "compute": 0.0, **worker.ask("passes", count=PASSES, compute=0.0)}]
-        records += [{"kind": "busy", "compute": compute, **worker.ask("passes", count=PASSES, compute=compute)}]
+        records += [
+            {"kind": "busy", "compute": compute, **worker.ask("passes", count=PASSES, compute=compute)}
+        ]
         records[-1]["alone"] = measure_compute(path, compute)
         for count in MICRO_BATCHES if mover != "hfq, buffered" else ():
             answer = worker.ask("micro_batches", count=count, compute=compute / 8, repeats=REPEATS)
@@ -103,7 +110,8 @@ def measure_movement(path: Path, mover: str, compute: float) -> list[Record]:
 
 
 def measure_compute(path: Path, compute: float) -> float:
-    """Seconds of a forward with the stand-in for compute that reads nothing: by hfq, with all in memory, in a fresh process."""
+    """Seconds of a forward with the stand-in for compute that reads nothing: by hfq, with all in memory, in a
+    fresh process."""
     with Worker(_WORKER, mover="hfq", path=str(path), on_disk=False) as worker:
         worker.ask("load")
         answer = worker.ask("passes", count=PASSES, compute=compute)
@@ -119,11 +127,14 @@ def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS
 
 
 def _steps(path: Path, number: int, limit: float) -> list[Step]:
-    """What a round measures of one checkpoint, given the disk's limit in bytes per second; results in memory are needed once."""
+    """What a round measures of one checkpoint, given the disk's limit in bytes per second; results in memory
+    are needed once."""
     layers, nbytes = layer_nbytes(path)
     compute = nbytes / layers / limit
     decoders = ["hfq", "accelerate"]
-    steps: list[Step] = [("movement", m, partial(measure_movement, path, m, compute)) for m in rotated([*MOVERS], number)]
+    steps: list[Step] = [
+        ("movement", m, partial(measure_movement, path, m, compute)) for m in rotated([*MOVERS], number)
+    ]
     steps += [("decoding", m, partial(measure_decoding, path, m, True)) for m in rotated(decoders, number)]
     if number == 0:
         steps += [("decoding in memory", m, partial(measure_decoding, path, m, False)) for m in decoders]

@@ -1,7 +1,9 @@
-"""What brings a model's layers from disk for each forward: hfq, accelerate's offload, accelerate's hooks on packed bytes.
+"""What brings a model's layers from disk for each forward: hfq, accelerate's offload, accelerate's hooks on
+packed bytes.
 
-`standing_in` replaces the arithmetic of a decoder layer, for all of them alike, by what a forward does at least: every weight is
-read (one byte of each page), and the processor then sleeps as it would while an accelerator computes.
+`standing_in` replaces the arithmetic of a decoder layer, for all of them alike, by what a forward does at
+least: every weight is read (one byte of each page), and the processor then sleeps as it would while an
+accelerator computes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from hfq.modules.quantized_module import QuantizedModule
 __all__ = ["IN_MEMORY", "MOVERS", "ON_DISK", "Compute", "Mover", "layer_nbytes", "standing_in"]
 
 LAYERS = "model.layers"
-ON_DISK = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu") | {LAYERS: "disk"}
+ON_DISK = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu") | {
+    LAYERS: "disk"
+}
 IN_MEMORY = {"": "cpu"}
 
 
@@ -44,7 +48,8 @@ class Mover:
     Args:
         model: Takes `input_ids` as transformers' models do.
         bytes_read: Counts what has been read for it so far; None where nobody counts.
-        waited: For how many seconds its forwards have waited for their layers so far; None where nobody counts.
+        waited: For how many seconds its forwards have waited for their layers so far; None where nobody
+            counts.
         scratch: A folder of files that were written to offload the model; removed with it.
 
     Attributes:
@@ -54,9 +59,12 @@ class Mover:
     shares_reads = False
 
     def __init__(
-        self, model: nn.Module, bytes_read: Callable[[], int] | None = None, waited: Callable[[], float] | None = None,
+        self,
+        model: nn.Module,
+        bytes_read: Callable[[], int] | None = None,
+        waited: Callable[[], float] | None = None,
         scratch: TemporaryDirectory | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model: Any = model
         self.bytes_read, self.waited, self._scratch = bytes_read, waited, scratch
 
@@ -100,12 +108,15 @@ def _hfq_buffered(path: Path, device_map: dict[str, str]) -> Mover:
 
 def _accelerate(path: Path, device_map: dict[str, str]) -> Mover:
     scratch = TemporaryDirectory(dir=path.parent, prefix="offload-", ignore_cleanup_errors=True)
-    model = AutoModelForCausalLM.from_pretrained(path, device_map=dict(device_map), dtype="auto", offload_folder=scratch.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, device_map=dict(device_map), dtype="auto", offload_folder=scratch.name
+    )
     return Mover(model, scratch=scratch)
 
 
 def _hooks(path: Path, device_map: dict[str, str]) -> Mover:
-    """accelerate's hooks over modules that hold a checkpoint's stored tensors and compute nothing: movement of the same bytes."""
+    """accelerate's hooks over modules that hold a checkpoint's stored tensors and compute nothing: movement
+    of the same bytes."""
     from accelerate import dispatch_model
 
     model, index = _Held(), {}
@@ -115,8 +126,14 @@ def _hooks(path: Path, device_map: dict[str, str]) -> Mover:
             module, _, local = rest.rpartition(".")
             dtype, key = torch_dtype(info.dtype), module.replace(".", "_")
             owner = _child(_child(model.layers, layer, _HeldLayer), key, _HeldTensors)
-            owner.register_parameter(local, nn.Parameter(torch.empty(info.shape, dtype=dtype, device="meta"), False))
-            where = {"safetensors_file": info.range.file, "weight_name": name, "dtype": str(dtype).removeprefix("torch.")}
+            owner.register_parameter(
+                local, nn.Parameter(torch.empty(info.shape, dtype=dtype, device="meta"), False)
+            )
+            where = {
+                "safetensors_file": info.range.file,
+                "weight_name": name,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
             index[f"layers.{layer}.{key}.{local}"] = where
     return Mover(dispatch_model(model, {"layers": "disk"}, offload_index=index))
 

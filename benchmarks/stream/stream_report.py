@@ -65,7 +65,9 @@ def _waits(records: list[Record], **where) -> float | None:
     return statistics.median(record["waited"] / record["seconds"] for record in counted) if counted else None
 
 
-def _times_as_fast(records: list[Record], weights: str, other: str, other_weights: str | None = None, **where) -> float | None:
+def _times_as_fast(
+    records: list[Record], weights: str, other: str, other_weights: str | None = None, **where
+) -> float | None:
     """The median over the rounds of another mover's time over hfq's."""
     own = _by_round(records, weights, OWN, **where)
     others = _by_round(records, other_weights or weights, other, **where)
@@ -74,13 +76,19 @@ def _times_as_fast(records: list[Record], weights: str, other: str, other_weight
 
 
 def _by_round(records: list[Record], weights: str, mover: str, **where) -> dict[int, float]:
-    value: Callable[[Record], float] = (lambda r: r["seconds"]) if where.get("kind") == "decode" else _step_seconds
-    measured = [r for r in select(records, weights=weights, mover=mover, **where) if r.get("moved", 1)]  # a ring may hold all
+    value: Callable[[Record], float] = (
+        (lambda r: r["seconds"]) if where.get("kind") == "decode" else _step_seconds
+    )
+    measured = [
+        r for r in select(records, weights=weights, mover=mover, **where) if r.get("moved", 1)
+    ]  # a ring may hold all
     return {record["round"]: value(record) for record in measured}
 
 
 def _share_of_limit(records: list[Record], weights: str, mover: str) -> float | None:
-    return median(records, lambda r: r["moved"] / r["seconds"] / r["limit"], kind="idle", weights=weights, mover=mover)
+    return median(
+        records, lambda r: r["moved"] / r["seconds"] / r["limit"], kind="idle", weights=weights, mover=mover
+    )
 
 
 def _idle_table(records: list[Record]) -> Table:
@@ -95,8 +103,18 @@ def _idle_table(records: list[Record]) -> Table:
             if rate is None:
                 rows.append((weights, mover, _refusal(records, weights, mover), "-", "-"))
             else:
-                rows.append((weights, mover, as_rate(rate), _text(_share_of_limit(records, weights, mover)), _text(seconds)))
-    return Table("Without compute", _NOTE, ("weights", "mover", "rate", "share of the disk's limit", "a pass, s"), rows)
+                rows.append(
+                    (
+                        weights,
+                        mover,
+                        as_rate(rate),
+                        _text(_share_of_limit(records, weights, mover)),
+                        _text(seconds),
+                    )
+                )
+    return Table(
+        "Without compute", _NOTE, ("weights", "mover", "rate", "share of the disk's limit", "a pass, s"), rows
+    )
 
 
 def _busy_table(records: list[Record]) -> Table:
@@ -106,12 +124,25 @@ def _busy_table(records: list[Record]) -> Table:
             where = {"kind": "busy", "weights": weights, "mover": mover}
             values = median(records, _step_seconds, **where), median(records, _efficiency, **where)
             waits = _waits(records, **where)
-            rows.append((weights, mover, *map(_text, [*values, waits, _times_as_fast(records, weights, mover, kind="busy")])))
+            rows.append(
+                (
+                    weights,
+                    mover,
+                    *map(_text, [*values, waits, _times_as_fast(records, weights, mover, kind="busy")]),
+                )
+            )
     note = """A layer sleeps as long as the disk's limit takes to read it: an accelerator computes, the processor is idle. How long a
 pass computes was measured with the same model and hfq, all in memory and nothing read; io is what was read at the disk's limit.
 Reading takes processor time, too, and where few cores do both, computing takes longer than alone; the share of the time in which
 a forward waited for its layers says what is left to gain by reading ahead."""
-    header = ("weights", "mover", "a pass, s", "max(io, compute) / time", "waiting / time", "hfq is faster by")
+    header = (
+        "weights",
+        "mover",
+        "a pass, s",
+        "max(io, compute) / time",
+        "waiting / time",
+        "hfq is faster by",
+    )
     return Table("With compute standing in", note, header, rows)
 
 
@@ -137,12 +168,23 @@ def _micro_table(records: list[Record]) -> Table:
             where = {"kind": "micro", "weights": weights, "count": count}
             cells = [median(records, _step_seconds, mover=mover, **where) for mover in (OWN, STOCK, HOOKS)]
             passes = median(records, lambda r: r["expected"] / r["nbytes"] / r["steps"], mover=OWN, **where)
-            faster = [_times_as_fast(records, weights, mover, kind="micro", count=count) for mover in (STOCK, HOOKS)]
+            faster = [
+                _times_as_fast(records, weights, mover, kind="micro", count=count) for mover in (STOCK, HOOKS)
+            ]
             rows.append((weights, str(count), *map(_text, [*cells, *faster, passes])))
     note = """hfq runs `hfq.run_batches`, accelerate a pass for each micro-batch; every pass starts from a cold page cache, as for a
 model that memory does not hold. A layer sleeps for an eighth of its reading time at the disk's limit for each micro-batch, so that
 to compute 8 takes as long as reading once. Seconds, and accelerate's over hfq's."""
-    header = ("weights", "micro-batches", OWN, STOCK, HOOKS, f"over {STOCK}", f"over {HOOKS}", "layers read by hfq, in passes")
+    header = (
+        "weights",
+        "micro-batches",
+        OWN,
+        STOCK,
+        HOOKS,
+        f"over {STOCK}",
+        f"over {HOOKS}",
+        "layers read by hfq, in passes",
+    )
     return Table("Micro-batches", note, header, rows)
 
 
@@ -153,22 +195,54 @@ def _targets(records: list[Record]) -> list[Target]:
         baseline = STOCK if STOCK in _measured(records, weights) else HOOKS
         same = f"{weights}: times as fast as {baseline}"
         targets += [
-            Target(f"{weights}: share of the disk's limit, no compute", _share_of_limit(records, weights, OWN), 0.9, True),
+            Target(
+                f"{weights}: share of the disk's limit, no compute",
+                _share_of_limit(records, weights, OWN),
+                0.9,
+                True,
+            ),
             Target(f"{weights}: max(io, compute) over time", efficiency, 0.95, True),
             Target(f"{same}, no compute", _times_as_fast(records, weights, baseline, kind="idle"), 2.5, True),
-            Target(f"{same}, compute standing in", _times_as_fast(records, weights, baseline, kind="busy"), 2.5, True),
-            Target(f"{weights}: decoding gives the tokens of all in memory", _equal_tokens(records, weights, OWN), 1, True),
+            Target(
+                f"{same}, compute standing in",
+                _times_as_fast(records, weights, baseline, kind="busy"),
+                2.5,
+                True,
+            ),
+            Target(
+                f"{weights}: decoding gives the tokens of all in memory",
+                _equal_tokens(records, weights, OWN),
+                1,
+                True,
+            ),
         ]
     faster = _times_as_fast
     targets += [
-        Target("bf16: times as fast as accelerate, decoding", faster(records, "bf16", STOCK, kind="decode", on_disk=True), 2.5, True),
-        Target("gptq4: times as fast as hfq's bf16, no compute", faster(records, "gptq4", OWN, "bf16", kind="idle"), 1, True),
-        Target("gptq4: times as fast as hfq's bf16, compute standing in", faster(records, "gptq4", OWN, "bf16", kind="busy"), 1, True),
+        Target(
+            "bf16: times as fast as accelerate, decoding",
+            faster(records, "bf16", STOCK, kind="decode", on_disk=True),
+            2.5,
+            True,
+        ),
+        Target(
+            "gptq4: times as fast as hfq's bf16, no compute",
+            faster(records, "gptq4", OWN, "bf16", kind="idle"),
+            1,
+            True,
+        ),
+        Target(
+            "gptq4: times as fast as hfq's bf16, compute standing in",
+            faster(records, "gptq4", OWN, "bf16", kind="busy"),
+            1,
+            True,
+        ),
         Target(
             "gptq4: times as fast as accelerate's bf16, decoding",
-            faster(records, "gptq4", STOCK, "bf16", kind="decode", on_disk=True), 1, True,
+            faster(records, "gptq4", STOCK, "bf16", kind="decode", on_disk=True),
+            1,
+            True,
         ),
-    ]  # fmt: skip
+    ]
     most = max((record["count"] for record in select(records, kind="micro")), default=0)
     for weights in FORMATS:
         other = STOCK if STOCK in _measured(records, weights) else HOOKS
@@ -179,7 +253,9 @@ def _targets(records: list[Record]) -> list[Target]:
 
 def _measured(records: list[Record], weights: str) -> set[str]:
     """The movers that took a checkpoint."""
-    return {record["mover"] for record in select(records, weights=weights, kind="idle") if "error" not in record}
+    return {
+        record["mover"] for record in select(records, weights=weights, kind="idle") if "error" not in record
+    }
 
 
 def _equal_tokens(records: list[Record], weights: str, mover: str) -> float | None:

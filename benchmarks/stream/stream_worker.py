@@ -1,6 +1,8 @@
-"""The process that `stream` measures in: one model whose layers rest on disk, forwards over them from a cold page cache.
+"""The process that `stream` measures in: one model whose layers rest on disk, forwards over them from a cold
+page cache.
 
-Run as `python -m benchmarks.stream.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`; see `process.serve`.
+Run as `python -m benchmarks.stream.stream_worker '{"mover": …, "path": …, "stand_in": …, "on_disk": …}'`; see
+`worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class StreamWorker:
         self._stack.close()
 
     def load(self) -> dict:
-        """Loads the model; with a stand-in, runs one forward, from which a mover may learn the order of layers."""
+        """Loads the model; with a stand-in, runs one forward, from which a mover may learn the order of
+        layers."""
         logging.disable_progress_bar()  # in this process alone
         self._mover: Mover = self._load()
         if self._is_stand_in:
@@ -58,7 +61,8 @@ class StreamWorker:
         return {}
 
     def passes(self, count: int, compute: float) -> dict:
-        """Runs `count` forwards, each from a cold page cache; each layer computes for so many seconds. See `_measured`."""
+        """Runs `count` forwards, each from a cold page cache; each layer computes for so many seconds. See
+        `_measured`."""
         Compute.seconds = compute
         return self._measured([lambda: self._mover.forward(_BATCH)] * count)
 
@@ -85,14 +89,19 @@ class StreamWorker:
         with hook:
             started = time.perf_counter()
             generated = model.generate(
-                _PROMPT, attention_mask=torch.ones_like(_PROMPT), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+                _PROMPT,
+                attention_mask=torch.ones_like(_PROMPT),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
                 pad_token_id=0,
-            )  # fmt: skip
+            )
             seconds = time.perf_counter() - started - dropped
         return {"tokens": generated[0, _PROMPT.shape[1] :].tolist(), "seconds": seconds / tokens}
 
     def _measured(self, steps: list[Callable[[], None]]) -> dict:
-        """Runs steps that need all layers once, each from a cold page cache; what is read between two is neither timed nor counted.
+        """Runs steps that need all layers once, each from a cold page cache; what is read between two is
+        neither timed nor counted.
 
         Args:
             steps: What is run.

@@ -13,7 +13,7 @@ __all__ = ["report"]
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="JSON of hfq.report(model).save(FILE), hfq plan, hfq eval or hfq bench."),
+        typer.Argument(metavar="FILE...", help="JSON of hfq.report(model).save(FILE), hfq plan, hfq eval, or a benchmark."),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write into.", metavar="FOLDER")] = Path("hfq-report"),
     html: Annotated[bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")] = False,

@@ -1,4 +1,4 @@
-"""Several local ranks that are measured together: each a process of its own, all asked at once."""
+"""Local ranks that are measured together: each in a process of its own, all asked at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Ranks:
     """Processes that form one run; a context manager.
 
     Args:
-        module: The module that each runs, as `process.Worker` does; it is told its `rank`, the `world` and their `port`, too.
-        count: How many.
-        options: What else each is started with; JSON-ready.
+        module: The module that each runs, as in `worker_process.Worker`. It also gets its `rank`, the `world` size,
+            and their `port`.
+        count: Number of ranks.
+        options: Further options of the module; JSON-ready.
     """
 
     def __init__(self, module: str, count: int, **options: Any) -> None:
@@ -56,9 +57,11 @@ class Ranks:
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise SetupError(
-                    f"Rank {rank} of a run that is measured failed.", expected=f"an answer to {question!r}", found=answer["error"],
+                    f"Rank {rank} of a run that is measured failed.",
+                    expected=f"an answer to {question!r}",
+                    found=answer["error"],
                     fix="read the error above; `hfq doctor` tells whether DeepSpeed works here",
-                )  # fmt: skip
+                )
         return answers
 
 
@@ -70,7 +73,9 @@ def zero3_ranks(count: int) -> Ranks:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise SetupError(
-            "Ranks under ZeRO-3 cannot be measured.", expected="deepspeed", found="it is not installed",
+            "Ranks under ZeRO-3 cannot be measured.",
+            expected="deepspeed",
+            found="it is not installed",
             fix="pip install deepspeed, or leave ZeRO-3 out",
-        )  # fmt: skip
+        )
     return Ranks("hfq.machine_profile.ranks_worker", count)

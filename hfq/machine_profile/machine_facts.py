@@ -1,4 +1,4 @@
-"""What a benchmark ran on: processor, memory, file system, versions, date; no names of hosts, users or folders."""
+"""Facts of this machine: processor, memory, file system, versions, date. No host, user, or folder is named."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> floa
     try:
         for file in files:
             descriptors[os.open(file, flags)] = file.stat().st_size
-        chunks = iter([(fd, offset) for fd, size in descriptors.items() for offset in range(0, size, CHUNK_NBYTES)])
+        chunks = iter(
+            [(fd, offset) for fd, size in descriptors.items() for offset in range(0, size, CHUNK_NBYTES)]
+        )
         slots = reading_slots(threads)
         readers = [threading.Thread(target=_read_chunks, args=(chunks, slot, errors)) for slot in slots]
         started = time.perf_counter()
@@ -60,13 +62,19 @@ def read_files(files: Iterable[Path], *, direct: bool, threads: int = 4) -> floa
         return None
     if errors:
         raise SetupError(
-            "A checkpoint to measure with cannot be read.", found=errors[0], expected="readable files", fix="check the disk"
+            "A checkpoint to measure with cannot be read.",
+            found=errors[0],
+            expected="readable files",
+            fix="check the disk",
         ) from errors[0]
     return seconds
 
 
 def drop_cache(files: Iterable[Path]) -> None:
-    """Writes files back and drops their pages from the page cache; pages that a process maps and has touched stay."""
+    """Writes files back and drops their pages from the page cache.
+
+    Pages that a process maps and has touched stay.
+    """
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -78,7 +86,7 @@ def drop_cache(files: Iterable[Path]) -> None:
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
-    """The share of the files' pages that are in the page cache, by mincore; None where the system cannot tell."""
+    """Returns the share of the files' pages in the page cache, by mincore; None if unknown."""
     try:
         mincore = ctypes.CDLL(None, use_errno=True).mincore
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
 """Measurement of a machine profile: the rates that `hfq plan` predicts with, in about a minute.
 
-Products run over copies of a layer that do not fit the caches together, as the layers of a model do not. What a layer, a streamed
-block and a load cost beside their bytes is taken from tiny models, and what reading and computing leave of each other from both at
-once. Everything is measured several times in turns; medians are told.
+Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny models give the
+fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the rates that they leave each other.
+Everything is measured several times in turns; the profile contains medians.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ _USUAL = Gptq(4, 128, False, "stored")
 
 
 def measure_machine(
-    folder: Path, say: Callable[[str], None], model: PlannedModel | None = None, quick: bool = False, ranks: int = 0
+    folder: Path,
+    say: Callable[[str], None],
+    model: PlannedModel | None = None,
+    quick: bool = False,
+    ranks: int = 0,
 ) -> Profile:
     """Measures this machine.
 
@@ -63,7 +67,11 @@ def measure_machine(
             machine.measure()
         profile = machine.profile(machine_facts(folder) | {"threads": str(torch.get_num_threads())})
     products, calls = {}, {}
-    usual = [Fp8(strategy="block", block_structure=(128, 128)), *(Gptq(bits, 128, False, "stored") for bits in (4, 8)), Awq()]
+    usual = [
+        Fp8(strategy="block", block_structure=(128, 128)),
+        *(Gptq(bits, 128, False, "stored") for bits in (4, 8)),
+        Awq(),
+    ]
     for name, dtype in _DTYPES.items():
         say(f"products with {name} activations")
         layers: dict[str, tuple[Layer, Layer | None]] = {
@@ -80,7 +88,12 @@ def measure_machine(
         say(f"{ranks} ranks under ZeRO-3")
         zero3 = measure_ranks(ranks, quick)
     return dataclasses.replace(
-        profile, products=products, calls=calls, zero3=zero3, host_to_device=_link_rate(), device_memory=_device_rate()
+        profile,
+        products=products,
+        calls=calls,
+        zero3=zero3,
+        host_to_device=_link_rate(),
+        device_memory=_device_rate(),
     )
 
 
@@ -90,7 +103,7 @@ def default_folder() -> Path:
 
 
 class MachineProbe:
-    """What does not depend on the kind of weight: disk, page cache, memory, layers, blocks, reading beside computing.
+    """Rates that do not depend on the kind of weight: disk, page cache, memory, and fixed costs.
 
     Args:
         file: A file to read, on the disk to measure.
@@ -105,7 +118,11 @@ class MachineProbe:
         seconds = 0.0 if quick else 0.15
         self._beside = [BesideProbe(self._product, read, seconds) for read in (self._disk, self._cached)]
         self._depth = DepthProbe(folder, quick)
-        self._all: list[ReadProbe | ProductProbe | BesideProbe | DepthProbe] = [self._disk, self._product, self._cached]
+        self._all: list[ReadProbe | ProductProbe | BesideProbe | DepthProbe] = [
+            self._disk,
+            self._product,
+            self._cached,
+        ]
         self._all += [*self._beside, self._depth]
         self._memory: list[float] = []
         self._memory_nbytes = min(256 << 20, 64 * size * size)
@@ -131,14 +148,23 @@ class MachineProbe:
         beside_disk, beside_cached = (probe.shares for probe in self._beside)
         depth = self._depth
         return Profile(
-            "measured", self._disk.rate, self._cached.rate, statistics.median(self._memory), machine=machine or {},
-            layer_seconds=depth.layer_seconds(self._product.call_seconds), load_seconds=depth.load_seconds,
-            step_seconds=depth.step_seconds, block_seconds=depth.block_seconds(self._cached.rate),
-            beside_disk=beside_disk, beside_cached=beside_cached,
-        )  # fmt: skip
+            "measured",
+            self._disk.rate,
+            self._cached.rate,
+            statistics.median(self._memory),
+            machine=machine or {},
+            layer_seconds=depth.layer_seconds(self._product.call_seconds),
+            load_seconds=depth.load_seconds,
+            step_seconds=depth.step_seconds,
+            block_seconds=depth.block_seconds(self._cached.rate),
+            beside_disk=beside_disk,
+            beside_cached=beside_cached,
+        )
 
 
-def _measure_product(large: Layer, small: Layer | None, dtype: torch.dtype, rounds: int) -> tuple[dict[int, float], float]:
+def _measure_product(
+    large: Layer, small: Layer | None, dtype: torch.dtype, rounds: int
+) -> tuple[dict[int, float], float]:
     """({rows: weights per second}, seconds of a call) of one kind of weight."""
     probes = {rows: ProductProbe(large, small, rows, dtype, 2 if rounds == 1 else None) for rows in ROWS}
     for _ in range(rounds):
@@ -170,9 +196,12 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".hfq-calibrate-")
     except OSError as error:
         raise SetupError(
-            "The disk cannot be measured.", file=folder, expected="a folder that can be written to", found=error,
+            "The disk cannot be measured.",
+            file=folder,
+            expected="a folder that can be written to",
+            found=error,
             fix="pass --folder on the disk that your checkpoints rest on",
-        ) from error  # fmt: skip
+        ) from error
     file = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -186,7 +215,7 @@ def disk_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def _device_rate() -> float | None:
-    """Bytes per second at which the first accelerator reads its memory, by a sum; None where there is none."""
+    """Returns the bytes per second at which the first accelerator reads its memory; None without one."""
     if not torch.cuda.is_available():
         return None
     values = torch.zeros(1 << 28, device="cuda")

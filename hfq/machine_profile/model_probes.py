@@ -1,4 +1,4 @@
-"""What layers, steps, streamed blocks and loads cost beside their bytes, from tiny models of two depths; and how steps are timed."""
+"""Fixed costs of layers, steps, offloaded units, and loads, from tiny models of two depths."""
 
 from __future__ import annotations
 
@@ -52,17 +52,22 @@ class Decoder:
                 prompt = torch.ones(1, _PROMPT, dtype=torch.long)
                 self._cache = self._model(input_ids=prompt, use_cache=True).past_key_values
             started = time.perf_counter()
-            self._cache = self._model(input_ids=self._tokens, past_key_values=self._cache, use_cache=True).past_key_values
+            self._cache = self._model(
+                input_ids=self._tokens, past_key_values=self._cache, use_cache=True
+            ).past_key_values
             return time.perf_counter() - started
 
     def steps(self, count: int = 2) -> list[float]:
-        """The seconds of several steps, after one that is not told: what ran before this has left nothing of it in caches."""
+        """Returns the seconds of several steps.
+
+        One step before them is not measured, because the caches contain other data then.
+        """
         self.step()
         return [self.step() for _ in range(count)]
 
 
 class DepthProbe:
-    """Tiny models: a few layers and many, in memory; and layers that are somewhat wider, in memory and on disk.
+    """Tiny models: few and many layers in memory, and wider layers in memory and on disk.
 
     Args:
         folder: Where the checkpoints are made.

@@ -1,7 +1,8 @@
 """Checkpoints of Llama-like models with random quantized weights, for measurements.
 
-Codes are drawn as they are stored, so that no float weight of the model ever exists. Scales make the weights look like
-N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout alone. A complete one is reused.
+Codes are drawn as they are stored, so that no float weight of the model ever exists. Scales make the weights
+look like N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout alone.
+A complete one is reused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.errors import CheckpointError, SetupError
 from hfq.tensor_spec import DTYPE_BITS
 
-__all__ = ["GPTQ4", "GROUP", "Architecture", "Draw", "Planned", "WeightLayout", "draw_bf16", "draw_scales", "make_checkpoint"]
+__all__ = [
+    "GPTQ4",
+    "GROUP",
+    "Architecture",
+    "Draw",
+    "Planned",
+    "WeightLayout",
+    "draw_bf16",
+    "draw_scales",
+    "make_checkpoint",
+]
 
 GROUP = 128
 _LARGEST_SHARD = 1_000_000_000
@@ -70,12 +81,23 @@ class Architecture:
     def config(self, weights: WeightLayout) -> dict:
         """The checkpoint's `config.json`."""
         config = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
-            "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": 16,
-            "num_key_value_heads": 4, "head_dim": self.hidden // 16, "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
-            "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": 4 * self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": self.hidden // 16,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         return config | ({"quantization_config": weights.quantization} if weights.quantization else {})
 
     def tensors(self, weights: WeightLayout) -> dict[str, Planned]:
@@ -86,10 +108,14 @@ class Architecture:
         """
         size, wide = self.hidden, 4 * self.hidden
         linears = {
-            "self_attn.q_proj": (size, size), "self_attn.k_proj": (size // 4, size), "self_attn.v_proj": (size // 4, size),
-            "self_attn.o_proj": (size, size), "mlp.gate_proj": (wide, size), "mlp.up_proj": (wide, size),
+            "self_attn.q_proj": (size, size),
+            "self_attn.k_proj": (size // 4, size),
+            "self_attn.v_proj": (size // 4, size),
+            "self_attn.o_proj": (size, size),
+            "mlp.gate_proj": (wide, size),
+            "mlp.up_proj": (wide, size),
             "mlp.down_proj": (size, wide),
-        }  # fmt: skip
+        }
         table = Planned("BF16", (self.vocabulary, size), draw_bf16)
         tensors = {"model.embed_tokens.weight": table}
         for layer in range(self.layers):
@@ -102,10 +128,10 @@ class Architecture:
 
 
 def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLayout) -> Path:
-    """Writes a checkpoint of several shards into a folder of its own within `folder`, unless it is there and complete.
+    """Writes a checkpoint of several shards into its own folder, unless a complete one is there.
 
     Args:
-        folder: Holds all checkpoints; made where it is missing.
+        folder: The folder of all checkpoints; it is created if missing.
         architecture: The model.
         weights: The layout of its linear layers.
 
@@ -125,9 +151,12 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
     needed, free = sum(tensor.nbytes for tensor in planned.values()), shutil.disk_usage(path).free
     if free < 1.05 * needed:
         raise SetupError(
-            "The disk has too little room for a checkpoint to measure with; nothing was written.", file=path,
-            expected=f"{1.05 * needed:,.0f} bytes", found=f"{free:,} bytes free", fix="pass another --folder or a smaller --size",
-        )  # fmt: skip
+            "The disk has too little room for a checkpoint to measure with; nothing was written.",
+            file=path,
+            expected=f"{1.05 * needed:,.0f} bytes",
+            found=f"{free:,} bytes free",
+            fix="pass another --folder or a smaller --size",
+        )
     shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -136,7 +165,9 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
         weight_map |= dict.fromkeys(shard, file)
     (path / "config.json").write_text(json.dumps(architecture.config(weights), indent=2), encoding="utf-8")
     index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")  # last: it says complete
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps(index), encoding="utf-8"
+    )  # last: it says complete
     return path
 
 
@@ -162,7 +193,9 @@ def _shards(planned: dict[str, Planned], most: int) -> Iterator[dict[str, Planne
 
 def _write_shard(file: Path, shard: dict[str, Planned]) -> None:
     stored = {}
-    for name in sorted(shard, key=lambda name: (-DTYPE_BITS[shard[name].dtype], name)):  # the order of safetensors' own writer
+    for name in sorted(
+        shard, key=lambda name: (-DTYPE_BITS[shard[name].dtype], name)
+    ):  # the order of safetensors' own writer
         tensor = shard[name]
         values = tensor.draw(np.random.default_rng(zlib.crc32(name.encode())), tensor.shape)
         stored[name] = (tensor.dtype, tensor.shape, np.ascontiguousarray(values).data.cast("B"))
@@ -193,7 +226,9 @@ def _gptq(rows: int, columns: int) -> dict[str, Planned]:
     groups = columns // GROUP
     return {
         "qweight": Planned("I32", (columns // 8, rows), _words),
-        "qzeros": Planned("I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)),  # 8, less one
+        "qzeros": Planned(
+            "I32", (groups, rows // 8), lambda _, shape: np.full(shape, 0x77777777, np.uint32)
+        ),  # 8, less one
         "scales": Planned("F16", (groups, rows), draw_scales(0.0043, np.float16)),
         "g_idx": Planned("I32", (columns,), lambda _, shape: np.arange(shape[0], dtype=np.int32) // GROUP),
     }

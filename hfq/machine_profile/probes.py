@@ -1,7 +1,7 @@
-"""Probes: what a machine does, measured as often as one likes, so that calibrating and what is predicted from it can take turns.
+"""Probes: rates of a machine, each the median of as many samples as are taken.
 
-Each `measure` adds one sample; what is told is the median of all. Rates vary with what else a machine does: samples that are taken
-in turns with what they explain see the same of it.
+Rates vary with the machine's other work. Samples that are taken in turns with the runs that they explain see the
+same other work.
 """
 
 from __future__ import annotations
@@ -59,22 +59,31 @@ class ProductProbe:
 
     Args:
         large: The layer whose weights count.
-        small: One of the same kind, which tells what a call costs beside its weights; None for a small one of equal sides.
+        small: A layer of the same kind, which gives the fixed cost of a call; None for a small square one.
         rows: Rows of activations.
         dtype: Their dtype, and that of dense weights.
-        copies: How many large layers a pass goes through, which do not fit the caches together; None for as many.
+        copies: Large layers of one pass; None for as many as do not fit the caches together.
     """
 
     def __init__(
-        self, large: Layer, small: Layer | None = None, rows: int = 1, dtype: torch.dtype = torch.bfloat16, copies: int | None = None
-    ) -> None:  # fmt: skip
+        self,
+        large: Layer,
+        small: Layer | None = None,
+        rows: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        copies: int | None = None,
+    ) -> None:
         self._rows, self._dtype, self._large = rows, dtype, large
         self._small = small or Layer(
             large.weight_format, *(min(_SMALL, size) for size in (large.out_features, large.in_features))
         )
         first, self._little = self._make(self._large), self._make(self._small)
         nbytes = sum(tensor.nbytes for tensor in first.values())
-        count = max(1 + (nbytes < _LAYERS_NBYTES), min(_LAYERS_NBYTES // nbytes, 24)) if copies is None else copies
+        count = (
+            max(1 + (nbytes < _LAYERS_NBYTES), min(_LAYERS_NBYTES // nbytes, 24))
+            if copies is None
+            else copies
+        )
         self._count = _CALLS if copies is None else copies
         self._layers = [{name: tensor.clone() for name, tensor in first.items()} for _ in range(count)]
         self._products = {layer: self._choose(layer) for layer in (self._large, self._small)}
@@ -103,7 +112,7 @@ class ProductProbe:
 
     @property
     def call_seconds(self) -> float:
-        """What a product takes beside its weights: that of no weight at all, on the line through both sizes."""
+        """Fixed seconds of a product: its time without weights, on the line through both sizes."""
         large, small, ratio = *self._medians(), self._small.weights / self._large.weights
         return min(max((small - large * ratio) / (1 - ratio), 0.0), small) if ratio < 1 else 0.0
 
@@ -117,7 +126,10 @@ class ProductProbe:
         return statistics.median(self._samples), statistics.median(self._calls)
 
     def _make(self, layer: Layer) -> dict[str, torch.Tensor]:
-        weight = torch.randn(layer.out_features, layer.in_features, generator=torch.Generator().manual_seed(0)) * 0.02
+        weight = (
+            torch.randn(layer.out_features, layer.in_features, generator=torch.Generator().manual_seed(0))
+            * 0.02
+        )
         if layer.weight_format is None:
             return {"weight": weight.to(self._dtype)}
         return dict(layer.weight_format.sized(layer.in_features, layer.out_features).quantize(weight))
@@ -148,7 +160,9 @@ class KindProbe:
     """
 
     def __init__(self, layers: Mapping[Layer, int], dtype: torch.dtype, copies: int | None = None) -> None:
-        self._probes = [(ProductProbe(layer, layer, 1, dtype, copies), count) for layer, count in layers.items()]
+        self._probes = [
+            (ProductProbe(layer, layer, 1, dtype, copies), count) for layer, count in layers.items()
+        ]
 
     def measure(self) -> None:
         """Adds a sample of each."""
@@ -168,7 +182,7 @@ class KindProbe:
 
 
 def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
-    """{kind of weight: {a layer of each size: how many there are}} of a model: some formats belong to layers of one size.
+    """Returns {kind of weight: {a layer of each size: number of such layers}} of a model.
 
     Args:
         model: The model.
@@ -231,7 +245,9 @@ class BesideProbe:
             first, started = count[0], time.perf_counter()
             together = self._compute()
             read = (count[0] - first) / (time.perf_counter() - started)
-        reading = self._read.file.stat().st_size / (_seconds(self._read.file, self._read.is_direct) or float("inf"))
+        reading = self._read.file.stat().st_size / (
+            _seconds(self._read.file, self._read.is_direct) or float("inf")
+        )
         self._samples.append((_share(alone / together), _share(read / reading)))
 
     def forget(self) -> None:
@@ -257,7 +273,12 @@ def _reading(probe: ReadProbe) -> Iterator[list[int]]:
     """Reads a file over and over until this ends; gives a list of the bytes read so far."""
     descriptor = os.open(probe.file, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if probe.is_direct else 0))
     whole = probe.file.stat().st_size // CHUNK_NBYTES * CHUNK_NBYTES or 1
-    offsets, stop, count, lock = itertools.cycle(range(0, whole, CHUNK_NBYTES)), threading.Event(), [0], threading.Lock()
+    offsets, stop, count, lock = (
+        itertools.cycle(range(0, whole, CHUNK_NBYTES)),
+        threading.Event(),
+        [0],
+        threading.Lock(),
+    )
 
     def read(slot: memoryview) -> None:
         for offset in offsets:  # in C, so that each item is handed out once
@@ -267,7 +288,9 @@ def _reading(probe: ReadProbe) -> Iterator[list[int]]:
             with lock:
                 count[0] += nbytes
 
-    threads = [threading.Thread(target=read, args=(slot,), daemon=True) for slot in reading_slots(probe.threads)]
+    threads = [
+        threading.Thread(target=read, args=(slot,), daemon=True) for slot in reading_slots(probe.threads)
+    ]
     try:
         for thread in threads:
             thread.start()

@@ -1,6 +1,7 @@
-"""One rank of a run under ZeRO-3 that is measured: loads models, takes steps, multiplies. Several are asked at once: `ranks.Ranks`.
+"""One rank of a measured run under ZeRO-3: loads models, runs steps, multiplies.
 
-Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `process.serve`.
+Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `local_ranks.Ranks`
+and `worker_process.serve`.
 """
 
 from __future__ import annotations

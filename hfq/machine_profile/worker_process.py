@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: a worker answers questions, one line of JSON each way, and tells its memory."""
+"""Worker processes for measurements: each answers questions, one line of JSON each way."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ class Worker:
 
     def __init__(self, module: str, **options: Any) -> None:
         self._module = module
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed with the process)
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed in __exit__)
         environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            text=True, env=environment,
-        )  # fmt: skip
+            [sys.executable, "-m", module, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
 
     def __enter__(self) -> Worker:
         return self
@@ -60,9 +64,11 @@ class Worker:
             self._log.seek(0)
             last = self._log.read().strip().rpartition("\n")[2]
             raise SetupError(
-                f"A process that measures ended before it answered ({self._module}).", expected=f"an answer to {question!r}",
-                found=f"exit status {self._process.wait()}: {last}", fix="read the last line above; if memory ran out, measure a smaller model",
-            )  # fmt: skip
+                f"A process that measures ended before it answered ({self._module}).",
+                expected=f"an answer to {question!r}",
+                found=f"exit status {self._process.wait()}: {last}",
+                fix="read the last line above; if memory ran out, measure a smaller model",
+            )
         return json.loads(line)
 
 
@@ -80,7 +86,11 @@ def serve(commands: Mapping[str, Callable[..., dict]]) -> None:
 
 
 def memory() -> dict[str, int]:
-    """What this process holds and has read, in bytes: peak_rss, rss, anonymous, pss, device_read; what cannot be told is absent."""
+    """Returns the memory of this process, and the bytes that it has read from devices.
+
+    Returns:
+        Bytes by name: peak_rss, rss, anonymous, pss, device_read. A value that the system does not give is absent.
+    """
     found = {}
     for line in _lines("/proc/self/status"):
         key, _, value = line.partition(":")

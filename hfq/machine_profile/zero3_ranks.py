@@ -1,6 +1,7 @@
-"""What a step costs under ZeRO-3 on ranks of this machine, from tiny models of two depths and a wider one whose bytes count.
+"""Costs of a step under ZeRO-3 on ranks of this machine, from tiny models of two depths and a wider one.
 
-Gathers go through gloo (NCCL on accelerators); DeepSpeed's operator for ranks that share memory is left alone, since it is compiled.
+Gathers go through gloo (NCCL on accelerators). DeepSpeed's operator for ranks that share memory is not used,
+because it requires a compiler.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class RanksProbe:
         """Adds a sample of each."""
         for name, path in self._paths.items():
             answers = self._ranks.ask("steps", path=str(path), count=_STEPS[name])
-            self._samples[name] += [max(seconds) for seconds in zip(*(each["seconds"] for each in answers), strict=True)]
+            self._samples[name] += [
+                max(seconds) for seconds in zip(*(each["seconds"] for each in answers), strict=True)
+            ]
         self._alone.measure()
         together = statistics.mean(answer["seconds"] for answer in self._ranks.ask("product"))
         self._slowdowns.append(together / self._alone.run())

@@ -1,4 +1,4 @@
-"""What `hfq bench --json` and `hfq eval --json` printed: targets, tables, and their chart."""
+"""Sections of benchmarks and of `hfq eval --json`: targets, tables, and their chart."""
 
 from __future__ import annotations
 

@@ -32,13 +32,17 @@ def label_points(figure: Any, axes: Any, points: Sequence[tuple[str, float, floa
     options = {"textcoords": "offset points", "fontsize": _FONT_SIZE, "va": "bottom", "ha": "left"}
     names = [axes.annotate(name, (x, y), xytext=(0, 0), **options) for name, x, y in points]
     widths = [name.get_window_extent().width * scale for name in names]
-    for name, (left, bottom), (x, y) in zip(names, choose_places(places, widths, bounds), places, strict=True):
+    for name, (left, bottom), (x, y) in zip(
+        names, choose_places(places, widths, bounds), places, strict=True
+    ):
         name.set_position((left - x, bottom - y))
         name.set_in_layout(False)  # the axes stay where they are
 
 
-def choose_places(points: Sequence[tuple[float, float]], widths: Sequence[float], bounds: Box) -> list[tuple[float, float]]:
-    """The lower left corner of each name: the nearest place that meets no point, no other name and not the edge.
+def choose_places(
+    points: Sequence[tuple[float, float]], widths: Sequence[float], bounds: Box
+) -> list[tuple[float, float]]:
+    """Returns the lower left corner of each name: the nearest place that is free.
 
     Args:
         points: The points.
@@ -49,7 +53,9 @@ def choose_places(points: Sequence[tuple[float, float]], widths: Sequence[float]
     chosen = []
     for (x, y), width in zip(points, widths, strict=True):
         boxes = list(_candidates(x, y, width))
-        box = min(boxes, key=lambda box: sum(_meet(box, other) for other in taken) + (not _is_within(box, bounds)))
+        box = min(
+            boxes, key=lambda box: sum(_meet(box, other) for other in taken) + (not _is_within(box, bounds))
+        )
         taken.append(box)
         chosen.append((box[0], box[1]))
     return chosen

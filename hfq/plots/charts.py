@@ -17,7 +17,15 @@ _LABEL_POINTS = 22
 
 @dataclass(frozen=True)
 class Chart:
-    """Groups of bars, one bar of each series in a group; None leaves a bar out. `line` is drawn across all, on an axis of `scale`."""
+    """Groups of bars, one bar of each series in a group.
+
+    Attributes:
+        title: The title.
+        groups: Names of the groups.
+        series: Values by series, one for each group; None leaves a bar out.
+        line: Value of the line across all groups.
+        scale: Scale of the values: `linear` or `log`.
+    """
 
     title: str
     groups: Sequence[str]
@@ -36,7 +44,10 @@ class Chart:
         is_narrow = 72 * (size - 1) / max(len(self.groups), 1) * width < _LABEL_POINTS
         for index, (name, values) in enumerate(self.series.items()):
             places = [group + index * width for group, value in enumerate(values) if value is not None]
-            heights, style = [value for value in values if value is not None], {"label": name, "align": "edge"}
+            heights, style = (
+                [value for value in values if value is not None],
+                {"label": name, "align": "edge"},
+            )
             hatch = _HATCHES[index // len(colours) % len(_HATCHES)]  # a colour that comes again is hatched
             if not heights:
                 continue

@@ -46,7 +46,7 @@ def read_section(file: Path) -> Section:
     raise SetupError(
         "This file holds nothing that hfq report can draw.", file=file, found=found,
         expected="a report of a model, a plan of a placement, a benchmark or an evaluation",
-        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json, hfq eval --json or hfq bench --json wrote",
+        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json or hfq eval --json wrote, or benchmarks of a checkout",
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def read_json(file: Path) -> Any:
 def _refusal(what: str, file: Path, expected: str, found: object) -> SetupError:
     return SetupError(
         what, file=file, expected=expected, found=found,
-        fix="pass what hfq.report(model).save(file), hfq plan --json, hfq eval --json or hfq bench --json wrote",
+        fix="pass what hfq.report(model).save(file), hfq plan --json or hfq eval --json wrote, or benchmarks of a checkout",
     )  # fmt: skip
 
 

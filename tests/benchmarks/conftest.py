@@ -4,7 +4,7 @@ import pytest
 
 
 class InProcess:
-    """Stands in for `process.Worker`: the same questions, answered here."""
+    """Stands in for `worker_process.Worker`: the same questions, answered here."""
 
     def __init__(self, worker) -> None:
         self._worker = worker

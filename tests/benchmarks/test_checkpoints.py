@@ -17,7 +17,8 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
-    ("weights", "dialect"), [("bf16", None), ("fp8", "fp8 e4m3 block 128x128"), ("gptq4", "gptq v1 int4 g128 sym")]
+    ("weights", "dialect"),
+    [("bf16", None), ("fp8", "fp8 e4m3 block 128x128"), ("gptq4", "gptq v1 int4 g128 sym")],
 )
 def test_every_linear_layer_is_packed_in_one_dialect(tmp_path, weights, dialect):
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, SMALL, weights))
@@ -38,7 +39,11 @@ def test_weights_are_finite_and_of_a_usual_size(tmp_path, weights):
     if weights == "bf16":
         weight = tensors["weight"].float()
     else:
-        weight = detect_formats(modules, source_config(checkpoint))[DOWN].resolve(DOWN, tensors).dequantize(tensors)
+        weight = (
+            detect_formats(modules, source_config(checkpoint))[DOWN]
+            .resolve(DOWN, tensors)
+            .dequantize(tensors)
+        )
     assert weight.shape == (128, 512)
     assert torch.isfinite(weight).all()
     assert 0.015 < weight.std() < 0.025  # of 65,536 independent values

@@ -1,4 +1,5 @@
-"""`python -m benchmarks`: its help is quick, its options reach the benchmark, its report is printed and written."""
+"""`python -m benchmarks`: its help is quick, its options reach the benchmark, its report is printed and
+written."""
 
 import json
 import subprocess
@@ -12,7 +13,9 @@ from benchmarks.load import bench_load
 from hfq.plots.charts import Chart
 from hfq.tables import Report, Target
 
-CANNED = Report("Canned", {"date": "today"}, [], [Target("a ratio", 2, 1)], [{"kind": "x"}], Chart("c", (), {}))
+CANNED = Report(
+    "Canned", {"date": "today"}, [], [Target("a ratio", 2, 1)], [{"kind": "x"}], Chart("c", (), {})
+)
 
 
 def test_help_names_every_benchmark_and_imports_no_torch():
@@ -24,7 +27,8 @@ def test_help_names_every_benchmark_and_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"), [((), (2.4e9, 3)), (("--size", "5e8", "--rounds", "2"), (5e8, 2)), (("--quick",), (24e6, 1))]
+    ("options", "expected"),
+    [((), (2.4e9, 3)), (("--size", "5e8", "--rounds", "2"), (5e8, 2)), (("--quick",), (24e6, 1))],
 )
 def test_options_reach_the_benchmark(tmp_path, monkeypatch, options, expected):
     seen = []

@@ -1,4 +1,4 @@
-"""`hfq bench generate`: what is measured of which model; not how long anything takes."""
+"""`python -m benchmarks generate`: what is measured of which model; not how long anything takes."""
 
 import pytest
 

@@ -2,7 +2,10 @@
 
 from benchmarks.records import median, rotated, select
 
-RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [{"kind": "a", "error": "x"}, {"kind": "b"}]
+RECORDS = [{"kind": "a", "seconds": value, "nbytes": 2} for value in (5, 1, 3)] + [
+    {"kind": "a", "error": "x"},
+    {"kind": "b"},
+]
 
 
 def test_medians_leave_failures_out():

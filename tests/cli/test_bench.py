@@ -85,8 +85,13 @@ def test_json_has_all_measurements():
     (measured,) = report["runs"]
     assert report["model"]["formats"] == "gptq v1 int4 g128 sym"
     assert report["options"] == {
-        "device_map": {"": "cpu"}, "max_memory": None, "dtype": "auto", "n_prompt": 8, "n_gen": 4, "repetitions": 2
-    }  # fmt: skip
+        "device_map": {"": "cpu"},
+        "max_memory": None,
+        "dtype": "auto",
+        "n_prompt": 8,
+        "n_gen": 4,
+        "repetitions": 2,
+    }
     assert measured["threads"] == 1
     assert set(measured["devices"]) == {"cpu"}
     for name, tokens in (("prefill", 8), ("decode", 4)):
@@ -136,7 +141,9 @@ def test_rates_are_predicted_for_the_threads_of_the_profile_alone(tmp_path, prof
     (tmp_path / "cache" / "hfq").mkdir(parents=True)
     (tmp_path / "cache" / "hfq" / "profile.json").write_text(profile.to_json())
     done = run(GPTQ, *SMALL, "-t", "1")
-    predicted = [line.split("│")[4].strip() for line in done.stdout.splitlines() if "tokens/s" in line and "±" in line]
+    predicted = [
+        line.split("│")[4].strip() for line in done.stdout.splitlines() if "tokens/s" in line and "±" in line
+    ]
     assert len(predicted) == 2
     assert all(("tokens/s" in cell) == is_shown for cell in predicted)
     assert ("predicted for 7 threads alone" in " ".join(done.stdout.split())) != is_shown

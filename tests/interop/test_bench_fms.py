@@ -1,4 +1,4 @@
-"""`python -m benchmarks fms`, with small models and workers in this process: complete, and consistent in itself."""
+"""`python -m benchmarks fms` with workers in this process, but for the two ranks, and small models: complete, and consistent in itself."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.peers
 
 
 class InProcess:
-    """Stands in for `process.Worker`: the same questions, answered here."""
+    """Stands in for `worker_process.Worker`: the same questions, answered here."""
 
     def __init__(self, module: str, **options: str) -> None:
         self._worker = FmsWorker(**options)

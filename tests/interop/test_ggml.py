@@ -1,4 +1,4 @@
-"""ggml's products, as `hfq bench kernels` drives them, against float32's with the same weight."""
+"""ggml's products, as `python -m benchmarks kernels` drives them, against float32's with the same weight."""
 
 import importlib.util
 

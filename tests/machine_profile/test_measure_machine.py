@@ -14,16 +14,24 @@ GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 
 def test_a_profile_is_measured_written_and_used(tmp_path):
     file = tmp_path / "profile.json"
-    done = CliRunner().invoke(app, ["calibrate", GPTQ, "--quick", "--folder", str(tmp_path / "disk"), "--out", str(file)])
+    done = CliRunner().invoke(
+        app, ["calibrate", GPTQ, "--quick", "--folder", str(tmp_path / "disk"), "--out", str(file)]
+    )
     assert done.exit_code == 0, (done.output, done.exception)
     assert "GB/s" in done.output
     profile = read_profile(file)
     assert profile.is_measured
     assert min(profile.disk, profile.page_cache, profile.memory) > 0
-    assert {"dense float32", "dense bfloat16", "gptq 4-bit bfloat16", "fp8 8-bit float32", "awq 4-bit bfloat16"} <= set(
-        profile.products
+    assert {
+        "dense float32",
+        "dense bfloat16",
+        "gptq 4-bit bfloat16",
+        "fp8 8-bit float32",
+        "awq 4-bit bfloat16",
+    } <= set(profile.products)
+    assert (
+        min(profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()) >= 0
     )
-    assert min(profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()) >= 0
     for beside in (profile.beside_disk, profile.beside_cached):
         assert 0 < beside.computing <= 1
         assert 0 < beside.reading <= 1

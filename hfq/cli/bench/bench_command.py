@@ -16,19 +16,26 @@ EXAMPLE = "Example: hfq bench Qwen/Qwen3-8B-AWQ --device-map disk -p 128 -n 16 -
 
 
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or its name on the Hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or its name on the Hub.")
+    ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag, or commit on the Hub.")] = None,
-    device_map: Annotated[str, typer.Option(help="auto, cpu, disk, cuda:0, or a device map in JSON.")] = "auto",
+    device_map: Annotated[
+        str, typer.Option(help="auto, cpu, disk, cuda:0, or a device map in JSON.")
+    ] = "auto",
     max_memory: Annotated[
-        str | None, typer.Option(metavar="DEVICE=SIZE,…", help="Limits for --device-map auto: cpu=8GiB,cuda:0=20GiB.")
+        str | None,
+        typer.Option(metavar="DEVICE=SIZE,…", help="Limits for --device-map auto: cpu=8GiB,cuda:0=20GiB."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of activations: auto, float32, bfloat16, or float16.")] = "auto",
-    n_prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=0, help="Tokens of the prompt; 0 for none.")] = 512,
+    n_prompt: Annotated[
+        int, typer.Option("-p", "--n-prompt", min=0, help="Tokens of the prompt; 0 for none.")
+    ] = 512,
     n_gen: Annotated[
         int, typer.Option("-n", "--n-gen", min=0, help="Tokens to generate, without a prompt; 0 for none.")
     ] = 128,
     threads: Annotated[
-        str | None, typer.Option("-t", "--threads", metavar="N,…", help="Threads of the CPU; by default all.")
+        str | None, typer.Option("-t", "--threads", metavar="N,…", help="CPU threads; by default all.")
     ] = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, help="Repetitions of prompt and generation.")

@@ -69,7 +69,9 @@ def run_bench(folder: str, options: BenchOptions) -> dict[str, Any]:
     return {"model": {"path": folder} | model, "options": given, "machine": facts, "runs": runs}
 
 
-def _run(folder: str, options: BenchOptions, threads: int | None, advance: Callable[[str], None]) -> dict[str, Any]:
+def _run(
+    folder: str, options: BenchOptions, threads: int | None, advance: Callable[[str], None]
+) -> dict[str, Any]:
     """Returns the measurements with one number of threads, from a process of their own."""
     given = {name: value for name, value in asdict(options).items() if name not in ("threads", "repetitions")}
     label = "" if threads is None else f" with {threads} threads"

@@ -18,7 +18,9 @@ def print_table(found: dict[str, Any]) -> None:
     console = Console(markup=False, highlight=False)
     model, first = found["model"], found["runs"][0]
     formats = model["formats"] or "unquantized"
-    console.print(f"{model['path']}: {model['class']}, {formats}, {_size(model['file_nbytes'])}, {model['dtype']}")
+    console.print(
+        f"{model['path']}: {model['class']}, {formats}, {_size(model['file_nbytes'])}, {model['dtype']}"
+    )
     devices = ", ".join(f"{_size(nbytes)} on {device}" for device, nbytes in first["devices"].items())
     console.print(f"weights: {devices}; computed on {first['execution_device']}")
     table = Table("threads", "test", "measured", "predicted")
@@ -50,7 +52,9 @@ def _rows(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _notes(found: dict[str, Any]) -> Iterator[str]:
     runs, repetitions = found["runs"], found["options"]["repetitions"]
     share = runs[0]["cached_share"]
-    cached = "" if share is None else f"; {share:.0%} of the files were in the page cache before the first load"
+    cached = (
+        "" if share is None else f"; {share:.0%} of the files were in the page cache before the first load"
+    )
     yield f"± is the standard deviation over {repetitions} repetitions{cached}"
     yield "peak memory: growth of the process since before the load, mapped weights included"
     predicted = runs[0]["predicted"]

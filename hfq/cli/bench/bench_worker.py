@@ -55,7 +55,9 @@ class BenchWorker:
         n_gen: int,
     ) -> None:
         self._folder, self._device_map, self._dtype = folder, device_map, dtype
-        self._max_memory = None if max_memory is None else {_as_key(key): size for key, size in max_memory.items()}
+        self._max_memory = (
+            None if max_memory is None else {_as_key(key): size for key, size in max_memory.items()}
+        )
         self._n_prompt, self._n_gen = n_prompt, n_gen
         if threads is not None:
             torch.set_num_threads(threads)
@@ -76,11 +78,16 @@ class BenchWorker:
         share = cached_share(sorted(Path(self._folder).glob("*.safetensors")))
         self._before = memory().get("rss", 0)
         reset_peak()
-        options: dict[str, Any] = {"device_map": self._device_map, "dtype": DTYPES.get(self._dtype, self._dtype)}
+        options: dict[str, Any] = {
+            "device_map": self._device_map,
+            "dtype": DTYPES.get(self._dtype, self._dtype),
+        }
         if self._max_memory is not None:
             options["max_memory"] = self._max_memory
         started = time.perf_counter()
-        loaded = AutoModelForCausalLM.from_pretrained(self._folder, quantization_config=HfqConfig(), **options)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            self._folder, quantization_config=HfqConfig(), **options
+        )
         seconds = time.perf_counter() - started
         self._model = loaded.eval()
         if not takes_tokens(self._model):
@@ -127,7 +134,7 @@ class BenchWorker:
         return {"seconds": time.perf_counter() - started}
 
     def memory(self) -> dict[str, Any]:
-        """Peak growth of the process since before the load, and peak of the accelerators, in bytes; None if unknown."""
+        """Peak growth of the process since before the load, and peak memory of the accelerators."""
         peak = memory().get("peak_rss")
         devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
         on_devices = {f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in devices}
@@ -153,7 +160,11 @@ class BenchWorker:
 
     def _last_logits(self) -> dict[str, int]:
         """Asks for the logits of the last token alone, if the model can."""
-        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
+        return (
+            {"logits_to_keep": 1}
+            if "logits_to_keep" in inspect.signature(self._model.forward).parameters
+            else {}
+        )
 
     @staticmethod
     def _wait(out: Any) -> None:
@@ -167,7 +178,9 @@ class BenchWorker:
         load = predict_step(loading, _from_cache(profile, share or 0.0)).load_seconds
         decode = predict_step(loading, profile, context=self._n_gen // 2)
         prefill = None
-        if self._n_prompt and profile.is_measured and loading.main == "cpu":  # else products of many rows have no known rate
+        if (
+            self._n_prompt and profile.is_measured and loading.main == "cpu"
+        ):  # else products of many rows have no known rate
             prefill = predict_step(loading, profile, rows=self._n_prompt).tokens_per_second
         nbytes = predict_memory(loading, max(self._n_prompt, 1), max(self._n_prompt, self._n_gen))
         threads = profile.machine.get("threads")
@@ -202,8 +215,14 @@ def _telling_errors(step: Callable[[], dict[str, Any]]) -> Callable[[], dict[str
             return step()
         except HfqError as error:
             fields = ("what", "fix", "tensor", "rank", "problems")
-            texts = {name: value for name in ("file", "expected", "found") if (value := getattr(error, name)) is not None}
-            told = {name: getattr(error, name) for name in fields} | {name: str(text) for name, text in texts.items()}
+            texts = {
+                name: value
+                for name in ("file", "expected", "found")
+                if (value := getattr(error, name)) is not None
+            }
+            told = {name: getattr(error, name) for name in fields} | {
+                name: str(text) for name, text in texts.items()
+            }
             return {"hfq_error": type(error).__name__, "fields": told}
 
     return answer

@@ -1,4 +1,4 @@
-"""`hfq bench kernels`: what is measured, and how ratios are taken; not how long anything takes."""
+"""`python -m benchmarks kernels`: what is measured, and how ratios are taken; not how long anything takes."""
 
 import pytest
 import torch
@@ -38,7 +38,8 @@ def test_peers_are_measured_where_they_are_installed_and_named_where_not(small):
     found = make_peers(torch.randn(256, 256).to(torch.bfloat16))
     assert set(found) <= set(PEERS)
     assert all(
-        nbytes > 0 and call(torch.ones(3, 256, dtype=torch.bfloat16)).shape == (3, 256) for nbytes, call in found.values()
+        nbytes > 0 and call(torch.ones(3, 256, dtype=torch.bfloat16)).shape == (3, 256)
+        for nbytes, call in found.values()
     )
     missing = missing_peers(found)
     assert {tool for tool, _ in found} | set(missing) == {tool for tool, _ in PEERS}
@@ -55,7 +56,9 @@ def test_packed_tensors_lie_as_in_a_file():
     for weight_format in kernels.FORMATS.values():
         tensors = kernels.random_layer(weight_format, 128, 256)
         placed = kernels.as_in_a_file(tensors)
-        assert all(torch.equal(placed[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+        assert all(
+            torch.equal(placed[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors
+        )
         assert {tensor.data_ptr() % 64 for tensor in placed.values()} == {8}
 
 
@@ -67,7 +70,14 @@ def test_random_layers_hold_finite_weights():
 
 def test_ratios_are_taken_within_a_round():
     def record(method, number, seconds, weights="w"):
-        return {"shape": "s", "rows": 1, "method": method, "weights": weights, "round": number, "seconds": seconds}
+        return {
+            "shape": "s",
+            "rows": 1,
+            "method": method,
+            "weights": weights,
+            "round": number,
+            "seconds": seconds,
+        }
 
     times = [record(kernels.DENSE, n, s) for n, s in enumerate((2.0, 20.0, 9.0))]
     times += [record("native", n, s) for n, s in enumerate((1.0, 10.0, 3.0))]
@@ -75,8 +85,12 @@ def test_ratios_are_taken_within_a_round():
     assert kernels_report._ratio(times, {"method": "absent"}, {"method": "native"}, "s", 1) is None
 
 
-def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compared_to(small, monkeypatch, native):
-    each = sum(tensor.nbytes for tensor in kernels.random_layer(kernels.FORMATS["gptq4 g128"], 128, 256).values())
+def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compared_to(
+    small, monkeypatch, native
+):
+    each = sum(
+        tensor.nbytes for tensor in kernels.random_layer(kernels.FORMATS["gptq4 g128"], 128, 256).values()
+    )
     monkeypatch.setattr(kernels, "FLUSH_NBYTES", 2 * each + 4)
     report = kernels.bench_kernels(["small"], (1, 8), 2, [1], print)
     found = [record for record in report.records if record["method"] == kernels.IN_TURN]
@@ -122,7 +136,10 @@ def test_layers_in_one_file_are_all_that_is_read_of_it():
         layers, memory = kernels.in_one_file(tensors, 3)
         assert len(layers) == 3
         for layer in layers:
-            assert all(torch.equal(layer[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+            assert all(
+                torch.equal(layer[name].view(torch.uint8), tensors[name].view(torch.uint8))
+                for name in tensors
+            )
             assert {tensor.data_ptr() % 64 for tensor in layer.values()} == {8}
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         assert min(tensor.data_ptr() for layer in layers for tensor in layer.values()) == begin

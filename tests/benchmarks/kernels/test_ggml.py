@@ -41,12 +41,22 @@ def test_what_cannot_be_loaded_is_no_peer(tmp_path, monkeypatch):
 def test_the_report_says_how_close_four_bits_come_to_it(monkeypatch):
     def record(method, weights, rows, threads, seconds):
         return {
-            "shape": "s", "rows": rows, "threads": threads, "method": method, "weights": weights, "round": 0,
-            "nbytes": 1, "seconds": seconds,
-        }  # fmt: skip
+            "shape": "s",
+            "rows": rows,
+            "threads": threads,
+            "method": method,
+            "weights": weights,
+            "round": 0,
+            "nbytes": 1,
+            "seconds": seconds,
+        }
 
     ours = [record("native", "gptq4 g128", rows, threads, 2.0) for rows in (1, 8) for threads in (1, 2)]
-    theirs = [record(GGML, REPACKED, 1, 1, 1.5), record(GGML, REPACKED, 8, 2, 3.0), record(GGML, "Q4_0 repack", 1, 1, 9.0)]
+    theirs = [
+        record(GGML, REPACKED, 1, 1, 1.5),
+        record(GGML, REPACKED, 8, 2, 3.0),
+        record(GGML, "Q4_0 repack", 1, 1, 9.0),
+    ]
     monkeypatch.setattr(kernels_report, "compiled_for", lambda: "AVX2")
     fact = "gptq4 g128, native, over ggml Q4_K repack"
     assert kernels_report.report(ours + theirs, 1).facts[fact] == (

@@ -34,7 +34,13 @@ def test_a_load_tells_time_and_memory(path, loader):
     worker = LoadWorker(loader, str(path), str(path))
     found = worker.load()
     assert 0 < found["load_seconds"] <= found["seconds"]
-    assert {"rss", "anonymous", "peak_rss", "pss", "device_read"} <= found.keys() or "rss" not in worker.memory()
+    assert {
+        "rss",
+        "anonymous",
+        "peak_rss",
+        "pss",
+        "device_read",
+    } <= found.keys() or "rss" not in worker.memory()
 
 
 def test_hfq_holds_the_bytes_of_the_files_and_reads_little_of_them_from_disk(path):
@@ -71,7 +77,9 @@ def test_the_benchmark_reports_every_loader_and_target(tmp_path, small_bench):
     page = report.to_markdown()
     cold = next(record for record in loads if (record["state"], record["loader"]) == ("cold", "hfq"))
     assert f"{cold['seconds']:.3f} s ({cold['seconds'] / cold['raw_seconds']:.2f}x)" in page
-    exact = next(target for target in report.targets if target.what == "fp8: share of tensors equal by sha256")
+    exact = next(
+        target for target in report.targets if target.what == "fp8: share of tensors equal by sha256"
+    )
     assert (exact.value, exact.verdict) == (1, "met")
     assert str(tmp_path) not in page + report.to_json()
     assert any("two processes" in text for text in said)

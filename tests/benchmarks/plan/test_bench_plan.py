@@ -1,4 +1,5 @@
-"""`hfq bench plan`: planned bytes are measured bytes in every placement, and the table that says how predictions fare."""
+"""`python -m benchmarks plan`: planned bytes are measured bytes in every placement, and the table that says
+how predictions fare."""
 
 import pytest
 import tiny_models
@@ -42,7 +43,9 @@ def test_shards_under_zero3_are_those_that_were_planned(tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(plan, "GENERATED", ("fp8",))
     monkeypatch.setattr(plan, "PLACEMENTS", ())
-    report = plan.bench_plan(tmp_path, CHECKPOINTS[:1], 5e6, 1, lambda _: None, ranks=2, quick=True)  # whose head is tied
+    report = plan.bench_plan(
+        tmp_path, CHECKPOINTS[:1], 5e6, 1, lambda _: None, ranks=2, quick=True
+    )  # whose head is tied
     assert [record["placement"] for record in report.records] == ["ZeRO-3, 2 ranks"] * 2
     for record in report.records:
         (found,) = record["rounds"]

@@ -1,4 +1,5 @@
-"""`hfq bench quality`: what is measured of a model, the orderings that are held, and the page that is committed."""
+"""`python -m benchmarks quality`: what is measured of a model, the orderings that are held, and the page that
+is committed."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,14 @@ from benchmarks.quality import published
 from benchmarks.quality.corpus import PARTS, Corpus, part_of, publish, read_topics
 from benchmarks.quality.differences import differences
 from benchmarks.quality.measure import Subject, largest_activation
-from benchmarks.quality.methods import INT8, NUMBER_FORMATS, WEIGHTS_ALONE, measure_int8, measure_rounded, measure_rtn
+from benchmarks.quality.methods import (
+    INT8,
+    NUMBER_FORMATS,
+    WEIGHTS_ALONE,
+    measure_int8,
+    measure_rounded,
+    measure_rtn,
+)
 from benchmarks.quality.orderings import orderings, quick_orderings
 from benchmarks.quality.outliers import NONE
 from benchmarks.quality.quality_tables import chart, find, tables
@@ -31,7 +39,9 @@ TOKENS = torch.randint(0, 300, (1024,), generator=torch.Generator().manual_seed(
 @pytest.fixture(scope="module")
 def subject():
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Training("opt", hidden=64, layers=1, vocabulary=300).config()).eval()
+    model = AutoModelForCausalLM.from_config(
+        Training("opt", hidden=64, layers=1, vocabulary=300).config()
+    ).eval()
     return Subject.of("OPT", model, NONE, TOKENS, TOKENS.view(-1, 256), windows=2)
 
 
@@ -71,7 +81,9 @@ def test_the_committed_page_is_what_its_records_say():
         assert f"| {target.what} | {target.value:.3f} |" in text
 
 
-@pytest.mark.parametrize("kept", [RECORDS[:1], [r for r in RECORDS if r["method"] != "GPTQ"]], ids=["floats", "no GPTQ"])
+@pytest.mark.parametrize(
+    "kept", [RECORDS[:1], [r for r in RECORDS if r["method"] != "GPTQ"]], ids=["floats", "no GPTQ"]
+)
 def test_an_ordering_that_was_not_measured_does_not_hold(kept):
     assert any(target.verdict == "not measured" for target in orderings(kept))
 
@@ -80,7 +92,9 @@ def test_a_method_that_became_worse_is_named():
     records = [dict(record) for record in RECORDS]
     find(records, ("OPT", "+60"), "GPTQ", 3)["ratio"] = 5.0
     report = Report("Q", {}, [], orderings(records), records, chart(records))
-    with pytest.raises(HfqError, match=r"(?s)published order.*OPT with outliers \+60: perplexity of GPTQ 3: 5.000"):
+    with pytest.raises(
+        HfqError, match=r"(?s)published order.*OPT with outliers \+60: perplexity of GPTQ 3: 5.000"
+    ):
         quality.check_orderings(report)
 
 
@@ -101,7 +115,13 @@ def test_published_tables_have_the_rows_that_are_measured_and_their_order():
         full, rounded, solved, rounded_3, solved_3 = (
             table.rows[name] for name in ("full 16", "RTN 4", "GPTQ 4", "RTN 3", "GPTQ 3")
         )
-        for pair in ((full, solved), (solved, rounded), (rounded, rounded_3), (solved_3, rounded_3), (solved, solved_3)):
+        for pair in (
+            (full, solved),
+            (solved, rounded),
+            (rounded, rounded_3),
+            (solved_3, rounded_3),
+            (solved, solved_3),
+        ):
             assert all(better < worse for better, worse in zip(*pair, strict=True))
     assert all(
         len(row) == len(table.models)

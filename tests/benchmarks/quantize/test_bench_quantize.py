@@ -1,4 +1,4 @@
-"""`hfq bench quantize`: what it asks of its process, and what it makes of the answers."""
+"""`python -m benchmarks quantize`: what it asks of its process, and what it makes of the answers."""
 
 import tiny_models
 import torch
@@ -28,7 +28,11 @@ def test_gptqmodel_gets_a_tokenizer_where_there_is_none(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with quantize._readable(tmp_path / "model", tmp_path, "gptqmodel") as found:
-        assert sorted(file.name for file in found.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+        assert sorted(file.name for file in found.iterdir()) == [
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
         assert len(AutoTokenizer.from_pretrained(found)) == 4
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     for path, tool in ((tmp_path / "model", "hfq"), (tiny_models.DATA / "tiny-llama", "gptqmodel")):
@@ -52,15 +56,27 @@ def test_the_report_holds_medians_against_the_peer():
         {"kind": "floats", "model": "it", "perplexity": 10.0},
     ]
     for tool, seconds, perplexity in (("hfq", 2.0, 11.0), ("gptqmodel", 4.0, 10.9)):
-        records.append({"kind": "time", "tool": tool, "cpu_seconds": seconds, "wall_seconds": 1.0, "peak_rss": 1 << 20})
+        records.append(
+            {"kind": "time", "tool": tool, "cpu_seconds": seconds, "wall_seconds": 1.0, "peak_rss": 1 << 20}
+        )
         records += [
-            {"kind": "quality", "model": "it", "bits": 4, "seed": seed, "tool": tool, "perplexity": perplexity + seed}
+            {
+                "kind": "quality",
+                "model": "it",
+                "bits": 4,
+                "seed": seed,
+                "tool": tool,
+                "perplexity": perplexity + seed,
+            }
             for seed in (0, 1, -1)
         ]
     report = make_report(records, {"date": "today"})
     verdicts = {target.what: (target.value, target.verdict) for target in report.targets}
     assert verdicts["gptq: peak memory over one float32 block, activations and 400 MiB"] == (0.75, "met")
-    assert verdicts["fp8: peak memory over one float32 block, activations and 400 MiB"] == (None, "not measured")
+    assert verdicts["fp8: peak memory over one float32 block, activations and 400 MiB"] == (
+        None,
+        "not measured",
+    )
     assert verdicts["killed and resumed: whether every file is identical"] == (0.0, "not met")
     assert verdicts["CPU seconds over gptqmodel's"] == (0.5, "met")
     assert verdicts["it, 4 bits: median perplexity over gptqmodel's"] == (11.0 / 10.9, "not met")

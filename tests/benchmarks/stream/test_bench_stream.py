@@ -26,10 +26,20 @@ class Answering:
         return {}
 
     def passes(self, count: int, compute: float) -> dict:
-        return {"steps": count, "seconds": 1.0 if self._mover == "hfq" else 3.0, "expected": 400, "moved": 200}
+        return {
+            "steps": count,
+            "seconds": 1.0 if self._mover == "hfq" else 3.0,
+            "expected": 400,
+            "moved": 200,
+        }
 
     def micro_batches(self, count: int, compute: float, repeats: int) -> dict:
-        return {"steps": repeats, "seconds": 1.0 if self._mover == "hfq" else float(count), "expected": 100, "moved": 100}
+        return {
+            "steps": repeats,
+            "seconds": 1.0 if self._mover == "hfq" else float(count),
+            "expected": 100,
+            "moved": 100,
+        }
 
     def decode(self, tokens: int) -> dict:
         return {"tokens": [1, 2], "seconds": 0.5}
@@ -47,7 +57,10 @@ def report(tmp_path, monkeypatch, in_process):
 
 
 def test_every_mover_is_measured_in_every_round_in_another_order(report):
-    orders = [[r["mover"] for r in report.records if r["kind"] == "idle" and r["round"] == number] for number in range(3)]
+    orders = [
+        [r["mover"] for r in report.records if r["kind"] == "idle" and r["round"] == number]
+        for number in range(3)
+    ]
     assert orders[0][0] == "hfq"
     assert orders[1][0] == "hfq, buffered"
     assert set(orders[1]) == {"hfq", "hfq, buffered", "accelerate's hooks"}
@@ -78,21 +91,41 @@ def test_other_tokens_are_seen(tmp_path):
 
 
 def test_efficiency_is_the_longer_of_reading_and_computing_over_the_time(tmp_path):
-    record = {"kind": "busy", "weights": "fp8", "mover": "hfq", "round": 0, "limit": 100.0, "layers": 2, "nbytes": 100}
+    record = {
+        "kind": "busy",
+        "weights": "fp8",
+        "mover": "hfq",
+        "round": 0,
+        "limit": 100.0,
+        "layers": 2,
+        "nbytes": 100,
+    }
     record |= {"steps": 4, "seconds": 8.0, "expected": 400, "moved": 400}
 
     def efficiency(alone: float) -> float:
         report = stream_report(tmp_path, {}, [record | {"alone": alone}])
-        return next(target.value for target in report.targets if target.what == "fp8: max(io, compute) over time")
+        return next(
+            target.value for target in report.targets if target.what == "fp8: max(io, compute) over time"
+        )
 
     assert efficiency(0.0) == pytest.approx(0.5)  # 4 s of reading
     assert efficiency(1.5) == pytest.approx(0.75)  # 4 passes of 1.5 s
 
 
 def test_what_had_all_been_read_before_gives_no_rate(tmp_path):
-    record = {"kind": "idle", "weights": "fp8", "round": 0, "limit": 100.0, "layers": 2, "nbytes": 100, "compute": 0.0}
+    record = {
+        "kind": "idle",
+        "weights": "fp8",
+        "round": 0,
+        "limit": 100.0,
+        "layers": 2,
+        "nbytes": 100,
+        "compute": 0.0,
+    }
     record |= {"steps": 1, "seconds": 1.0, "expected": 100, "moved": 0}
-    report = stream_report(tmp_path, {}, [record | {"mover": mover} for mover in ("hfq", "accelerate's hooks")])
+    report = stream_report(
+        tmp_path, {}, [record | {"mover": mover} for mover in ("hfq", "accelerate's hooks")]
+    )
     target = next(t for t in report.targets if t.what.startswith("fp8: times as fast as accelerate's hooks"))
     assert target.verdict == "not measured"
     assert report.to_markdown()

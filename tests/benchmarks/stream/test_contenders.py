@@ -1,4 +1,5 @@
-"""What moves layers: each one hands every byte of them over, and the stand-in for compute leaves nothing behind."""
+"""What moves layers: each one hands every byte of them over, and the stand-in for compute leaves nothing
+behind."""
 
 import time
 
@@ -51,7 +52,11 @@ def test_a_pass_reads_every_byte_of_the_layers(paths, touched, mover, weights):
         moving.forward(TOKENS)
     layers, nbytes = movers.layer_nbytes(paths[weights])
     config = SMALL.tensors(LAYOUTS[weights])
-    outside = 0 if mover == "accelerate's hooks" else config["model.norm.weight"].nbytes + config["lm_head.weight"].nbytes
+    outside = (
+        0
+        if mover == "accelerate's hooks"
+        else config["model.norm.weight"].nbytes + config["lm_head.weight"].nbytes
+    )
     assert layers == 2
     assert sum(touched) == nbytes + outside
 
