@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from hfq.machine_profile.probes import KindProbe, layers_of
 
 from benchmarks.checkpoints import LAYOUTS, architecture_of_size, make_checkpoint
 from benchmarks.plan.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
@@ -27,7 +28,6 @@ from hfq.loading.dry_run import PlannedModel, open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
 from hfq.machine_profile.measure_machine import MachineProbe, disk_file
 from hfq.machine_profile.probe_models import Architecture
-from hfq.machine_profile.probes import KindProbe, layers_of
 from hfq.machine_profile.zero3_ranks import RanksProbe
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.roofline import predict
