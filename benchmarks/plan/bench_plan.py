@@ -4,7 +4,7 @@ they were, in four placements.
 Rates change with what else a machine does, so that every round measures the rates that its steps are
 predicted with; what is told are medians over the rounds. Bytes are planned from headers. Steps are predicted
 from rates: of products with layers of the sizes that the model has, but of random weights and by themselves,
-and of tiny models (`probes`, `model_probes`, `zero3_ranks`).
+and of tiny models (`product_probes`, `model_probes`, `zero3_ranks`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from hfq.machine_profile.probes import KindProbe, layers_of
 
 from benchmarks.checkpoints import LAYOUTS, architecture_of_size, make_checkpoint
 from benchmarks.plan.plan_cases import PLACEMENTS, WORKLOAD, Case, open_cases
@@ -28,6 +27,7 @@ from hfq.loading.dry_run import PlannedModel, open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
 from hfq.machine_profile.measure_machine import MachineProbe, disk_file
 from hfq.machine_profile.probe_models import Architecture
+from hfq.machine_profile.product_probes import KindProbe, layers_of
 from hfq.machine_profile.zero3_ranks import RanksProbe
 from hfq.placement.estimate.hardware import Hardware
 from hfq.placement.estimate.roofline import predict

@@ -18,8 +18,8 @@ class Ranks:
     """Processes that form one run; a context manager.
 
     Args:
-        module: The module that each runs, as in `worker_process.Worker`. It also gets its `rank`, the `world` size,
-            and their `port`.
+        module: The module that each runs, as in `worker_process.Worker`. It also gets its `rank`, the
+            `world` size, and their `port`.
         count: Number of ranks.
         options: Further options of the module; JSON-ready.
     """

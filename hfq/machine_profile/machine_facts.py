@@ -1,4 +1,4 @@
-"""Facts of this machine: processor, memory, file system, versions, date. No host, user, or folder is named."""
+"""Facts of this machine: processor, memory, file system, versions, and date; no names."""
 
 from __future__ import annotations
 

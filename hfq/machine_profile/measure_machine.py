@@ -1,8 +1,8 @@
 """Measurement of a machine profile: the rates that `hfq plan` predicts with, in about a minute.
 
-Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny models give the
-fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the rates that they leave each other.
-Everything is measured several times in turns; the profile contains medians.
+Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny models
+give the fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the rates that
+they leave each other. Everything is measured several times in turns; the profile contains medians.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from hfq.loading.dry_run import PlannedModel, kind_of_weight
 from hfq.machine_profile.machine_facts import machine_facts
 from hfq.machine_profile.machine_limits import drop_cache
 from hfq.machine_profile.model_probes import DepthProbe
-from hfq.machine_profile.probes import BesideProbe, Layer, ProductProbe, ReadProbe, layers_of
+from hfq.machine_profile.product_probes import Layer, ProductProbe, layers_of
+from hfq.machine_profile.read_probes import BesideProbe, ReadProbe
 from hfq.machine_profile.zero3_ranks import measure_ranks
 from hfq.placement.estimate.profile import Profile
 

@@ -1,8 +1,8 @@
 """Checkpoints of Llama-like models with random quantized weights, for measurements.
 
 Codes are drawn as they are stored, so that no float weight of the model ever exists. Scales make the weights
-look like N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout alone.
-A complete one is reused.
+look like N(0, 0.02), which keeps activations finite. A checkpoint depends on its architecture and layout
+alone. A complete one is reused.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""Probes: rates of a machine, each the median of as many samples as are taken.
+"""Probes of products: seconds of a multiplication with one kind of weight.
 
-Rates vary with the machine's other work. Samples that are taken in turns with the runs that they explain see the
-same other work.
+A rate is the median of as many samples as are taken. Rates vary with the machine's other work. Samples that are
+taken in turns with the runs that they explain see the same other work.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import statistics
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,15 +18,12 @@ from torch import nn
 from hfq.formats import Format
 from hfq.kernels.registry import choose_kernel
 from hfq.loading.dry_run import PlannedModel, kind_of_weight
-from hfq.machine_profile.machine_limits import CHUNK_NBYTES, read_files, reading_slots
 from hfq.modules.linear import QuantizedLinear
-from hfq.placement.estimate.pipeline import SideBySide
 
-__all__ = ["BesideProbe", "KindProbe", "Layer", "ProductProbe", "ReadProbe", "layers_of"]
+__all__ = ["KindProbe", "Layer", "ProductProbe", "layers_of"]
 
 _SMALL, _LAYERS_NBYTES = 256, 96 << 20
 _CALLS = 24
-_LEAST_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -196,115 +188,3 @@ def layers_of(model: PlannedModel, dtype: str) -> dict[str, dict[Layer, int]]:
             size = module.out_features, module.in_features
             found[kind][size].append(Layer(weight_format, *size))
     return {kind: {layers[0]: len(layers) for layers in sizes.values()} for kind, sizes in found.items()}
-
-
-class ReadProbe:
-    """Reads of a file, past the page cache or from it.
-
-    Args:
-        file: The file.
-        is_direct: Whether to pass by the page cache, where the file system allows it.
-    """
-
-    def __init__(self, file: Path, is_direct: bool) -> None:
-        self.file, self.is_direct = file, is_direct and _seconds(file, True) is not None
-        self.threads = 8 if self.is_direct else 4
-        self._samples: list[float] = []
-
-    def measure(self) -> None:
-        """Adds a sample."""
-        self._samples.append(_seconds(self.file, self.is_direct) or float("inf"))
-
-    def forget(self) -> None:
-        """Drops all samples."""
-        self._samples.clear()
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second."""
-        return self.file.stat().st_size / statistics.median(self._samples)
-
-
-class BesideProbe:
-    """What reading and computing leave of each other.
-
-    Args:
-        product: What computes.
-        read: What reads.
-        seconds: How long is computed at least, alone and beside reading.
-    """
-
-    def __init__(self, product: ProductProbe, read: ReadProbe, seconds: float = 0.15) -> None:
-        self._product, self._read, self._seconds = product, read, seconds
-        self._samples: list[tuple[float, float]] = []
-
-    def measure(self) -> None:
-        """Adds a sample."""
-        alone = self._compute()
-        with _reading(self._read) as count:
-            first, started = count[0], time.perf_counter()
-            together = self._compute()
-            read = (count[0] - first) / (time.perf_counter() - started)
-        reading = self._read.file.stat().st_size / (
-            _seconds(self._read.file, self._read.is_direct) or float("inf")
-        )
-        self._samples.append((_share(alone / together), _share(read / reading)))
-
-    def forget(self) -> None:
-        """Drops all samples."""
-        self._samples.clear()
-
-    @property
-    def shares(self) -> SideBySide:
-        """The medians."""
-        computing, reading = zip(*self._samples, strict=True)
-        return SideBySide(statistics.median(computing), statistics.median(reading))
-
-    def _compute(self) -> float:
-        """Seconds of a product, over as many passes as the time takes."""
-        passes, started = [self._product.run()], time.perf_counter()
-        while time.perf_counter() - started < self._seconds:
-            passes.append(self._product.run())
-        return statistics.mean(passes)
-
-
-@contextmanager
-def _reading(probe: ReadProbe) -> Iterator[list[int]]:
-    """Reads a file over and over until this ends; gives a list of the bytes read so far."""
-    descriptor = os.open(probe.file, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if probe.is_direct else 0))
-    whole = probe.file.stat().st_size // CHUNK_NBYTES * CHUNK_NBYTES or 1
-    offsets, stop, count, lock = (
-        itertools.cycle(range(0, whole, CHUNK_NBYTES)),
-        threading.Event(),
-        [0],
-        threading.Lock(),
-    )
-
-    def read(slot: memoryview) -> None:
-        for offset in offsets:  # in C, so that each item is handed out once
-            if stop.is_set():
-                return
-            nbytes = os.preadv(descriptor, [slot], offset)
-            with lock:
-                count[0] += nbytes
-
-    threads = [
-        threading.Thread(target=read, args=(slot,), daemon=True) for slot in reading_slots(probe.threads)
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        yield count
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        os.close(descriptor)
-
-
-def _seconds(file: Path, is_direct: bool) -> float | None:
-    return read_files([file], direct=is_direct, threads=8 if is_direct else 4)
-
-
-def _share(value: float) -> float:
-    return min(max(value, _LEAST_SHARE), 1.0)

@@ -1,7 +1,7 @@
 """One rank of a measured run under ZeRO-3: loads models, runs steps, multiplies.
 
-Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see `local_ranks.Ranks`
-and `worker_process.serve`.
+Run as `python -m hfq.machine_profile.ranks_worker '{"rank": …, "world": …, "port": …}'`; see
+`local_ranks.Ranks` and `worker_process.serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from hfq.formats.gptq import Gptq
 from hfq.machine_profile.model_probes import Decoder, load_model
-from hfq.machine_profile.probes import Layer, ProductProbe
+from hfq.machine_profile.product_probes import Layer, ProductProbe
 from hfq.machine_profile.worker_process import serve
 from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.launch_configs import deepspeed_config

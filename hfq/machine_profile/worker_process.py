@@ -30,7 +30,8 @@ class Worker:
 
     def __init__(self, module: str, **options: Any) -> None:
         self._module = module
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed in __exit__)
+        # closed in __exit__
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(options)],
@@ -89,7 +90,7 @@ def memory() -> dict[str, int]:
     """Returns the memory of this process, and the bytes that it has read from devices.
 
     Returns:
-        Bytes by name: peak_rss, rss, anonymous, pss, device_read. A value that the system does not give is absent.
+        Bytes by name: peak_rss, rss, anonymous, pss, device_read. Unknown values are absent.
     """
     found = {}
     for line in _lines("/proc/self/status"):

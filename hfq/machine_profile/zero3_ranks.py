@@ -17,7 +17,7 @@ from hfq.formats.gptq import Gptq
 from hfq.loading.dry_run import open_model
 from hfq.machine_profile.local_ranks import Ranks, zero3_ranks
 from hfq.machine_profile.probe_models import GPTQ4, Architecture, make_checkpoint
-from hfq.machine_profile.probes import Layer, ProductProbe
+from hfq.machine_profile.product_probes import Layer, ProductProbe
 from hfq.placement.estimate.profile import Zero3Rates
 from hfq.placement.zero.model_states import count_states
 
