@@ -1,8 +1,8 @@
 """Measurement of a machine profile: the rates that `hfq plan` predicts with, in about a minute.
 
-Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny models
-give the fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the rates that
-they leave each other. Everything is measured several times in turns; the profile contains medians.
+Products run over copies of a layer that do not fit the caches together, like the layers of a model. Tiny
+models give the fixed costs of a layer, an offloaded unit, and a load. Reading and computing at once give the
+rates that they leave each other. Everything is measured several times in turns; the profile contains medians.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Probes of products: seconds of a multiplication with one kind of weight.
 
-A rate is the median of as many samples as are taken. Rates vary with the machine's other work. Samples that are
-taken in turns with the runs that they explain see the same other work.
+A rate is the median of as many samples as are taken. Rates vary with the machine's other work. Samples that
+are taken in turns with the runs that they explain see the same other work.
 """
 
 from __future__ import annotations
