@@ -21,7 +21,20 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.kernels.kernel_columns import (
+    DENSE,
+    HALF,
+    HALVES,
+    IN_TURN,
+    OF_HALVES,
+    READ,
+    READ_IN_TURN,
+    ROUNDED,
+    SAME,
+    WIDE,
+)
 from benchmarks.kernels.kernel_peers import Call, make_peers
+from benchmarks.kernels.kernels_report import report
 from benchmarks.records import Record, rotated
 from hfq.formats import ActivationScheme, Format
 from hfq.formats.awq import Awq
@@ -46,8 +59,8 @@ SHAPES = {
 """(out_features, in_features)."""
 
 ROWS = (1, 8, 128, 512)
-ROUNDED, SCHEME = "int8 channel, W8A8", ActivationScheme("token", dtype="int8")
-"""Weights whose kernel rounds activations as well."""
+SCHEME = ActivationScheme("token", dtype="int8")
+"""The scheme of the weights whose kernel rounds activations as well."""
 
 FORMATS: dict[str, Format] = {
     "fp8 128x128": Fp8(strategy="block", block_structure=(128, 128)),
@@ -64,16 +77,6 @@ FORMATS: dict[str, Format] = {
     "int8 tensor": IntQuantized(codes_dtype="I8", scale_shape=(1,)),
     ROUNDED: IntQuantized(codes_dtype="I8", scale_shape=(-1, 1)),
 }
-READ, DENSE, WIDE, HALF = "read", "bf16 F.linear", "f32 F.linear", "f16 F.linear"
-IN_TURN, READ_IN_TURN = "native, layer after layer", ("fp8 128x128", "gptq4 g128")
-"""The method that multiplies one row by layers that are not in the caches, without anything in between; and
-their weights."""
-
-SAME = "plain read of the same bytes"
-"""The method that reads those layers, and does nothing with them."""
-
-OF_HALVES, HALVES = "native, of float16", ("fp8 128x128", "gptq4 g128", "awq g128")
-"""The method whose activations are float16, and the weights that it multiplies."""
 FLUSH_NBYTES = 128 << 20
 LINE_NBYTES = 64
 FLUSHED_ROWS = 16
@@ -110,8 +113,6 @@ def bench_kernels(
         threads: The numbers of threads to measure with.
         say: Is told what is going on.
     """
-    from benchmarks.kernels.kernels_report import report
-
     before, records = torch.get_num_threads(), []
     try:
         for count in threads:

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.kernels.bench_kernels import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
 from benchmarks.kernels.ggml import compiled_for
+from benchmarks.kernels.kernel_columns import DENSE, IN_TURN, READ, READ_IN_TURN, ROUNDED, SAME, WIDE
 from benchmarks.kernels.kernel_peers import GGML, GPTQMODEL, PEER, REPACKED, missing_peers
 from benchmarks.records import Record, median, select
 from hfq.kernels.cpp.library import library, reason_missing

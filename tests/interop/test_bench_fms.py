@@ -1,4 +1,4 @@
-"""`python -m benchmarks fms` with workers in this process, but for the two ranks, and small models: complete, and consistent in itself."""
+"""`python -m benchmarks fms`, with small models and workers in this process: complete, and consistent in itself."""
 
 import pytest
 import torch
