@@ -9,6 +9,12 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "hfq").rglob("*.py"))
 
 
+def body_start(function):
+    """The line of the first statement after the signature and the docstring."""
+    is_documented = ast.get_docstring(function) is not None and len(function.body) > 1
+    return function.body[1 if is_documented else 0].lineno
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small_and_documented(path):
     text = path.read_text(encoding="utf-8")
@@ -17,7 +23,7 @@ def test_files_and_functions_stay_small_and_documented(path):
     assert ast.get_docstring(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 55, node.name
+            assert node.end_lineno - body_start(node) <= 70, node.name
         if isinstance(node, ast.Assert):
             pytest.fail(f"line {node.lineno}: raise, do not assert")
 

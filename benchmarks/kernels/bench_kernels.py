@@ -239,7 +239,7 @@ def _methods(
 def _of_halves(
     activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[Method]:
-    given, kernel = activations.to(torch.float16), KERNELS["native"]
+    given, kernel = activations.to(torch.float16), KERNELS["cpp"]
     methods = [Method(HALF, "f16", dense.nbytes, lambda: torch.nn.functional.linear(given, dense))]
     for weights in HALVES:
         if _is_readable(kernel, FORMATS[weights], dense):
@@ -259,7 +259,7 @@ def _of_halves(
 def _in_turn(
     activations: torch.Tensor, dense: torch.Tensor, layers: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Iterator[Method]:
-    kernel = KERNELS["native"]
+    kernel = KERNELS["cpp"]
     for weights in READ_IN_TURN:
         if _is_readable(kernel, FORMATS[weights], dense):
             nbytes = sum(tensor.nbytes for tensor in layers[weights].values())

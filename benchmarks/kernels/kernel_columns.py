@@ -23,7 +23,7 @@ DENSE = "bf16 F.linear"
 WIDE = "f32 F.linear"
 HALF = "f16 F.linear"
 
-IN_TURN = "native, layer after layer"
+IN_TURN = "cpp, layer after layer"
 """One row times layers that are not in the caches, without anything in between."""
 
 READ_IN_TURN = ("fp8 128x128", "gptq4 g128")
@@ -32,7 +32,7 @@ READ_IN_TURN = ("fp8 128x128", "gptq4 g128")
 SAME = "plain read of the same bytes"
 """A plain read of those layers."""
 
-OF_HALVES = "native, of float16"
+OF_HALVES = "cpp, of float16"
 """Products with float16 activations."""
 
 HALVES = ("fp8 128x128", "gptq4 g128", "awq g128")

@@ -37,7 +37,7 @@ def report(records: list[Record], rounds: int) -> Report:
         min((r["threads"] for r in records), default=1),
     )
     series = {
-        name: [_over_dense(records, name, "native", rows, least) for rows in _in_order(records, "rows")]
+        name: [_over_dense(records, name, "cpp", rows, least) for rows in _in_order(records, "rows")]
         for name in weights
     }
     return Report(
@@ -66,7 +66,7 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
         "rounds": f"{rounds}, interleaved in one process; medians of ratios within a round",
         "activations": "bfloat16, unless a method names others",
         "packed tensors": "8 bytes after a line of the cache begins, as files align them",
-        f"gptq4 g128, native, over {GGML} {REPACKED}": _over_ggml(records),
+        f"gptq4 g128, cpp, over {GGML} {REPACKED}": _over_ggml(records),
         "not measured": ", ".join(
             f"{tool} ({why})" for tool, why in missing_peers(_measured(records)).items()
         )
@@ -82,7 +82,7 @@ def _over_ggml(records: list[Record]) -> str:
     rearranged."""
     theirs, ours, found = (
         {"method": GGML, "weights": REPACKED},
-        {"method": "native", "weights": "gptq4 g128"},
+        {"method": "cpp", "weights": "gptq4 g128"},
         [],
     )
     for threads in _in_order(records, "threads"):
@@ -164,16 +164,16 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
     of_threads, named = select(records, threads=threads), f"{threads} threads"
     targets = []
     for rows, bound in _FP8_NATIVE.items():
-        value = _over_dense(of_threads, "fp8 128x128", "native", rows, threads)
-        targets.append(Target(f"fp8 128x128, native, M={rows}, {named}: over {DENSE}", value, bound, True))
+        value = _over_dense(of_threads, "fp8 128x128", "cpp", rows, threads)
+        targets.append(Target(f"fp8 128x128, cpp, M={rows}, {named}: over {DENSE}", value, bound, True))
     peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
     for rows, bound in _INT4_NATIVE.items():
         value = _over_shapes(
-            of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "native"}, rows
+            of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "cpp"}, rows
         )
         targets.append(
             Target(
-                f"gptq4 g128, native, M={rows}, {named}: over {peer} (the 4-bit peer here)",
+                f"gptq4 g128, cpp, M={rows}, {named}: over {peer} (the 4-bit peer here)",
                 value,
                 bound,
                 True,
@@ -185,7 +185,7 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
     for weights in READ_IN_TURN:
         for method, of, how in (
             (IN_TURN, SAME, "layer after layer"),
-            ("native", READ, "one call after the caches were emptied"),
+            ("cpp", READ, "one call after the caches were emptied"),
         ):
             where = {"weights": weights, "method": method}
             shares = [
@@ -195,7 +195,7 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
             found = [share for share in shares if share is not None]
             value = statistics.median(found) if found else None
             targets.append(
-                Target(f"{weights}, native, M=1, {named}: share of the read rate, {how}", value, 0.85, True)
+                Target(f"{weights}, cpp, M=1, {named}: share of the read rate, {how}", value, 0.85, True)
             )
     return targets
 

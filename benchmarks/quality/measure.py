@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hfq import Recipe
-from hfq.evaluation.divergence import Score, Totals, score_logits, surprise
+
 from benchmarks.quality.outliers import Outliers, with_outliers
 from benchmarks.quality.training import CONTEXT
 from benchmarks.records import Record
-from hfq.evaluation.divergence import Score, Totals, compare, surprise
+from hfq import Recipe
+from hfq.evaluation.divergence import Score, Totals, score_logits, surprise
 from hfq.evaluation.windows import Batch, cut
 from hfq.quantization.textbook.llm_int8 import int8_linear, outlier_features
 

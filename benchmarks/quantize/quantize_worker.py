@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from hfq import Recipe
 from hfq.machine_profile.worker_process import memory, serve
 

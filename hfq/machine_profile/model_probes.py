@@ -25,13 +25,13 @@ def load_model(folder: Path, **options: Any):
 
     Args:
         folder: The checkpoint.
-        options: Of `from_pretrained`; `stream` is one of `HfqConfig`.
+        options: Of `from_pretrained`; `disk_io` is one of `HfqConfig`.
     """
     from transformers import AutoModelForCausalLM
 
     from hfq import HfqConfig
 
-    config = HfqConfig(disk_io=options.pop("stream", "auto"))
+    config = HfqConfig(disk_io=options.pop("disk_io", "auto"))
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
 
 

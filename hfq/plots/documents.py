@@ -19,7 +19,7 @@ from hfq.plots.section import Section
 __all__ = ["read_section", "write_report"]
 
 _KINDS = {
-    ("devices", "stream", "modules"): run_section,
+    ("devices", "offload", "modules"): run_section,
     ("model", "workload", "machine"): plan_section,
     ("title", "facts", "records"): bench_section,
 }

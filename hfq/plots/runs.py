@@ -90,15 +90,15 @@ def _homes(fields: Fields) -> Table:
 def _stream(offload: Fields) -> Table:
     rows = [
         ("reads", offload.text("mode")),
-        ("streamed blocks", f"{offload.count('blocks'):,}"),
+        ("streamed blocks", f"{offload.count('units'):,}"),
         ("bytes a pass", f"{offload.count('pass_nbytes'):,}"),
-        ("bytes of the ring", f"{offload.count('ring_nbytes'):,}"),
+        ("bytes of the ring", f"{offload.count('buffer_nbytes'):,}"),
         ("passes", f"{offload.count('passes'):,}"),
-        ("blocks that were not the expected one", f"{offload.count('mispredicts'):,}"),
+        ("blocks that were not the expected one", f"{offload.count('prefetch_misses'):,}"),
         ("read so far", as_size(offload.count("nbytes_read"))),
         ("rate while reading", as_rate(offload.number("read_bandwidth") if offload.has("read_bandwidth") else None)),
         ("the disk's limit", as_rate(offload.number("disk_bandwidth") if offload.has("disk_bandwidth") else None)),
-        ("waited for blocks", f"{offload.number('waited_seconds'):.3f} s"),
+        ("waited for blocks", f"{offload.number('stall_seconds'):.3f} s"),
     ]
     return _pairs("Streaming so far", "Counted since the model was loaded, until the report was asked for.", rows)
 

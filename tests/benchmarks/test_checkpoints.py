@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.checkpoints import FORMATS, LAYOUTS, architecture_of_size, make_checkpoint
-from hfq import Checkpoint, SetupError
-from hfq.checkpoint import Reader
+from hfq import SetupError
+from hfq.checkpoint import Checkpoint, Reader
 from hfq.cli.inspect import inspect_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import source_config

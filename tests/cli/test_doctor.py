@@ -87,15 +87,15 @@ def without_compiler(monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_the_extra_that_brings_one_is_the_fix(without_compiler, monkeypatch):
-    monkeypatch.setenv("HFQ_NATIVE", "1")
-    told = [finding for finding in findings() if finding["text"].startswith("native does not run")]
+    monkeypatch.setenv("HFQ_DISABLE_CPP", "0")
+    told = [finding for finding in findings() if finding["text"].startswith("cpp does not run")]
     assert [(finding["status"], finding["fix"]) for finding in told] == [("warning", "pip install 'hfq[compiler]'")]
     assert "there is no C++ compiler" in told[0]["text"]
     assert "fix: pip install 'hfq[compiler]'" in run().stdout
 
 
 def test_a_compiler_is_not_asked_for_where_compiled_kernels_are_switched_off(without_compiler):
-    told = [finding for finding in findings() if finding["text"].startswith("native does not run")]
+    told = [finding for finding in findings() if finding["text"].startswith("cpp does not run")]
     assert [(finding["status"], finding["fix"]) for finding in told] == [("note", "")]
 
 

@@ -62,7 +62,7 @@ def test_verify_of_two_models_ends_with_1(text):
     done = run("verify", LLAMA, GPTQ, "--text", text, "--json")
     assert done.exit_code == 1, done.output
     report = json.loads(done.stdout)
-    assert not report["same"]
+    assert not report["equal"]
     assert "28 weights quantized" in report["verdict"]
     assert len(report["differences"]) == 28
     table = run("verify", LLAMA, GPTQ, "--no-logits")

@@ -14,17 +14,16 @@ from quantize.test_families import FUSED, IDS, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
-from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, Recipe, SetupError
 from benchmarks.checkpoints import LAYOUTS, make_checkpoint
-from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, SetupError
+from hfq import CheckpointError, FormatError, HfqConfig, PlacementError, Recipe, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint import temporary_file as private
 from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
 from hfq.loading.loaded_model import loader_of
 from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
+from hfq.machine_profile.probe_models import Architecture
 from hfq.recipes.recipe import RECIPE_OPTIONS
-from hfq.machine_profile.probe_models import Architecture, make_checkpoint
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"
@@ -146,7 +145,7 @@ def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
     options |= {"modules_to_not_convert": ["experts.1", "q_proj"]} if kind == "mixtral" else {}
     config = config_of(options)
     skipped = config.modules_to_not_convert
-    hfq.quantize(family, config.recipe, tmp_path / "written", modules_to_not_convert=skipped)
+    hfq.quantize(family, config.recipe, modules_to_not_convert=skipped)
     expected = logits(load(tmp_path / "written"), IDS)
     model = load(family, {"": "disk" if kind == "mixtral" else "cpu"}, folder, **options)
     assert torch.equal(logits(model, IDS), expected)

@@ -6,14 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from hfq import SetupError
-from hfq.checkpoint import Checkpoint, Reader
-from hfq import SetupError
-from hfq.checkpoint import Reader
-from hfq.cli.inspect import inspect_checkpoint
-from hfq.formats import detect_formats, tensors_by_module
-from hfq.formats.configs.source_config import source_config
-from hfq.machine_profile.probe_models import FORMATS, Architecture, checkpoint_files, make_checkpoint
-from hfq.modules.flat_buffer import read_tensor
 from hfq.machine_profile.probe_models import GPTQ4, Architecture, make_checkpoint
 
 SMALL = Architecture(128, 2)

@@ -44,7 +44,7 @@ def test_what_the_documentation_shows_can_be_drawn(name):
 
 
 def test_a_model_that_streams_nothing_and_recorded_nothing(write, result):
-    found = result("run") | {"stream": None, "speed": None, "timeline": None}
+    found = result("run") | {"offload": None, "speed": None, "timeline": None}
     section = read_section(write("run", found))
     assert [picture.name for picture in section.pictures] == ["placement"]
     assert "measure=True" in section.facts["timeline"]
@@ -99,8 +99,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
         ("run", ("timeline", "spans", 0, "lane"), "walk", r"timeline.spans\[0\].lane"),
         ("run", ("timeline", "spans", 3, "end"), float("nan"), r"timeline.spans\[3\].end"),
         ("run", ("timeline", "spans", 3, "end"), -5, r"timeline.spans\[3\].end"),
-        ("run", ("stream", "mode"), None, "stream.mode"),
-        ("plan", ("devices", "cpu", "weights"), "much", "homes.cpu.weights"),
+        ("run", ("offload", "mode"), None, "offload.mode"),
+        ("plan", ("devices", "cpu", "weights"), "much", "devices.cpu.weights"),
         ("plan", ("modules",), None, "modules"),
         ("plan", ("prediction", "load_seconds"), 10**400, "prediction.load_seconds"),
         ("plan", ("prediction", "helps"), [["x"]], "prediction.helps"),

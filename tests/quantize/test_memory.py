@@ -8,10 +8,9 @@ from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import hfq
-from hfq.formats import FORMATS
 from benchmarks.checkpoints import architecture_of_size, make_checkpoint
 from benchmarks.quantize.bench_quantize import bound_nbytes, measure_memory
+from hfq.formats import FORMATS
 from hfq.formats.layouts.rounding import round_weight
 from hfq.quantization import decoder_layer as block
 from hfq.quantization.calibration_data import Calibration

@@ -73,7 +73,7 @@ def test_scales_norms_and_nothing_else_are_trained(recovered):
 
 @pytest.mark.parametrize("kind", ["groups", "act_order", "awq"])
 def test_rounded_scales_give_the_weight_that_readers_see(kind):
-    weight, recipe = torch.randn(64, 96), Recipe("awq" if kind == "awq" else "gptq", 4, 32, desc_act=kind == "act_order")
+    weight, recipe = torch.randn(64, 96), Recipe("awq" if kind == "awq" else "gptq", 4, 32, desc_act=True if kind == "act_order" else None)
     if kind == "act_order":
         inputs = torch.randn(200, 96) * torch.rand(96)
         solved = solve(weight, factorize(inputs.t() @ inputs, recipe, ""), Gptq(4, 32), recipe)

@@ -46,7 +46,7 @@ def made(folder, change=lambda tensors: None):
         ({"method": "gptq", "sym": "no"}, "sym='no'"),
         ({"method": "gptq", "clip_search": 1}, "clip_search=1"),
         ({"method": "gptq", "static_groups": True}, "static_groups"),
-        ({"num_bits": 4}, "no option 'num_bits'"),
+        ({"nbits": 4}, "no option 'nbits'"),
         ({"method": "gptq", "sim": True}, "no option 'sim'; did you mean 'sym'"),
         ({"method": "fp8", "bits": 4}, "method='fp8' has no bits"),
         ({"method": "rtn", "desc_act": True}, "method='rtn' has no desc_act"),

@@ -214,7 +214,7 @@ def _telling_errors(step: Callable[[], dict[str, Any]]) -> Callable[[], dict[str
         try:
             return step()
         except HfqError as error:
-            fields = ("what", "fix", "tensor", "rank", "problems")
+            fields = ("message", "fix", "tensor", "rank", "problems")
             texts = {
                 name: value
                 for name in ("file", "expected", "found")

@@ -69,7 +69,7 @@ def kernel_findings() -> Iterator[Finding]:
         if missing is None:
             yield Finding("kernels", "ok", f"{kernel.name} runs")
         else:
-            fix = _compiler_fix() if kernel.name == "native" else ""
+            fix = _compiler_fix() if kernel.name == "cpp" else ""
             yield Finding("kernels", "warning" if fix else "note", f"{kernel.name} does not run: {missing}", fix)
 
 

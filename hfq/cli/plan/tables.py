@@ -21,7 +21,7 @@ def print_report(report: dict) -> None:
     console = Console(markup=False, highlight=False)
     model, work = report["model"], report["workload"]
     console.print(
-        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['dialects'] or 'not packed'}, computes in "
+        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['formats'] or 'not packed'}, computes in "
         f"{model['dtype']}, {as_size(model['file_nbytes'])} of files", soft_wrap=True,
     )  # fmt: skip
     console.print(f"batch {work['batch']}, context {work['context']}, KV cache {work['kv_dtype']}; {_machine(report['machine'])}",

@@ -20,7 +20,7 @@ def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(smal
     report = kernels.bench_kernels(["small"], (1, 8), 2, [1], said.append)
     found = {(record["weights"], record["method"]) for record in report.records}
     floats = set(kernels.FORMATS) - {kernels.ROUNDED}
-    assert found >= {(weights, kernel) for weights in floats for kernel in ("native", "panels", "reference")}
+    assert found >= {(weights, kernel) for weights in floats for kernel in ("cpp", "torch", "reference")}
     assert {kernel for weights, kernel in found if weights == kernels.ROUNDED} == {"int8"}
     assert found >= {("bf16", kernels.DENSE), ("f32", kernels.WIDE), ("-", kernels.READ)}
     assert found >= {("f16", kernels.HALF), *((weights, kernels.OF_HALVES) for weights in kernels.HALVES)}
@@ -28,7 +28,7 @@ def test_every_kernel_is_measured_on_every_format_beside_the_dense_products(smal
     assert all(record["seconds"] > 0 for record in report.records)
     assert said == ["small, 1 threads"]
     text = report.to_markdown()
-    assert "| small | fp8 128x128 | native |" in text
+    assert "| small | fp8 128x128 | cpp |" in text
     assert text.count("not measured") >= 4  # M=128 and M=512
 
 
@@ -80,9 +80,9 @@ def test_ratios_are_taken_within_a_round():
         }
 
     times = [record(kernels.DENSE, n, s) for n, s in enumerate((2.0, 20.0, 9.0))]
-    times += [record("native", n, s) for n, s in enumerate((1.0, 10.0, 3.0))]
-    assert kernels_report._ratio(times, {"method": kernels.DENSE}, {"method": "native"}, "s", 1) == 2.0
-    assert kernels_report._ratio(times, {"method": "absent"}, {"method": "native"}, "s", 1) is None
+    times += [record("cpp", n, s) for n, s in enumerate((1.0, 10.0, 3.0))]
+    assert kernels_report._ratio(times, {"method": kernels.DENSE}, {"method": "cpp"}, "s", 1) == 2.0
+    assert kernels_report._ratio(times, {"method": "absent"}, {"method": "cpp"}, "s", 1) is None
 
 
 def test_layers_that_are_read_in_turn_have_the_bytes_of_the_read_they_are_compared_to(

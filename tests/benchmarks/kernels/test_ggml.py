@@ -51,14 +51,14 @@ def test_the_report_says_how_close_four_bits_come_to_it(monkeypatch):
             "seconds": seconds,
         }
 
-    ours = [record("native", "gptq4 g128", rows, threads, 2.0) for rows in (1, 8) for threads in (1, 2)]
+    ours = [record("cpp", "gptq4 g128", rows, threads, 2.0) for rows in (1, 8) for threads in (1, 2)]
     theirs = [
         record(GGML, REPACKED, 1, 1, 1.5),
         record(GGML, REPACKED, 8, 2, 3.0),
         record(GGML, "Q4_0 repack", 1, 1, 9.0),
     ]
     monkeypatch.setattr(kernels_report, "compiled_for", lambda: "AVX2")
-    fact = "gptq4 g128, native, over ggml Q4_K repack"
+    fact = "gptq4 g128, cpp, over ggml Q4_K repack"
     assert kernels_report.report(ours + theirs, 1).facts[fact] == (
         "0.75 (M=1, 1 threads), 1.50 (M=8, 2 threads); ggml compiled for AVX2" + kernels_report._OWN_THREADS
     )
