@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "hfq" / "version.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "hfq" / "version.py").read_text(encoding="utf-8"), re.MULTILINE
+)[1]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "peft>=0.21", "optimum>=2.0"]
 
 setup(
@@ -17,7 +19,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],  # the latter adds verbs to optimum-cli
+    packages=[
+        *find_packages(include=["hfq", "hfq.*"]),
+        "optimum.commands.register",
+    ],  # the latter adds verbs to optimum-cli
     package_data={
         "hfq": [
             "py.typed",
@@ -43,9 +48,17 @@ setup(
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
         "optimum": ["optimum>=2.0"],
-        "compiler": ["ziglang>=0.17.1"],  # of its clang: older ones do not take 512-bit vectors under -mcpu=baseline
+        "compiler": [
+            "ziglang>=0.17.1"
+        ],  # of its clang: older ones do not take 512-bit vectors under -mcpu=baseline
         "bench": ["matplotlib>=3.8", "jinja2>=3.1"],
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbclient>=0.10", "ipykernel>=6.29"],
+        "docs": [
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.6",
+            "mkdocstrings[python]>=0.30",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
+        ],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],
     },

@@ -1,8 +1,11 @@
-"""Links what a wheel declares that it requires, and what that requires in turn, from this environment into another.
+"""Links what a wheel declares that it requires, and what that requires in turn, from this environment into
+another.
 
-An environment of 1.2 GB is not installed twice, and a module of a package that nobody declared is still not found.
+An environment of 1.2 GB is not installed twice, and a module of a package that nobody declared is still not
+found.
 
-    .venv/bin/python .ci/link_declared.py dist/hfq-1.0-py3-none-any.whl .venv-wheel/lib/python3.11/site-packages
+    .venv/bin/python .ci/link_declared.py dist/hfq-1.0-py3-none-any.whl
+    .venv-wheel/lib/python3.11/site-packages
 """
 
 import email

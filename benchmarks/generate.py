@@ -148,10 +148,12 @@ def _report(records: list[Record], rounds: int, model: str) -> Report:
     facts = machine_facts(Path()) | {
         "model": f"{model}; bf16 in plain transformers, the others in hfq with kernel='auto'",
         "memory read": ", ".join(
-            f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], step=READ, threads=count))} ({count} threads)"
+            f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], step=READ, threads=count))} "
+            f"({count} threads)"
             for count in threads
         ),
-        "rounds": f"{rounds}, interleaved in one process; a prompt of {PROMPT} tokens, then {TOKENS} greedy ones; medians",
+        "rounds": f"{rounds}, interleaved in one process; a prompt of {PROMPT} tokens, then {TOKENS} greedy "
+        f"ones; medians",
     }
     least = threads[0] if threads else 1
     packed = [weights for weights in FORMATS if weights != STOCK]

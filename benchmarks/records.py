@@ -29,6 +29,8 @@ def median(records: Iterable[Record], value: Callable[[Record], float], **where:
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The names in an order that begins elsewhere each round, so that no place in the order favours anybody."""
+    """The names in an order that begins elsewhere each round, so that no place in the order favours
+    anybody.
+    """
     cut = by % max(len(names), 1)
     return [*names[cut:], *names[:cut]]

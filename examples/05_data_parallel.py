@@ -1,6 +1,8 @@
-"""Data-parallel generation: every process has the whole model and a share of the prompts; on a CPU all of them map one copy.
+"""Data-parallel generation: every process has the whole model and a share of the prompts; on a CPU all of
+them map one copy.
 
-accelerate launch --multi_gpu --num_processes 2 examples/05_data_parallel.py tests/data/tiny-llama-gptq "def f(" "import" "class A"
+accelerate launch --multi_gpu --num_processes 2 examples/05_data_parallel.py tests/data/tiny-llama-gptq "def
+f(" "import" "class A"
 """
 
 import argparse
@@ -17,9 +19,13 @@ from hfq import HfqConfig
 
 
 def mapped_bytes(folder: Path) -> tuple[int, int]:
-    """(bytes of the checkpoint in this process's memory, its share of them: Linux divides a page by all who map it)."""
+    """(bytes of the checkpoint in this process's memory, its share of them: Linux divides a page by all who
+    map it).
+    """
     rss = pss = 0
-    for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+    for area in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
         if str(folder.resolve()) in area:
             rss += 1024 * int(re.search(r"^Rss: +(\d+)", area, re.MULTILINE)[1])
             pss += 1024 * int(re.search(r"^Pss: +(\d+)", area, re.MULTILINE)[1])
@@ -27,21 +33,31 @@ def mapped_bytes(folder: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--max-new-tokens", type=int, default=8)
     arguments = parser.parse_args()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device_map = None if accelerator.device.type == "cpu" else {"": str(accelerator.device)}
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, quantization_config=HfqConfig(), device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, quantization_config=HfqConfig(), device_map=device_map
+    )
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     answers = []
     with accelerator.split_between_processes(arguments.prompts) as share:
         for prompt in share:
             tokens = tokenizer(prompt, return_tensors="pt").to(accelerator.device)
             generated = model.generate(**tokens, max_new_tokens=arguments.max_new_tokens, do_sample=False)
-            answers.append({"process": accelerator.process_index, "prompt": prompt, "text": tokenizer.decode(generated[0])})
+            answers.append(
+                {
+                    "process": accelerator.process_index,
+                    "prompt": prompt,
+                    "text": tokenizer.decode(generated[0]),
+                }
+            )
     accelerator.wait_for_everyone()  # until then all of them hold their map
     memory = mapped_bytes(arguments.model) if device_map is None else None
     found = gather_object([{"answers": answers, "memory": memory}])

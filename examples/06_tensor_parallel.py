@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/06_tensor_parallel.py FOLDER_OR_MODEL [--prompt TEXT] [--tokens 20]
 
-On accelerators torchrun gives each process one; without any the processes are CPU processes that talk through gloo.
+On accelerators torchrun gives each process one; without any the processes are CPU processes that talk through
+gloo.
 """
 
 import argparse
@@ -35,7 +36,9 @@ def main() -> None:
     print(f"rank {rank} of {world}: {held:,} of {stored:,} packed bytes", flush=True)
 
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
-    tokens = model.generate(**inputs, max_new_tokens=arguments.tokens, do_sample=False)  # all ranks must call it
+    tokens = model.generate(
+        **inputs, max_new_tokens=arguments.tokens, do_sample=False
+    )  # all ranks must call it
     if rank == 0:
         print(tokenizer.decode(tokens[0], skip_special_tokens=True), flush=True)
     if is_shared:

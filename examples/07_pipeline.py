@@ -1,8 +1,10 @@
-"""Pipeline-parallel inference: each process loads its own layers, and micro-batches are in flight between the processes.
+"""Pipeline-parallel inference: each process loads its own layers, and micro-batches are in flight between the
+processes.
 
 torchrun --nproc_per_node 2 examples/07_pipeline.py tests/data/tiny-llama-gptq --batch 4 --micro-batches 4
 
-For causal models whose base model takes `inputs_embeds`, runs `layers` and ends in `norm`, as Llama, Mistral, Qwen and Mixtral do.
+For causal models whose base model takes `inputs_embeds`, runs `layers` and ends in `norm`, as Llama, Mistral,
+Qwen and Mixtral do.
 """
 
 import argparse
@@ -28,7 +30,10 @@ class Stage(torch.nn.Module):
         here |= {"model.embed_tokens": self.is_first, "model.norm": self.is_last, "lm_head": self.is_last}
         if config.tie_word_embeddings:
             here["model.embed_tokens"] = here.pop("lm_head") or self.is_first
-        devices = {"": "cpu", **{name: "disk" for name, is_here in here.items() if not is_here}}  # and is never read from there
+        devices = {
+            "": "cpu",
+            **{name: "disk" for name, is_here in here.items() if not is_here},
+        }  # and is never read from there
         self.whole = AutoModelForCausalLM.from_pretrained(
             path, device_map=devices, quantization_config=HfqConfig(cpu_memory="private")
         ).eval()
@@ -38,12 +43,16 @@ class Stage(torch.nn.Module):
             self.base.norm = torch.nn.Identity()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.base(**{"input_ids" if self.is_first else "inputs_embeds": inputs}, use_cache=False).last_hidden_state
+        hidden = self.base(
+            **{"input_ids" if self.is_first else "inputs_embeds": inputs}, use_cache=False
+        ).last_hidden_state
         return self.whole.lm_head(hidden) if self.is_last else hidden
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     for option, default in (("--batch", 4), ("--micro-batches", 4), ("--length", 8)):
         parser.add_argument(option, type=int, default=default)
@@ -51,7 +60,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     module = Stage(arguments.model, rank, world)
-    tokens = torch.randint(3, 90, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        3, 90, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(0)
+    )
     stage = pipelining.PipelineStage(module, rank, world, torch.device("cpu"))
     schedule = pipelining.ScheduleGPipe(stage, arguments.micro_batches)
     with torch.no_grad():

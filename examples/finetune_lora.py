@@ -1,11 +1,13 @@
-"""Fine-tune a packed model with LoRA and transformers' Trainer: a causal language model, or a classifier of texts.
+"""Fine-tune a packed model with LoRA and transformers' Trainer: a causal language model, or a classifier of
+texts.
 
 python examples/finetune_lora.py --do_train --do_eval --max_steps 20
-python examples/finetune_lora.py --task classification --data LABELS_AND_TEXTS.tsv --do_train --do_eval --do_predict
-deepspeed examples/finetune_lora.py --deepspeed configs/deepspeed/zero3_cpu.json --do_train --do_eval
+python examples/finetune_lora.py --task classification --data LABELS_AND_TEXTS.tsv --do_train --do_eval
+--do_predict deepspeed examples/finetune_lora.py --deepspeed configs/deepspeed/zero3_cpu.json --do_train
+--do_eval
 
-Every flag of `TrainingArguments` works; without one of the three it trains and evaluates. A tenth of the data is held out for
---do_eval and --do_predict.
+Every flag of `TrainingArguments` works; without one of the three it trains and evaluates. A tenth of the data
+is held out for --do_eval and --do_predict.
 """
 
 from __future__ import annotations
@@ -36,11 +38,18 @@ BLOCK = 64
 
 @dataclass
 class Arguments:
-    model: str = field(default=str(DATA / "tiny-llama-gptq"), metadata={"help": "a quantized checkpoint of any format"})
+    model: str = field(
+        default=str(DATA / "tiny-llama-gptq"), metadata={"help": "a quantized checkpoint of any format"}
+    )
     task: str = field(default="causal", metadata={"choices": ["causal", "classification"]})
-    data: str = field(default=str(DATA / "tiny-llama" / "held_out.txt"), metadata={"help": "text; or label, tab, text a line"})
+    data: str = field(
+        default=str(DATA / "tiny-llama" / "held_out.txt"),
+        metadata={"help": "text; or label, tab, text a line"},
+    )
     rank: int = field(default=8, metadata={"help": "the rank of the adapters"})
-    home: str | None = field(default=None, metadata={"help": "where the packed weights rest: cpu, disk, cuda:0; without ZeRO"})
+    home: str | None = field(
+        default=None, metadata={"help": "where the packed weights rest: cpu, disk, cuda:0; without ZeRO"}
+    )
 
 
 def read(arguments: Arguments, tokenizer) -> tuple[list[dict], list[str]]:
@@ -53,7 +62,8 @@ def read(arguments: Arguments, tokenizer) -> tuple[list[dict], list[str]]:
     rows = [line.split("\t", 1) for line in text.splitlines() if "\t" in line]
     labels = sorted({label for label, _ in rows})
     return [
-        {**tokenizer(text, truncation=True, max_length=BLOCK), "labels": labels.index(label)} for label, text in rows
+        {**tokenizer(text, truncation=True, max_length=BLOCK), "labels": labels.index(label)}
+        for label, text in rows
     ], labels
 
 
@@ -63,7 +73,9 @@ def load(arguments: Arguments, labels: list[str]):
         options["device_map"] = {"": arguments.home}
     if not labels:
         return AutoModelForCausalLM.from_pretrained(arguments.model, **options)
-    return AutoModelForSequenceClassification.from_pretrained(arguments.model, num_labels=len(labels), **options)
+    return AutoModelForSequenceClassification.from_pretrained(
+        arguments.model, num_labels=len(labels), **options
+    )
 
 
 def main() -> None:
@@ -79,7 +91,8 @@ def main() -> None:
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     task = "SEQ_CLS" if labels else "CAUSAL_LM"
-    # ZeRO-3 computes without autocast: a head that is trained whole has to be in the model's dtype; DeepSpeed keeps float32 masters
+    # ZeRO-3 computes without autocast: a head that is trained whole has to be in the model's dtype; DeepSpeed
+    # keeps float32 masters
     lora, is_float32 = (
         LoraConfig(task_type=task, r=arguments.rank, target_modules="all-linear"),
         not is_deepspeed_zero3_enabled(),
@@ -89,15 +102,21 @@ def main() -> None:
 
     def accuracy(found):
         chosen, wanted = (
-            (found.predictions, found.label_ids) if labels else (found.predictions[:, :-1], found.label_ids[:, 1:])
+            (found.predictions, found.label_ids)
+            if labels
+            else (found.predictions[:, :-1], found.label_ids[:, 1:])
         )
         return {"accuracy": float((chosen == wanted).mean())}
 
     trainer = Trainer(
-        model, training, train_dataset=samples, eval_dataset=held_out, compute_metrics=accuracy,
+        model,
+        training,
+        train_dataset=samples,
+        eval_dataset=held_out,
+        compute_metrics=accuracy,
         data_collator=DataCollatorWithPadding(tokenizer) if labels else default_data_collator,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
-    )  # fmt: skip
+    )
     is_asked = training.do_train or training.do_eval or training.do_predict
     if training.do_train or not is_asked:
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -1,4 +1,5 @@
-"""Make `tests/data/tiny-llama-fp8`: the fine-grained FP8 of DeepSeek and transformers (128 × 128 blocks, float32 scales).
+"""Make `tests/data/tiny-llama-fp8`: the fine-grained FP8 of DeepSeek and transformers (128 × 128 blocks,
+float32 scales).
 
 python examples/quantize_tiny_fp8.py tests/data/tiny-llama OUTPUT_FOLDER
 """
@@ -17,8 +18,11 @@ from hfq.modules.flat_buffer import read_tensor
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 CONFIG = {
-    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]
-}  # fmt: skip
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
@@ -27,12 +31,17 @@ def as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("output", type=pathlib.Path)
     arguments = parser.parse_args()
     checkpoint = Checkpoint.open(arguments.model)
-    reader, block = Reader(checkpoint), Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv")
+    reader, block = (
+        Reader(checkpoint),
+        Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv"),
+    )
     tensors = {}
     for name, info in checkpoint.tensors.items():
         weight, module = read_tensor(reader, info), name.rpartition(".")[0]

@@ -1,4 +1,5 @@
-"""Make `tests/data/tiny-llama-gptq` with gptqmodel (4 bits, group 128, symmetric): a real peer's file for the tests.
+"""Make `tests/data/tiny-llama-gptq` with gptqmodel (4 bits, group 128, symmetric): a real peer's file for the
+tests.
 
 pip install gptqmodel
 python examples/quantize_tiny_gptq.py tests/data/tiny-llama OUTPUT_FOLDER
@@ -16,7 +17,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("output", type=pathlib.Path)
     arguments = parser.parse_args()

@@ -1,7 +1,9 @@
-"""Train the tiny Llama of `tests/data/tiny-llama`: real English, no network, the same result on every run of one machine.
+"""Train the tiny Llama of `tests/data/tiny-llama`: real English, no network, the same result on every run of
+one machine.
 
-The text is what every Python installation carries: the docstrings of the standard library, the language reference behind
-`help()` (`pydoc_data.topics`) and Python's licence. One document in twenty is held out and never trained on.
+The text is what every Python installation carries: the docstrings of the standard library, the language
+reference behind `help()` (`pydoc_data.topics`) and Python's licence. One document in twenty is held out and
+never trained on.
 
     python examples/train_tiny.py OUTPUT_FOLDER [--steps 1500]
 """
@@ -16,7 +18,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the root of the checkout, which contains benchmarks
+sys.path.insert(
+    0, str(pathlib.Path(__file__).parents[1])
+)  # the root of the checkout, which contains benchmarks
 from benchmarks.quality.corpus import read_documents
 
 VOCABULARY, CONTEXT, BATCH = 1536, 256, 16
@@ -34,7 +38,9 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
@@ -45,17 +51,27 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Te
 def perplexity(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
     windows = tokens[: tokens.numel() // CONTEXT * CONTEXT].view(-1, CONTEXT)
     with torch.no_grad():
-        losses = [model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in windows.split(16)]
+        losses = [
+            model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in windows.split(16)
+        ]
     return math.exp(sum(losses) / len(windows))
 
 
 def train(tokens: torch.Tensor, steps: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=CONTEXT, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1,
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = 50
@@ -77,7 +93,9 @@ def train(tokens: torch.Tensor, steps: int) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=1500)
     arguments = parser.parse_args()

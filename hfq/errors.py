@@ -1,4 +1,6 @@
-"""Every error hfq raises on purpose: what failed, where, what was expected, what was found, and how to fix it."""
+"""Every error hfq raises on purpose: what failed, where, what was expected, what was found, and how to fix
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Registers hfq with transformers and PEFT when they are imported, before or after hfq, so that `import hfq` stays light."""
+"""Registers hfq with transformers and PEFT when they are imported, before or after hfq, so that `import hfq`
+stays light.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def register() -> None:
 def run_pending() -> None:
     """Runs the callbacks whose module is loaded and whose owner is, too.
 
-    An owner that is itself being imported, and imports the module it waits for, has no callback yet: so each owner calls this
-    at its end.
+    An owner that is itself being imported, and imports the module it waits for, has no callback yet: so each
+    owner calls this at its end.
     """
     for name, module in list(_pending.items()):
         owner, function = _CALLBACKS[name]

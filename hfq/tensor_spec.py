@@ -8,17 +8,43 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "DTYPE_BITS", "SEGMENT_ALIGNMENT", "ByteRange", "ByteRuns", "Cut", "LayerSlice", "Role", "Segment", "TensorInfo", "TensorSpec",
+    "DTYPE_BITS",
+    "SEGMENT_ALIGNMENT",
+    "ByteRange",
+    "ByteRuns",
+    "Cut",
+    "LayerSlice",
+    "Role",
+    "Segment",
+    "TensorInfo",
+    "TensorSpec",
     "row_layout",
-]  # fmt: skip
+]
 
 Role = Literal["codes", "scale", "zero_point", "index", "bias", "meta"]
 
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-    "C64": 64, "F4": 4,
-}  # fmt: skip
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+}
 """Bits of one element of each safetensors dtype that hfq knows."""
 
 SEGMENT_ALIGNMENT = 16
@@ -49,7 +75,8 @@ class ByteRuns:
 class TensorInfo:
     """One stored tensor as its file's header describes it; `dtype` is the safetensors name.
 
-    Where it is a slice of a stored tensor, as one expert of a fused one, `part_of` is the stored tensor's name.
+    Where it is a slice of a stored tensor, as one expert of a fused one, `part_of` is the stored tensor's
+    name.
     """
 
     name: str
@@ -113,7 +140,9 @@ class LayerSlice:
     size: int
 
     def is_aligned(self, multiple: int) -> bool:
-        """Whether both ends lie between whole runs of `multiple`; the last run of the layer may be shorter."""
+        """Whether both ends lie between whole runs of `multiple`; the last run of the layer may be
+        shorter.
+        """
         return self.start % multiple == 0 and (self.stop % multiple == 0 or self.stop == self.size)
 
     def units(self, multiple: int) -> tuple[int, int]:
@@ -121,7 +150,10 @@ class LayerSlice:
         return self.start // multiple, -(-self.stop // multiple)
 
     def __str__(self) -> str:
-        return f"{'output rows' if self.axis == 'out' else 'input channels'} {self.start} to {self.stop} of {self.size}"
+        return (
+            f"{'output rows' if self.axis == 'out' else 'input channels'} {self.start} to {self.stop} of "
+            f"{self.size}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

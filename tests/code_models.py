@@ -14,9 +14,14 @@ from hfq.formats.fp8 import Fp8
 CONFIG = {"quant_method": "fbgemm_fp8"}
 TOKENS = {"input_ids": torch.tensor([[1, 5, 9, 60, 33, 2, 7]])}
 SIGLIP = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
     "vision_use_head": False,
-}  # fmt: skip
+}
 FALCON = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -26,8 +31,18 @@ FALCON = {
     "eos_token_id": 2,
 }
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8, "time_step_rank": 16}
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 96, "decoder_start_token_id": 0}
-LLAMA = {key: value for key, value in tiny_models.CONFIG.items() if key not in ("model_type", "architectures")}
+T5 = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 96,
+    "decoder_start_token_id": 0,
+}
+LLAMA = {
+    key: value for key, value in tiny_models.CONFIG.items() if key not in ("model_type", "architectures")
+}
 PIXELS = {"pixel_values": torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)}
 
 
@@ -51,7 +66,9 @@ def write(folder, auto, kind: str, options: dict, packed: str):
             tensors[name] = tensor.clone()
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(
-        folder / "model.safetensors", {n: tiny_models.as_stored(t) for n, t in tensors.items()}, {"format": "pt"}
+        folder / "model.safetensors",
+        {n: tiny_models.as_stored(t) for n, t in tensors.items()},
+        {"format": "pt"},
     )
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "quantization_config": CONFIG}
     (folder / "config.json").write_text(json.dumps(config))
@@ -59,12 +76,32 @@ def write(folder, auto, kind: str, options: dict, packed: str):
 
 
 CASES = {
-    "siglip, whose initialisation zeroes biases": (AutoModel, "siglip_vision_model", SIGLIP, r"_proj$|fc\d$", PIXELS),
+    "siglip, whose initialisation zeroes biases": (
+        AutoModel,
+        "siglip_vision_model",
+        SIGLIP,
+        r"_proj$|fc\d$",
+        PIXELS,
+    ),
     "falcon, whose linear layers have a forward of their own": (
-        AutoModelForCausalLM, "falcon", FALCON, r"(query_key_value|dense\w*)$", TOKENS,
+        AutoModelForCausalLM,
+        "falcon",
+        FALCON,
+        r"(query_key_value|dense\w*)$",
+        TOKENS,
     ),
-    "mamba, which reads weight and bias": (AutoModelForCausalLM, "mamba", MAMBA, r"(in|x|dt|out)_proj$", TOKENS),
+    "mamba, which reads weight and bias": (
+        AutoModelForCausalLM,
+        "mamba",
+        MAMBA,
+        r"(in|x|dt|out)_proj$",
+        TOKENS,
+    ),
     "t5, which reads the dtype of a weight": (
-        AutoModelForSeq2SeqLM, "t5", T5, r"\.(q|k|v|o|wi|wo)$", {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]},
+        AutoModelForSeq2SeqLM,
+        "t5",
+        T5,
+        r"\.(q|k|v|o|wi|wo)$",
+        {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]},
     ),
-}  # fmt: skip
+}

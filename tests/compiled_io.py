@@ -1,8 +1,10 @@
-"""DeepSpeed's file I/O for the tests, compiled once for its and torch's versions: `python tests/compiled_io.py`, in some minutes.
+"""DeepSpeed's file I/O for the tests, compiled once for its and torch's versions:
+`python tests/compiled_io.py`, in some minutes.
 
-DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: within a test, in each run
-of CI. Tests load what is compiled in a folder of their own as it is there, compile nothing, and skip what needs it where it is not.
-It takes libaio's headers (`apt-get install libaio-dev`) and a C++ compiler.
+DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: within
+a test, in each run of CI. Tests load what is compiled in a folder of their own as it is there, compile
+nothing, and skip what needs it where it is not. It takes libaio's headers (`apt-get install libaio-dev`) and
+a C++ compiler.
 """
 
 import os
@@ -10,7 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PARTS = ("pin_memory", "async_io")
-REASON = "DeepSpeed's async_io is not compiled: apt-get install libaio-dev; python tests/compiled_io.py, for 15 minutes"
+REASON = (
+    "DeepSpeed's async_io is not compiled: apt-get install libaio-dev; python tests/compiled_io.py, "
+    "for "
+    "15 minutes"
+)
 
 
 def folder() -> Path:
@@ -29,7 +35,9 @@ def use() -> None:
     """Has DeepSpeed load what is compiled there, in this process."""
     from torch.utils import cpp_extension
 
-    cpp_extension.load = lambda name, **_: cpp_extension._import_module_from_library(name, str(folder() / name), True)
+    cpp_extension.load = lambda name, **_: cpp_extension._import_module_from_library(
+        name, str(folder() / name), True
+    )
 
 
 def build() -> None:

@@ -1,4 +1,6 @@
-"""No test waits for a compiler: the compiled kernel is switched off, but for the tests that take the fixture `native`."""
+"""No test waits for a compiler: the compiled kernel is switched off, but for the tests that take the fixture
+`native`.
+"""
 
 import gc
 import os
@@ -10,12 +12,16 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 os.environ["HFQ_DISABLE_CPP"] = "1"
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, by whomever; 0 where there is a GPU
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # read when Triton is first imported, by whomever; 0 where there is a GPU
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays to the end: Python's collector looks through it neither meanwhile nor afterwards."""
+    """What is imported and collected stays to the end: Python's collector looks through it neither meanwhile
+    nor afterwards.
+    """
     gc.disable()
     try:
         return (yield)
@@ -26,7 +32,9 @@ def pytest_collection():
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The settled state of a process that wants the compiled part, built into the user's own cache unless it is there."""
+    """The settled state of a process that wants the compiled part, built into the user's own cache unless it
+    is there.
+    """
     from hfq.kernels.cpp import library
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +48,9 @@ def compiled():
 
 @pytest.fixture(scope="session")
 def emulated(compiled, tmp_path_factory):
-    """As `compiled`, with plain C++ in place of AVX-512 and of tiles: what it computes can be tested anywhere."""
+    """As `compiled`, with plain C++ in place of AVX-512 and of tiles: what it computes can be tested
+    anywhere.
+    """
     import ctypes
     import subprocess
 
@@ -48,7 +58,10 @@ def emulated(compiled, tmp_path_factory):
 
     made = tmp_path_factory.mktemp("emulated") / "kernels.so"
     flags = [flag for flag in build.FLAGS if flag != "-O2"]
-    subprocess.run([*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)], check=True)
+    subprocess.run(
+        [*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)],
+        check=True,
+    )
     once = library._Once()
     once.is_settled, once.library = True, library._declared(ctypes.CDLL(str(made)))
     return once

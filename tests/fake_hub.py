@@ -1,4 +1,6 @@
-"""A hub in this process: models of local folders by the endpoints that huggingface_hub calls, with faults on demand."""
+"""A hub in this process: models of local folders by the endpoints that huggingface_hub calls, with faults on
+demand.
+"""
 
 import contextlib
 import hashlib
@@ -42,7 +44,9 @@ def running(hub, monkeypatch):
     thread.start()
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("hfq.integrations.hub.fetch._RETRIES", 0)
     try:
@@ -80,9 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         root = hub.models[name]
         files = sorted(file for file in root.rglob("*") if file.is_file())
-        siblings = [{"rfilename": file.relative_to(root).as_posix(), "size": file.stat().st_size} for file in files]
+        siblings = [
+            {"rfilename": file.relative_to(root).as_posix(), "size": file.stat().st_size} for file in files
+        ]
         sha = "nothing" if "no commit" in hub.faults else hub.commit(name)
-        return self._send(200, json.dumps({"id": name, "sha": sha, "private": False, "siblings": siblings}).encode())
+        return self._send(
+            200, json.dumps({"id": name, "sha": sha, "private": False, "siblings": siblings}).encode()
+        )
 
     def _resolve(self, name, commit, file):
         hub = self.server.hub

@@ -1,8 +1,9 @@
 """Ends a rank's process without taking Python apart.
 
-torch's gloo threads let go of a collective's tensors some time after it is done. Where Python is being taken apart meanwhile, torch
-2.13 ends the process: "terminate called without an active exception", since a destructor waits for Python's lock, which is no longer
-given. DeepSpeed keeps its process groups, and so their threads, whatever a script destroys.
+torch's gloo threads let go of a collective's tensors some time after it is done. Where Python is being taken
+apart meanwhile, torch 2.13 ends the process: "terminate called without an active exception", since a
+destructor waits for Python's lock, which is no longer given. DeepSpeed keeps its process groups, and so their
+threads, whatever a script destroys.
 """
 
 import atexit

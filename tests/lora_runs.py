@@ -1,4 +1,6 @@
-"""LoRA on the tiny models: loads, plain models of the same weights, and short runs that are compared bit for bit."""
+"""LoRA on the tiny models: loads, plain models of the same weights, and short runs that are compared bit for
+bit.
+"""
 
 from dataclasses import dataclass
 
@@ -29,9 +31,13 @@ class Run:
     adapters: dict[str, torch.Tensor]
 
     def is_equal(self, other: "Run") -> bool:
-        """Whether every loss, every gradient of the first step and every trained value is the same, bit for bit."""
+        """Whether every loss, every gradient of the first step and every trained value is the same, bit for
+        bit.
+        """
         pairs = ((self.first_grads, other.first_grads), (self.adapters, other.adapters))
-        same = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+        same = all(
+            a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+        )
         return same and self.losses == other.losses and len(self.adapters) > 0
 
 
@@ -55,7 +61,9 @@ def unpack(model: nn.Module) -> nn.Module:
 def _unpacked(packed: QuantizedModule) -> nn.Module:
     weight, bias = packed.weight, packed.bias
     if isinstance(packed, QuantizedEmbedding):
-        layer = nn.Embedding(packed.num_embeddings, packed.embedding_dim, packed.padding_idx, dtype=weight.dtype)
+        layer = nn.Embedding(
+            packed.num_embeddings, packed.embedding_dim, packed.padding_idx, dtype=weight.dtype
+        )
     elif packed.is_transposed:
         layer = Conv1D(packed.out_features, packed.in_features).to(weight.dtype)
     else:
@@ -66,9 +74,13 @@ def _unpacked(packed: QuantizedModule) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def adapt(model: nn.Module, target_modules="all-linear", task_type: str | None = "CAUSAL_LM", **options) -> nn.Module:
+def adapt(
+    model: nn.Module, target_modules="all-linear", task_type: str | None = "CAUSAL_LM", **options
+) -> nn.Module:
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=target_modules, task_type=task_type, **options))
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=target_modules, task_type=task_type, **options)
+    )
 
 
 def train(model: nn.Module, steps: int = 3, inputs: dict | None = None) -> Run:
@@ -84,10 +96,14 @@ def train(model: nn.Module, steps: int = 3, inputs: dict | None = None) -> Run:
         outputs = model(**inputs)
         loss = outputs.logits.float().square().mean() if outputs.get("loss") is None else outputs.loss
         loss.backward()
-        first = first or {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
+        first = first or {
+            name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None
+        }
         optimizer.step()
         losses.append(loss.item())
-    return Run(model, losses, first, {name: parameter.detach().clone() for name, parameter in trained.items()})
+    return Run(
+        model, losses, first, {name: parameter.detach().clone() for name, parameter in trained.items()}
+    )
 
 
 def logits(model: nn.Module) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Tiny mixtures of experts under every naming scheme that their checkpoints have, packed by hfq's own formats."""
+"""Tiny mixtures of experts under every naming scheme that their checkpoints have, packed by hfq's own
+formats.
+"""
 
 import json
 import re
@@ -25,17 +27,39 @@ from hfq.formats.unquantized import Dense
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {
-    "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": TOKENS, "max_position_embeddings": 64, "tie_word_embeddings": False,
-    "num_experts_per_tok": CHOSEN, "dtype": "float32", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": CHOSEN,
+    "dtype": "float32",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "initializer_range": 0.1,
-}  # fmt: skip
+}
 QWEN = {**COMMON, "num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE}
 DEEPSEEK = {
-    **COMMON, "n_routed_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE, "n_shared_experts": 1, "kv_lora_rank": 32,
-    "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    **COMMON,
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": INTERMEDIATE,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MODELS = {
     "mixtral": {"model_type": "mixtral", **COMMON, "num_local_experts": EXPERTS},
     "qwen3": {"model_type": "qwen3_moe", **QWEN},
@@ -45,14 +69,21 @@ MODELS = {
     "gpt-oss": {"model_type": "gpt_oss", **COMMON, "num_local_experts": EXPERTS},
     "granite": {"model_type": "granitemoe", **COMMON, "num_local_experts": EXPERTS},
     "llama4": {
-        "model_type": "llama4_text", **COMMON, "num_local_experts": EXPERTS, "interleave_moe_layer_step": 1,
+        "model_type": "llama4_text",
+        **COMMON,
+        "num_local_experts": EXPERTS,
+        "interleave_moe_layer_step": 1,
         "intermediate_size_mlp": INTERMEDIATE,
     },
     "nemotron": {
-        "model_type": "nemotron_h", **COMMON, "layers_block_type": ["attention", "moe"], "n_routed_experts": EXPERTS,
-        "moe_intermediate_size": INTERMEDIATE, "moe_shared_expert_intermediate_size": 32,
+        "model_type": "nemotron_h",
+        **COMMON,
+        "layers_block_type": ["attention", "moe"],
+        "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": INTERMEDIATE,
+        "moe_shared_expert_intermediate_size": 32,
     },
-}  # fmt: skip
+}
 FAMILIES = {
     "olmoe": QWEN,
     "phimoe": {**COMMON, "num_local_experts": EXPERTS},
@@ -73,7 +104,8 @@ class Scheme:
         weight_format: What its linear layers are packed as.
         config: Its quantization_config.
         renamed: Parts of names: in the model → in the checkpoint.
-        projections: gate, up and down of one expert; or gate_up and down; a name with a `*` is fused over all experts.
+        projections: gate, up and down of one expert; or gate_up and down; a name with a `*` is fused over all
+            experts.
     """
 
     id: str
@@ -86,7 +118,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint in memory: its tensors, and the state of a plain model of the weights that they stand for."""
+    """A checkpoint in memory: its tensors, and the state of a plain model of the weights that they stand
+    for.
+    """
 
     scheme: Scheme
     tensors: dict[str, torch.Tensor]
@@ -129,11 +163,15 @@ def pack(scheme: Scheme, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor],
     tensors = scheme.weight_format.quantize(weight)
     if isinstance(scheme.weight_format, Dense):
         return tensors, weight
-    return tensors, tiny_models.settled(scheme.weight_format, tensors, scheme.config, tuple(weight.shape)).dequantize(tensors)
+    return tensors, tiny_models.settled(
+        scheme.weight_format, tensors, scheme.config, tuple(weight.shape)
+    ).dequantize(tensors)
 
 
 def write(scheme: Scheme, is_packed: Callable[[str], bool] = lambda name: name.endswith("_proj")) -> Written:
-    """The checkpoint of a random model: all experts, and every other layer for whose name in the model `is_packed` holds."""
+    """The checkpoint of a random model: all experts, and every other layer for whose name in the model
+    `is_packed` holds.
+    """
     state = {name: tensor.detach().clone() for name, tensor in plain_model(scheme.model).state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -155,7 +193,9 @@ def in_checkpoint(scheme: Scheme, name: str) -> str:
 
 
 def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, local: str) -> None:
-    """Stores one fused parameter of the model as the scheme does, and puts what it then stands for into the state."""
+    """Stores one fused parameter of the model as the scheme does, and puts what it then stands for into the
+    state.
+    """
     path, fused = in_checkpoint(scheme, module), state[f"{module}.{local}"]
     if local.endswith("_bias"):  # gpt-oss alone
         if "*" in scheme.projections[0]:
@@ -188,7 +228,9 @@ def _write_experts(scheme: Scheme, tensors: dict, state: dict, module: str, loca
 
 
 def _write_together(scheme: Scheme, tensors: dict, path: str, local: str, fused: torch.Tensor) -> None:
-    """Stores a fused parameter as ModelOpt does: all experts under one scale, as one wide layer whose outputs are dealt to them."""
+    """Stores a fused parameter as ModelOpt does: all experts under one scale, as one wide layer whose outputs
+    are dealt to them.
+    """
     packed, real = pack(scheme, fused.transpose(1, 2).flatten(0, 1))
     fused.copy_(real.unflatten(0, (EXPERTS, -1)).transpose(1, 2))
     for key, tensor in packed.items():
@@ -205,9 +247,13 @@ def _parts(scheme: Scheme, local: str, weight: torch.Tensor) -> list[tuple[str, 
 
 
 def pack_saved(family: str, weight_format: Format, config: dict, folder: Path) -> tuple[Path, Path]:
-    """(a checkpoint under the names that transformers itself saves, packed; the same of the weights that it stands for)."""
+    """(a checkpoint under the names that transformers itself saves, packed; the same of the weights that it
+    stands for).
+    """
     torch.manual_seed(11)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).save_pretrained(folder / "saved")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).save_pretrained(
+        folder / "saved"
+    )
     tensors = tiny_models.stored_tensors(folder / "saved")
     packed, plain, scheme = {}, dict(tensors), Scheme(family, family, weight_format, config)
     for name, tensor in tensors.items():
@@ -230,7 +276,13 @@ def pack_saved(family: str, weight_format: Format, config: dict, folder: Path) -
 
 IDS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 70, 4, 4, 17, 79, 3]])
 GPTQ = Gptq(4, 32, True, "stored", g_idx_length=64)
-GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq_v2"}
+GPTQ_CONFIG = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "checkpoint_format": "gptq_v2",
+}
 GPTQMODEL_CONFIG = {**GPTQ_CONFIG, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 FP8 = Fp8(strategy="channel")
 FP8_CONFIG = {"quant_method": "fbgemm_fp8"}
@@ -244,7 +296,9 @@ PACKED_CONFIG = {
 }
 BNB_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 MODELOPT_FP8 = ModeloptExpert(Fp8(strategy="tensor", scale_shape=(), input_scale_name="input_scale"))
-MODELOPT_NVFP4 = ModeloptExpert(Nvfp4(stored_codes_name="weight", global_shape=(), others=(("input_scale", "F32", ()),)))
+MODELOPT_NVFP4 = ModeloptExpert(
+    Nvfp4(stored_codes_name="weight", global_shape=(), others=(("input_scale", "F32", ()),))
+)
 MODELOPT_CONFIG = {"quant_method": "modelopt"}
 OLD_MIXTRAL = {".mlp.": ".block_sparse_moe."}
 MLX_NAMES = ("gate_proj.*", "up_proj.*", "down_proj.*")
@@ -253,22 +307,61 @@ SCHEMES = [
     Scheme("mixtral w1 w2 w3, gptq", "mixtral", GPTQ, GPTQ_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2")),
     Scheme("mixtral of gptqmodel, gptq", "mixtral", GPTQ, GPTQ_CONFIG),
     Scheme("mixtral of llmcompressor, fp8", "mixtral", FP8, FP8_CONFIG, OLD_MIXTRAL),
-    Scheme("mixtral fused gate_up, fp8", "mixtral", FP8, FP8_CONFIG, OLD_MIXTRAL, ("gate_up_proj", "down_proj")),
+    Scheme(
+        "mixtral fused gate_up, fp8", "mixtral", FP8, FP8_CONFIG, OLD_MIXTRAL, ("gate_up_proj", "down_proj")
+    ),
     Scheme("qwen3 by expert, pack-quantized", "qwen3", PackQuantized(scale_shape=(1, 1)), PACKED_CONFIG),
     Scheme("qwen3 by expert, bitsandbytes", "qwen3", Bnb4Bit(), BNB_CONFIG),
     Scheme("qwen3 fused, fp8", "qwen3", FP8, FP8_CONFIG, {}, ("gate_up_proj.*", "down_proj.*")),
     Scheme("qwen2 with a shared expert, fp8 blocks", "qwen2", BLOCK, BLOCK_CONFIG),
     Scheme("deepseek v3, fp8 blocks", "deepseek-v3", BLOCK, BLOCK_CONFIG),
     Scheme("deepseek v2, gptq", "deepseek-v2", GPTQ, GPTQ_CONFIG),
-    Scheme("gpt-oss blocks", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")),
+    Scheme(
+        "gpt-oss blocks",
+        "gpt-oss",
+        GptOssMxfp4(),
+        {"quant_method": "mxfp4"},
+        {},
+        ("gate_up_proj_*", "down_proj_*"),
+    ),
     Scheme("llama 4 by expert, pack-quantized", "llama4", PackQuantized(scale_shape=(1, 1)), PACKED_CONFIG),
     Scheme("nemotron by expert, fp8", "nemotron", FP8, FP8_CONFIG, {"model.": "backbone."}),
-    Scheme("gpt-oss of ModelOpt, fp8", "gpt-oss", MODELOPT_FP8, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
-    Scheme("gpt-oss of ModelOpt, nvfp4", "gpt-oss", MODELOPT_NVFP4, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
-    Scheme("llama 4 of ModelOpt, fp8", "llama4", MODELOPT_FP8, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
-    Scheme("llama 4 of ModelOpt, nvfp4", "llama4", MODELOPT_NVFP4, MODELOPT_CONFIG, {}, ("gate_up_proj*", "down_proj*")),
+    Scheme(
+        "gpt-oss of ModelOpt, fp8",
+        "gpt-oss",
+        MODELOPT_FP8,
+        MODELOPT_CONFIG,
+        {},
+        ("gate_up_proj*", "down_proj*"),
+    ),
+    Scheme(
+        "gpt-oss of ModelOpt, nvfp4",
+        "gpt-oss",
+        MODELOPT_NVFP4,
+        MODELOPT_CONFIG,
+        {},
+        ("gate_up_proj*", "down_proj*"),
+    ),
+    Scheme(
+        "llama 4 of ModelOpt, fp8",
+        "llama4",
+        MODELOPT_FP8,
+        MODELOPT_CONFIG,
+        {},
+        ("gate_up_proj*", "down_proj*"),
+    ),
+    Scheme(
+        "llama 4 of ModelOpt, nvfp4",
+        "llama4",
+        MODELOPT_NVFP4,
+        MODELOPT_CONFIG,
+        {},
+        ("gate_up_proj*", "down_proj*"),
+    ),
     Scheme("gpt-oss in gptqmodel's halves, gptq", "gpt-oss", GPTQ, GPTQMODEL_CONFIG),
-    Scheme("qwen3 of mlx", "qwen3", Mlx(4, 32), {"quant_method": "mlx"}, {".experts": ".switch_mlp"}, MLX_NAMES),
+    Scheme(
+        "qwen3 of mlx", "qwen3", Mlx(4, 32), {"quant_method": "mlx"}, {".experts": ".switch_mlp"}, MLX_NAMES
+    ),
     Scheme("granite fused, fp8", "granite", FP8, FP8_CONFIG, GRANITE, ("input_linear.*", "output_linear.*")),
 ]
 PLACEMENTS = {
@@ -283,7 +376,9 @@ ONE = "model.layers.1.mlp.experts.2"
 
 def load(path, device_map=None):
     config = HfqConfig(quantize_activations=False)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=torch.float32, device_map=device_map
+    )
 
 
 def logits(model, tokens=IDS) -> torch.Tensor:
@@ -293,7 +388,11 @@ def logits(model, tokens=IDS) -> torch.Tensor:
 
 def is_packed(scheme: Scheme):
     """Of gpt-oss the experts alone are packed, as in its own checkpoints."""
-    return (lambda name: False) if scheme.model == "gpt-oss" else (lambda name: name.endswith(("_proj", "_with_mqa")))
+    return (
+        (lambda name: False)
+        if scheme.model == "gpt-oss"
+        else (lambda name: name.endswith(("_proj", "_with_mqa")))
+    )
 
 
 def without(tensors, *prefixes):

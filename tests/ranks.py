@@ -1,7 +1,8 @@
 """Starts ranks as forks of one process, in which everything that they import is imported once.
 
-Reads a JSON line for each run, [ranks, port, script, arguments, file for what is printed], and answers it with the exit codes of the
-ranks. A rank finds what `deepspeed` would give it: the variables of torch.distributed, and its number as the first argument.
+Reads a JSON line for each run, [ranks, port, script, arguments, file for what is printed], and answers it
+with the exit codes of the ranks. A rank finds what `deepspeed` would give it: the variables of
+torch.distributed, and its number as the first argument.
 """
 
 import gc
@@ -32,7 +33,13 @@ def become(rank: int, ranks: int, port: str, script: str, arguments: list[str], 
     """Runs the script as this rank."""
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1), os.dup2(descriptor, 2)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_SIZE": ranks,
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     sys.argv = [script, f"--local_rank={rank}", *arguments]
     sys.path.insert(0, str(Path(script).parent))

@@ -40,9 +40,17 @@ leave()
 
 
 def test_it_ends_well_and_does_what_is_to_be_done_at_exit():  # without `leave`: aborted
-    variables = {"PYTHONPATH": str(Path(__file__).parent), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    variables = {
+        "PYTHONPATH": str(Path(__file__).parent),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", RANK], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", RANK],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["lets go", "at exit"]

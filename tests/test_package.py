@@ -40,7 +40,10 @@ def test_every_error_says_how_to_fix_it():
 
 
 def test_test_data_stays_within_five_megabytes():
-    assert sum(file.stat().st_size for file in (ROOT / "tests" / "data").rglob("*") if file.is_file()) < 5_000_000
+    assert (
+        sum(file.stat().st_size for file in (ROOT / "tests" / "data").rglob("*") if file.is_file())
+        < 5_000_000
+    )
 
 
 def test_there_is_no_utils_or_helpers():

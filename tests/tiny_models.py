@@ -1,4 +1,6 @@
-"""A random one-layer Llama written in any format: the smallest checkpoint that goes through `from_pretrained`."""
+"""A random one-layer Llama written in any format: the smallest checkpoint that goes through
+`from_pretrained`.
+"""
 
 import hashlib
 import json
@@ -14,15 +16,33 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared" / "checkpoints"
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "dtype": "bfloat16",
-    "hidden_act": "silu", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _PROJECTIONS = {
-    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128), "self_attn.o_proj": (128, 128),
-    "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128), "mlp.down_proj": (128, 256),
-}  # fmt: skip
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (256, 128),
+    "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
@@ -56,13 +76,17 @@ def write_model(
     metadata: dict | None = None,
     kind: str | None = None,
 ) -> Path:
-    """Writes tensors, config.json, and optimum-quanto's side file, into a folder that `from_pretrained` takes."""
+    """Writes tensors, config.json, and optimum-quanto's side file, into a folder that `from_pretrained`
+    takes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if kind is not None:
         modules = {name.partition(".weight._data")[0] for name in tensors if ".weight._data" in name}
         qmap = {module: {"weights": kind, "quantize_activations": False} for module in sorted(modules)}
         (folder / "quanto_qmap.json").write_text(json.dumps(qmap))
-    widest_first = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # as safetensors' own writer: all aligned
+    widest_first = sorted(
+        tensors.items(), key=lambda item: -item[1].dtype.itemsize
+    )  # as safetensors' own writer: all aligned
     stored = {name: as_stored(tensor) for name, tensor in widest_first}
     write_safetensors(folder / "model.safetensors", stored, {"format": "pt", **(metadata or {})})
     config = CONFIG | ({"quantization_config": quantization_config} if quantization_config else {})
@@ -71,7 +95,9 @@ def write_model(
 
 
 def schemas(tensors: dict[str, torch.Tensor], schema) -> dict[str, str]:
-    """The metadata of a dialect that describes each packed module there: {"<module>.weight": schema(its tensors)}."""
+    """The metadata of a dialect that describes each packed module there: {"<module>.weight": schema(its
+    tensors)}.
+    """
     if schema is None:
         return {}
     modules: dict[str, dict] = {}
@@ -85,15 +111,25 @@ def described(module: str, tensors: dict[str, torch.Tensor]) -> dict[str, Tensor
     """The tensors of one module as a header describes them, by local name."""
     return {
         name: TensorInfo(
-            f"{module}.{name}", safetensors_dtype(t.dtype), tuple(t.shape), ByteRange("x.safetensors", 0, t.nbytes)
+            f"{module}.{name}",
+            safetensors_dtype(t.dtype),
+            tuple(t.shape),
+            ByteRange("x.safetensors", 0, t.nbytes),
         )
         for name, t in tensors.items()
     }
 
 
-def settled(weight_format, tensors: dict[str, torch.Tensor], config: dict | None, size: tuple[int, int], schema=None):
-    """The format of tensors that `quantize` made, as it is after detection: it knows its layer's size [out, in]."""
-    hints = {**(config or {}), "__metadata__": schemas({f"m.{name}": t for name, t in tensors.items()}, schema)}
+def settled(
+    weight_format, tensors: dict[str, torch.Tensor], config: dict | None, size: tuple[int, int], schema=None
+):
+    """The format of tensors that `quantize` made, as it is after detection: it knows its layer's size [out,
+    in].
+    """
+    hints = {
+        **(config or {}),
+        "__metadata__": schemas({f"m.{name}": t for name, t in tensors.items()}, schema),
+    }
     found = type(weight_format).detect("m", described("m", tensors), hints)
     return found.sized(size[1], size[0]).resolve("m", tensors)
 

@@ -1,4 +1,6 @@
-"""Starts ranks through the real launchers, or as forks of one process; many cases in one run; and reads what they wrote."""
+"""Starts ranks through the real launchers, or as forks of one process; many cases in one run; and reads what
+they wrote.
+"""
 
 import fcntl
 import functools
@@ -29,24 +31,37 @@ def free_port() -> str:
 
 def environment() -> dict[str, str]:
     return {
-        **os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "PATH": f"{BIN}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 @functools.cache
 def forks() -> subprocess.Popen:
-    """The process that forks ranks: one for all runs of this process; it ends with it, when its input does."""
-    return subprocess.Popen([sys.executable, RANKS], env=environment(), cwd=ROOT, stdin=-1, stdout=-1, text=True)
+    """The process that forks ranks: one for all runs of this process; it ends with it, when its input
+    does.
+    """
+    return subprocess.Popen(
+        [sys.executable, RANKS], env=environment(), cwd=ROOT, stdin=-1, stdout=-1, text=True
+    )
 
 
 def start(arguments: list[str], ranks: int, printed: Path, command: Sequence[str] = ()) -> str:
-    """Runs a script with its arguments on so many CPU ranks, which a launcher's command starts, or forks; gives what was printed."""
+    """Runs a script with its arguments on so many CPU ranks, which a launcher's command starts, or forks;
+    gives what was printed.
+    """
     pytest.importorskip("deepspeed")
     if command:
         launcher = [*command, free_port(), *arguments]
         with printed.open("w") as out:
-            codes = [subprocess.call(launcher, env=environment(), cwd=ROOT, stdout=out, stderr=out, timeout=600)]
+            codes = [
+                subprocess.call(launcher, env=environment(), cwd=ROOT, stdout=out, stderr=out, timeout=600)
+            ]
     else:
         script, *others = arguments
         print(json.dumps([ranks, free_port(), script, others, str(printed)]), file=forks().stdin, flush=True)
@@ -56,11 +71,18 @@ def start(arguments: list[str], ranks: int, printed: Path, command: Sequence[str
     return text
 
 
-def launch(folder: Path, cases: list[dict], ranks: int, command: Sequence[str] = (), worker: Path = WORKER) -> list[dict]:
+def launch(
+    folder: Path, cases: list[dict], ranks: int, command: Sequence[str] = (), worker: Path = WORKER
+) -> list[dict]:
     """Runs the cases on so many CPU ranks; gives the results of each rank: {case: what it gave}."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    start([str(worker), "--cases", str(folder / "cases.json"), "--out", str(folder)], ranks, folder / "printed", command)
+    start(
+        [str(worker), "--cases", str(folder / "cases.json"), "--out", str(folder)],
+        ranks,
+        folder / "printed",
+        command,
+    )
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -83,11 +105,19 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], list[dic
 
 
 def check_exact(found: dict, ranks: int, is_read: bool = True) -> None:
-    """What holds for every loaded case on every rank: equal outputs, and no more than a rank's part of packed bytes."""
+    """What holds for every loaded case on every rank: equal outputs, and no more than a rank's part of packed
+    bytes.
+    """
     assert "error" not in found, found["trace"]
     assert found["logits_equal"] == [True] * 3
     assert found["tokens_equal"]
-    assert found["resident"] == found["packed_shard"] == sum(-(-(nbytes // 2) // ranks) * 2 for nbytes in found["rows"])
+    assert (
+        found["resident"]
+        == found["packed_shard"]
+        == sum(-(-(nbytes // 2) // ranks) * 2 for nbytes in found["rows"])
+    )
     assert found["packed_shard"] - found["packed_total"] / ranks < 2 * len(found["rows"])
     if is_read:
-        assert abs(found["packed_read"] - found["packed_total"] / ranks) <= 0.02 * found["packed_total"] / ranks
+        assert (
+            abs(found["packed_read"] - found["packed_total"] / ranks) <= 0.02 * found["packed_total"] / ranks
+        )

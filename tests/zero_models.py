@@ -17,22 +17,34 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": Fal
 FORMATS = {
     "gptq4": (
         Gptq(4, 64, True, "word_plus_one", g_idx_length=128),
-        {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "bits": 4, "group_size": 64},
+        {
+            "quant_method": "gptq",
+            "checkpoint_format": "gptq",
+            "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+            "bits": 4,
+            "group_size": 64,
+        },
     ),
     "fp8-block": (
         Fp8(strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv"),
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     ),
-    "fp8-tensor-0-dim": (Fp8(strategy="tensor", scale_shape=()), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fp8-tensor-0-dim": (
+        Fp8(strategy="tensor", scale_shape=()),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
     "int8": (
-        BnbInt8(scale_shape=(2,), others=(("weight_format", "U8", ()),)), {**BNB, "load_in_4bit": False, "load_in_8bit": True},
+        BnbInt8(scale_shape=(2,), others=(("weight_format", "U8", ()),)),
+        {**BNB, "load_in_4bit": False, "load_in_8bit": True},
     ),
     "nf4": (Bnb4Bit(), {**BNB, "bnb_4bit_quant_type": "nf4"}),
-}  # fmt: skip
+}
 
 
 def write_format(folder: Path, name: str, is_tied: bool = False, poisoned: str | None = None) -> str:
-    """A tiny Llama packed in one format; without a head of its own if tied; with a scale that is no number if poisoned."""
+    """A tiny Llama packed in one format; without a head of its own if tied; with a scale that is no number if
+    poisoned.
+    """
     weight_format, config = FORMATS[name]
     tensors = tiny_models.packed_tensors(weight_format)
     if is_tied:
@@ -61,7 +73,11 @@ def write_own_code(folder: Path, name: str) -> str:
 def write_dialect(folder: Path, case: Case) -> str:
     """The tiny Llama of one row of the contract suite."""
     tensors = tiny_models.packed_tensors(case.format)
-    return str(tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind))
+    return str(
+        tiny_models.write_model(
+            folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind
+        )
+    )
 
 
 def write_mixtral(folder: Path) -> str:
@@ -71,9 +87,15 @@ def write_mixtral(folder: Path) -> str:
 
 def write_reading(folder: Path, kind: str) -> tuple[str, dict]:
     """(the checkpoint of a model whose own code reads weights of its layers, what a case says of it)."""
-    auto, model_type, options, packed, inputs = next(case for name, case in code_models.CASES.items() if name.startswith(kind))
+    auto, model_type, options, packed, inputs = next(
+        case for name, case in code_models.CASES.items() if name.startswith(kind)
+    )
     _, path = code_models.write(folder, auto, model_type, options, packed)
     return str(path), {
-        "auto": {AutoModelForCausalLM: "AutoModelForCausalLM", AutoModelForSeq2SeqLM: "AutoModelForSeq2SeqLM"}[auto],
-        "inputs": [{name: tensor.tolist() for name, tensor in inputs.items()}] * 3, "generates": False,
-    }  # fmt: skip
+        "auto": {
+            AutoModelForCausalLM: "AutoModelForCausalLM",
+            AutoModelForSeq2SeqLM: "AutoModelForSeq2SeqLM",
+        }[auto],
+        "inputs": [{name: tensor.tolist() for name, tensor in inputs.items()}] * 3,
+        "generates": False,
+    }

@@ -62,7 +62,8 @@ def bench_fms(folder: Path, nbytes: float, rounds: int, say: Callable[[str], Non
                 say(f"{weights}: round {number + 1} of {rounds}, {loader}")
                 records.append(measure_load(path, small, loader) | {"weights": weights, "round": number})
     facts = machine_facts(folder) | {
-        "FMS": f"ibm-fms {version}, shown a config.json without the quantization, with its gptq_cpu layers for GPTQ",
+        "FMS": f"ibm-fms {version}, shown a config.json without the quantization, with its gptq_cpu layers "
+        f"for GPTQ",
         "model": f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers",
         "threads": str(torch.get_num_threads()),
         "ranks": f"{_WORLD} processes under tensor parallelism, by gloo",
@@ -114,7 +115,9 @@ def measure_parity(folder: Path, say: Callable[[str], None]) -> list[Record]:
 
 
 def _compared(answers: list[dict], expected: torch.Tensor) -> Record:
-    """The largest relative error of the logits that one process, or each of several, has; or the first error."""
+    """The largest relative error of the logits that one process, or each of several, has; or the first
+    error.
+    """
     failed = next((answer for answer in answers if "error" in answer), None)
     if failed is not None:
         return failed
@@ -139,7 +142,8 @@ def _parity_table(records: list[Record]) -> Table:
     cases = list(dict.fromkeys(record["case"] for record in found))
     rows = [(case, *(cells[case, loader] for loader in loaders)) for case in cases]
     note = (
-        "Architecture, format, key heads (of 8): relative L2 error of float32 logits against transformers with hfq, of ranks the "
+        "Architecture, format, key heads (of 8): relative L2 error of float32 logits against transformers "
+        "with hfq, of ranks the "
         "larger one; or the error."
     )
     return Table("What loads, and how exactly", note, ("model", *loaders), rows)
@@ -168,7 +172,8 @@ def _load_table(records: list[Record]) -> Table:
             peak, anonymous = (_ratio(records, key, weights, loader) for key in ("peak_rss", "anonymous"))
             rows.append((weights, loader, f"{seconds:.3f} s", _share(peak), _share(anonymous)))
     note = (
-        "Seconds until every page has been touched; growth of memory over the bytes of the checkpoint's files. FMS by itself keeps "
+        "Seconds until every page has been touched; growth of memory over the bytes of the checkpoint's "
+        "files. FMS by itself keeps "
         "FP8 codes without their scales: what it loads there is not the model."
     )
     return Table("Time and memory", note, ("weights", "loader", "time", "peak RSS", "anonymous"), rows)

@@ -300,7 +300,8 @@ def _measure(methods: Sequence[Method], rounds: int, flush: torch.Tensor | None)
             if number >= 3 and slowest[key] > SLOW_SECONDS:
                 continue
             if flush is not None:
-                flush.sum()  # read, as a model's other layers are: what was written would go to memory beside the call
+                # read, as a model's other layers are: what was written would go to memory beside the call
+                flush.sum()
             method, started = by_key[key], time.perf_counter()
             method.run()
             seconds = time.perf_counter() - started

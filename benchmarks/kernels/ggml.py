@@ -106,7 +106,8 @@ class GgmlLinear:
         self._graphs: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         if in_features % self._ggml.ggml_blck_size(kind):
             raise RuntimeError(
-                f"{name} divides rows into blocks of {self._ggml.ggml_blck_size(kind)}, found rows of {in_features}"
+                f"{name} divides rows into blocks of {self._ggml.ggml_blck_size(kind)}, found rows of "
+                f"{in_features}"
             )
         packed = torch.empty(out_features, self._ggml.ggml_row_size(kind, in_features), dtype=torch.uint8)
         wide = dense.to(torch.float32).contiguous()

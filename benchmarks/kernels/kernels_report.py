@@ -56,7 +56,8 @@ def _facts(records: list[Record], rounds: int) -> dict[str, str]:
     native = library()
     level = f"missing: {reason_missing()}" if native is None else _level(native)
     rates = [
-        f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], method=READ, threads=threads))} ({threads} threads)"
+        f"{as_rate(median(records, lambda r: r['nbytes'] / r['seconds'], method=READ, threads=threads))} "
+        f"({threads} threads)"
         for threads in _in_order(records, "threads")
     ]
     return {
@@ -168,9 +169,7 @@ def _targets(records: list[Record], threads: int) -> list[Target]:
         targets.append(Target(f"fp8 128x128, cpp, M={rows}, {named}: over {DENSE}", value, bound, True))
     peer = GPTQMODEL if select(records, method=GPTQMODEL) else PEER
     for rows, bound in _INT4_NATIVE.items():
-        value = _over_shapes(
-            of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "cpp"}, rows
-        )
+        value = _over_shapes(of_threads, {"method": peer}, {"weights": "gptq4 g128", "method": "cpp"}, rows)
         targets.append(
             Target(
                 f"gptq4 g128, cpp, M={rows}, {named}: over {peer} (the 4-bit peer here)",

@@ -85,7 +85,9 @@ def measure_load(path: Path, small: Path, loader: str, state: str) -> Record:
 
 
 def measure_pair(path: Path, small: Path, loader: str) -> Record:
-    """What two processes that hold the model at once take together: their proportional set sizes, in bytes."""
+    """What two processes that hold the model at once take together: their proportional set sizes, in
+    bytes.
+    """
     files = checkpoint_files(path)
     with ExitStack() as stack:
         workers = [
@@ -136,7 +138,8 @@ def _facts(architecture: Architecture, rounds: int, records: list[Record]) -> di
     sizes = ", ".join(f"{weights} {_nbytes(records, weights) / 1e9:.3f} GB" for weights in FORMATS)
     return {
         "model": f"Llama, hidden size {architecture.hidden}, {architecture.layers} layers; {sizes}",
-        "raw parallel read, cold": f"{as_rate(raw)} (4 threads x 16 MiB, buffered), {as_rate(direct)} (4 threads x 16 MiB, direct)",
+        "raw parallel read, cold": f"{as_rate(raw)} (4 threads x 16 MiB, buffered), {as_rate(direct)} (4 "
+        f"threads x 16 MiB, direct)",
         "memory copy": as_rate(copy_rate()),
         "cold": "files dropped from the page cache before each load; "
         + (f"at most {max(shares):.1%} of their pages found there by mincore" if shares else "not verified"),
@@ -151,7 +154,10 @@ def _time_table(records: list[Record]) -> Table:
             raw = median(records, lambda r: r["raw_seconds"], kind="load", weights=weights, state=state)
             cells = [_time_cell(records, weights, state, loader) for loader in LOADERS]
             rows.append((weights, state, "-" if raw is None else f"{raw:.3f} s", *cells))
-    note = "Seconds until every page of every tensor has been touched (times the raw parallel read of the same files, same round)."
+    note = (
+        "Seconds until every page of every tensor has been touched (times the raw parallel read of the "
+        "same files, same round)."
+    )
     return Table("Time", note, ("weights", "page cache", "raw read", *LOADERS), rows)
 
 
@@ -204,7 +210,10 @@ def _exactness_table(records: list[Record]) -> Table:
                 f"{record['lazy_device_read']:,}",
             )
         )
-    note = "Tensors whose sha256 in memory is that of their bytes on file; bytes read by a load that leaves everything on disk."
+    note = (
+        "Tensors whose sha256 in memory is that of their bytes on file; bytes read by a load that leaves "
+        "everything on disk."
+    )
     header = (
         "weights",
         "equal tensors",

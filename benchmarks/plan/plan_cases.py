@@ -96,7 +96,9 @@ def _open(path: Path, model: PlannedModel, placement: str, estimate: Estimate) -
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if placement != "cpu":
         options = {"device_map": "auto", "max_memory": {"cpu": estimate.budget.capacities["cpu"]}}
-    loaded = load_model(path, dtype="auto", disk_io="direct" if placement == DIRECT else "buffered", **options)
+    loaded = load_model(
+        path, dtype="auto", disk_io="direct" if placement == DIRECT else "buffered", **options
+    )
     ring = estimate.ring.get("cpu", 0)
     work = dataclasses.replace(estimate.work, is_cached=placement != DIRECT)
     planned = _planned(model, model.device_map(estimate), ring)

@@ -93,7 +93,8 @@ def check_orderings(report: Report) -> None:
             expected=f"{len(report.targets)} orderings",
             found=f"{len(report.targets) - len(broken)}",
             problems=broken,
-            fix="read the tables: a method has become worse, or other models were trained (another torch, another Python's text)",
+            fix="read the tables: a method has become worse, or other models were trained (another torch, "
+            "another Python's text)",
         )
 
 
@@ -139,7 +140,8 @@ def _facts(
     recipes: Mapping[str, Training], models: Mapping[str, Trained], corpus: Corpus, subjects: list[Subject]
 ) -> dict[str, str]:
     described = [
-        f"{name}: {sum(p.numel() for p in models[name].model.parameters()):,} parameters, {recipe.layers} blocks, hidden size "
+        f"{name}: {sum(p.numel() for p in models[name].model.parameters()):,} parameters, {recipe.layers} "
+        f"blocks, hidden size "
         f"{recipe.hidden}, {recipe.steps * recipe.batch * CONTEXT:,} tokens of training, perplexity "
         f"{next(s.records[0]['perplexity'] for s in subjects if s.name == name):.2f}"
         for name, recipe in recipes.items()

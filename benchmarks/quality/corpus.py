@@ -31,7 +31,9 @@ _SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
 def read_documents() -> list[str]:
-    """The documents, in a fixed order: one for each module that has docstrings, each help topic, the licence."""
+    """The documents, in a fixed order: one for each module that has docstrings, each help topic, the
+    licence.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(library.rglob("*.py")):
@@ -57,7 +59,9 @@ def read_topics() -> list[str]:
 
 
 def part_of(document: str) -> str:
-    """One of `PARTS`: of twenty documents about one is held out, one calibrates, the others are trained on."""
+    """One of `PARTS`: of twenty documents about one is held out, one calibrates, the others are trained
+    on.
+    """
     return {0: PARTS[0], 1: PARTS[1]}.get(hashlib.sha256(document.encode()).digest()[0] % 20, PARTS[2])
 
 

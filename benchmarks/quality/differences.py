@@ -40,7 +40,8 @@ def differences(records: Sequence[Record]) -> Table:
             "RTN 4 with outliers",
             _over(opt, "RTN 4", "full 16", "66B"),
             _ratio(records, _GAINED, "RTN", 4),
-            "a Llama's norms have no bias that could shift, and a gain alone leaves the errors of its columns as small as they are",
+            "a Llama's norms have no bias that could shift, and a gain alone leaves the errors of its "
+            "columns as small as they are",
         ),
         (
             "W4sym over W4asym, with outliers",
@@ -62,7 +63,10 @@ def differences(records: Sequence[Record]) -> Table:
         ),
     ]
     shown = [(what, theirs, f"{ours:.3f}", why) for what, theirs, ours, why in rows if ours is not None]
-    note = "Ratios of perplexities, over the float model's where nothing else is told. None of these is asserted."
+    note = (
+        "Ratios of perplexities, over the float model's where nothing else is told. None of these is "
+        "asserted."
+    )
     return Table(
         "What does not come out as published", note, ("what", "published", "here", "presumably since"), shown
     )

@@ -127,8 +127,17 @@ class Subject:
             source, output = Path(folder, "floats"), Path(folder, "gptq")
             self.model.save_pretrained(source)
             windows = list(self.calibration)
-            hfq.quantize(source, config, output_dir=output, dataset=windows, num_calibration_samples=len(windows), max_seq_length=CONTEXT)
-            model = AutoModelForCausalLM.from_pretrained(output, quantization_config=HfqConfig(), dtype=torch.float32)
+            hfq.quantize(
+                source,
+                config,
+                output_dir=output,
+                dataset=windows,
+                num_calibration_samples=len(windows),
+                max_seq_length=CONTEXT,
+            )
+            model = AutoModelForCausalLM.from_pretrained(
+                output, quantization_config=HfqConfig(), dtype=torch.float32
+            )
             score = self._score(self._logits(model))
             del model  # its pages are those of a file that goes now
         self._keep("weights", method, bits, score, started)

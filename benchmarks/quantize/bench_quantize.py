@@ -97,7 +97,8 @@ def bench_quantize(
         "gptqmodel": _version("gptqmodel"),
         "memory's model": f"Llama, hidden size {large.hidden}, {large.layers} blocks",
         "time's model": f"Llama, hidden size {small.hidden}, {small.layers} blocks",
-        "calibration": f"{_SAMPLES} sequences of {_LENGTH} tokens; for quality {_QUALITY_SAMPLES} of {_QUALITY_LENGTH}",
+        "calibration": f"{_SAMPLES} sequences of {_LENGTH} tokens; for quality {_QUALITY_SAMPLES} of "
+        f"{_QUALITY_LENGTH}",
     }
     return make_report(records, facts)
 
@@ -129,7 +130,9 @@ def bound_nbytes(path: Path, tokens: torch.Tensor | None) -> dict[str, int]:
 
 
 def measure_memory(path: Path, made: Path, recipe: dict, threads: int) -> Record:
-    """The peak of one quantization with hfq in a fresh process, beside its bound; the result stays in `made`."""
+    """The peak of one quantization with hfq in a fresh process, beside its bound; the result stays in
+    `made`.
+    """
     tokens = _random_tokens(path) if recipe["method"] == "gptq" else None
     with Worker(_WORKER, tool="hfq", threads=threads) as worker:
         answer = worker.ask(

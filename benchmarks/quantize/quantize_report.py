@@ -74,7 +74,8 @@ def _memory_table(records: list[Record]) -> Table:
         for r in select(records, kind="resume")
     ]
     note = (
-        "Peak resident memory of a fresh process, what it had after its imports, and the bound: the parameters of one block in "
+        "Peak resident memory of a fresh process, what it had after its imports, and the bound: the "
+        "parameters of one block in "
         "float32, the hidden states of the calibration set in float32, and 400 MiB, imports included."
     )
     return Table(
@@ -93,7 +94,10 @@ def _time_table(records: list[Record]) -> Table:
             rows.append((tool, errors[0].replace("|", "/")[:90], "-", "-"))
         else:
             rows.append((tool, f"{cpu:.1f} s", f"{wall:.1f} s", _mib(peak)))
-    note = "GPTQ to 4 bits in groups of 128, the same sequences; from reading the model to the written folder, imports not timed."
+    note = (
+        "GPTQ to 4 bits in groups of 128, the same sequences; from reading the model to the written "
+        "folder, imports not timed."
+    )
     return Table("Time", note, ("tool", "CPU seconds", "wall", "peak memory"), rows)
 
 
@@ -116,7 +120,10 @@ def _quality_tables(records: list[Record]) -> list[Table]:
                         ", ".join(f"{p:.3f}" for p in found),
                     )
                 )
-        note = f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration set was drawn anew."
+        note = (
+            f"Groups of 128, symmetric; the floats have {floats['perplexity']:.3f}. Each calibration set "
+            f"was drawn anew."
+        )
         tables.append(Table(f"Perplexity of {model}", note, ("bits", "tool", "median", "each set"), rows))
     return tables
 

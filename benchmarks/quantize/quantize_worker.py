@@ -79,7 +79,15 @@ def _hfq() -> Callable[..., dict]:
             if progress.done == stop_after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        report = quantize(path, Recipe(**recipe), output_dir=output, dataset=list(calibration) if tokens else None, num_calibration_samples=calibration.shape[0], max_seq_length=calibration.shape[1], on_progress=stop)  # fmt: skip
+        report = quantize(
+            path,
+            Recipe(**recipe),
+            output_dir=output,
+            dataset=list(calibration) if tokens else None,
+            num_calibration_samples=calibration.shape[0],
+            max_seq_length=calibration.shape[1],
+            on_progress=stop,
+        )
         return {"resumed": report.resumed}
 
     return run

@@ -119,7 +119,9 @@ def measure_compute(path: Path, compute: float) -> float:
 
 
 def measure_decoding(path: Path, mover: str, on_disk: bool, tokens: int = TOKENS) -> list[Record]:
-    """Greedy decoding with real compute on the CPU, every forward from a cold page cache, in a fresh process."""
+    """Greedy decoding with real compute on the CPU, every forward from a cold page cache, in a fresh
+    process.
+    """
     with Worker(_WORKER, mover=mover, path=str(path), stand_in=False, on_disk=on_disk) as worker:
         loaded = worker.ask("load")
         answer = loaded if "error" in loaded else worker.ask("decode", tokens=tokens)

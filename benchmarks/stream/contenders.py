@@ -95,7 +95,9 @@ class _HfqMover(Mover):
 
 def _hfq(path: Path, device_map: dict[str, str], stream: str = "direct") -> Mover:
     config = HfqConfig(disk_io=stream)
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, device_map=dict(device_map), dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, device_map=dict(device_map), dtype="auto"
+    )
     loading = model.hf_quantizer.loading
     offloader, counters = loading.offloader, loading.reader.counters
     waited = None if offloader is None else lambda: offloader.stall_seconds

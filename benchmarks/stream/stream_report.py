@@ -156,7 +156,10 @@ def _decode_table(records: list[Record]) -> Table:
                 equal = _equal_tokens(records, weights, mover) if on_disk else None
                 verdict = "-" if equal is None else "yes" if equal == 1 else "NO"
                 rows.append((weights, mover, "disk" if on_disk else "memory", f"{seconds:.3f} s", verdict))
-    note = "Greedy decoding, computed on the CPU; tokens are compared with those of the same mover with all in memory."
+    note = (
+        "Greedy decoding, computed on the CPU; tokens are compared with those of the same mover with all "
+        "in memory."
+    )
     return Table("Decoding", note, ("weights", "mover", "layers in", "a token", "same tokens"), rows)
 
 

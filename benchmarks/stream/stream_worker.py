@@ -67,7 +67,9 @@ class StreamWorker:
         return self._measured([lambda: self._mover.forward(_BATCH)] * count)
 
     def micro_batches(self, count: int, compute: float, repeats: int) -> dict:
-        """As `passes`, of `count` micro-batches, several times over: together, or each in a pass of its own."""
+        """As `passes`, of `count` micro-batches, several times over: together, or each in a pass of its
+        own.
+        """
         Compute.seconds = compute
         if self._mover.shares_reads:
             return self._measured([lambda: self._mover.forward_all([_BATCH] * count)] * repeats)

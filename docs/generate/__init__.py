@@ -1,1 +1,3 @@
-"""Writes the pages and tables that are made from the sources, the tests and the benchmarks, and prepares the site."""
+"""Writes the pages and tables that are made from the sources, the tests and the benchmarks, and prepares the
+site.
+"""

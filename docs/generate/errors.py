@@ -1,6 +1,8 @@
-"""Every error that the sources of hfq raise on purpose: its message, what was expected and found, and its fix. Nothing is run.
+"""Every error that the sources of hfq raise on purpose: its message, what was expected and found, and its
+fix. Nothing is run.
 
-A text that is put together when the error is raised is a template here, with names in braces for what is filled in.
+A text that is put together when the error is raised is a template here, with names in braces for what is
+filled in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its tree, what each node lies in, its calls by name, and the names that it imports."""
+    """One source file: its dotted name, its tree, what each node lies in, its calls by name, and the names
+    that it imports.
+    """
 
     name: str
     tree: ast.Module
@@ -49,7 +53,9 @@ class Module:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an expression stands: the module, the functions around it, and what their parameters stand for."""
+    """Where an expression stands: the module, the functions around it, and what their parameters stand
+    for.
+    """
 
     module: Module
     functions: tuple[ast.AST, ...] = ()
@@ -93,14 +99,18 @@ def read_modules(package: Path) -> list[Module]:
 
 
 def error_classes(modules: list[Module]) -> dict[str, str]:
-    """{the name of each error class: the first line of its docstring}, a base before those that derive from it."""
+    """{the name of each error class: the first line of its docstring}, a base before those that derive from
+    it.
+    """
     classes = [node for module in modules for node in module.tree.body if isinstance(node, ast.ClassDef)]
     found = {BASE: ""}
     grows = True
     while grows:
         before = len(found)
         for node in classes:
-            if node.name == BASE or any(isinstance(base, ast.Name) and base.id in found for base in node.bases):
+            if node.name == BASE or any(
+                isinstance(base, ast.Name) and base.id in found for base in node.bases
+            ):
                 found[node.name] = (ast.get_docstring(node) or "").partition("\n")[0]
         grows = len(found) > before
     return found
@@ -118,18 +128,25 @@ def error_calls(modules: list[Module]) -> list[ErrorCall]:
 
 
 def _described(node: ast.Call, scope: Scope) -> ErrorCall:
-    """The error that a call makes; one that a helper makes for its callers belongs to the module of the caller."""
+    """The error that a call makes; one that a helper makes for its callers belongs to the module of the
+    caller.
+    """
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     caller, line = scope.module, node.lineno
     for bound in scope.bindings.values():
         if bound.scope.module is not scope.module:
             caller, line = bound.scope.module, getattr(bound.node, "lineno", node.lineno)
-    texts = {name: tuple(_texts(keywords[name], scope)) if name in keywords else () for name in ("expected", "found", "fix")}
+    texts = {
+        name: tuple(_texts(keywords[name], scope)) if name in keywords else ()
+        for name in ("expected", "found", "fix")
+    }
     return ErrorCall(node.func.id, caller, line, tuple(_texts(node.args[0], scope)), **texts)
 
 
 def _scopes(node: ast.Call, modules: list[Module], module: Module) -> list[Scope]:
-    """The scopes to read a call in: one for each caller of a helper that makes it, and for each element of a table around it."""
+    """The scopes to read a call in: one for each caller of a helper that makes it, and for each element of a
+    table around it.
+    """
     functions = tuple(parent for parent in _ancestors(node, module) if isinstance(parent, _FUNCTIONS))
     scopes = [Scope(module, functions)]
     if functions and _is_a_helper(node, functions[0], module):
@@ -139,7 +156,9 @@ def _scopes(node: ast.Call, modules: list[Module], module: Module) -> list[Scope
 
 
 def _is_a_helper(node: ast.Call, function: ast.AST, module: Module) -> bool:
-    """Whether a function makes the error for its callers: it returns it, or its message or fix is one of its parameters."""
+    """Whether a function makes the error for its callers: it returns it, or its message or fix is one of its
+    parameters.
+    """
     names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
     texts = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "fix")]
     return isinstance(module.parents[node], ast.Return) or any(
@@ -156,7 +175,9 @@ def _callers(function: ast.AST, modules: list[Module], home: Module) -> Iterator
         for node in module.calls.get(function.name, ()):
             around = tuple(parent for parent in _ancestors(node, module) if isinstance(parent, _FUNCTIONS))
             scope = Scope(module, around, depth=1)
-            given = dict(zip(names, node.args, strict=False)) | {word.arg: word.value for word in node.keywords if word.arg}
+            given = dict(zip(names, node.args, strict=False)) | {
+                word.arg: word.value for word in node.keywords if word.arg
+            }
             yield {name: Bound(value, scope) for name, value in given.items()}
 
 
@@ -166,7 +187,9 @@ def _ancestors(node: ast.AST, module: Module) -> Iterator[ast.AST]:
 
 
 def _in_loops(node: ast.AST, scope: Scope) -> list[Scope]:
-    """The scope once for each element of the tables that loops around the node go through, where these are written down."""
+    """The scope once for each element of the tables that loops around the node go through, where these are
+    written down.
+    """
     scopes = [scope]
     loops = [parent for parent in _ancestors(node, scope.module) if isinstance(parent, ast.For)]
     for loop in reversed(loops):
@@ -176,11 +199,17 @@ def _in_loops(node: ast.AST, scope: Scope) -> list[Scope]:
 
 def _elements(loop: ast.For, scope: Scope) -> list[Scope]:
     iterable, is_items = loop.iter, False
-    if isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute) and iterable.func.attr == "items":
+    if (
+        isinstance(iterable, ast.Call)
+        and isinstance(iterable.func, ast.Attribute)
+        and iterable.func.attr == "items"
+    ):
         iterable, is_items = iterable.func.value, True
     for bound in _followed(iterable, scope):
         if is_items and isinstance(bound.node, ast.Dict):
-            pairs = [ast.Tuple([key, value]) for key, value in zip(bound.node.keys, bound.node.values, strict=True)]
+            pairs = [
+                ast.Tuple([key, value]) for key, value in zip(bound.node.keys, bound.node.values, strict=True)
+            ]
         elif not is_items and isinstance(bound.node, ast.Tuple | ast.List):
             pairs = bound.node.elts
         else:
@@ -199,18 +228,28 @@ def _unpacked(target: ast.AST, value: ast.AST, scope: Scope) -> Bindings:
 
 
 def _followed(node: ast.AST, scope: Scope) -> list[Bound]:
-    """The expressions that an expression may stand for: of a name, what it was given; of a table's element, the elements."""
+    """The expressions that an expression may stand for: of a name, what it was given; of a table's element,
+    the elements.
+    """
     if scope.depth > _DEPTH:
         return []
     if isinstance(node, ast.Name):
         return _named(node.id, scope)
     if isinstance(node, ast.IfExp):
-        return [bound for branch in (node.body, node.orelse) for bound in (_followed(branch, scope) or [Bound(branch, scope)])]
+        return [
+            bound
+            for branch in (node.body, node.orelse)
+            for bound in (_followed(branch, scope) or [Bound(branch, scope)])
+        ]
     if isinstance(node, ast.Attribute):
         made = [bound for bound in _followed(node.value, scope) if isinstance(bound.node, ast.Call)]
         return [found for bound in made for found in _field(bound, node.attr)]
     if isinstance(node, ast.Subscript):
-        return [found for bound in _followed(node.value, scope) for found in _element(bound, Bound(node.slice, scope))]
+        return [
+            found
+            for bound in _followed(node.value, scope)
+            for found in _element(bound, Bound(node.slice, scope))
+        ]
     return [Bound(node, scope)]
 
 
@@ -225,7 +264,9 @@ def _named(name: str, scope: Scope) -> list[Bound]:
         values = [
             node.value
             for node in nodes
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _assigns(node, name)
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value is not None
+            and _assigns(node, name)
         ]
         if values:
             return [found for value in values for found in _followed(value, deeper)]
@@ -238,7 +279,9 @@ def _assigns(node: ast.Assign | ast.AnnAssign, name: str) -> bool:
 
 
 def _field(made: Bound, name: str) -> list[Bound]:
-    """The field of an object that is made by a call of its class, in the same module, with fields in their order."""
+    """The field of an object that is made by a call of its class, in the same module, with fields in their
+    order.
+    """
     call = made.node
     for keyword in call.keywords:
         if keyword.arg == name:
@@ -252,16 +295,28 @@ def _field(made: Bound, name: str) -> list[Bound]:
 
 
 def _element(table: Bound, index: Bound) -> list[Bound]:
-    """An element of a tuple or of a dict; all of a dict's where the key is only known when the program runs."""
-    keys = [bound.node.value for bound in _followed(index.node, index.scope) if isinstance(bound.node, ast.Constant)]
+    """An element of a tuple or of a dict; all of a dict's where the key is only known when the program
+    runs.
+    """
+    keys = [
+        bound.node.value
+        for bound in _followed(index.node, index.scope)
+        if isinstance(bound.node, ast.Constant)
+    ]
     if isinstance(table.node, ast.Tuple | ast.List):
         return [
-            Bound(table.node.elts[key], table.scope) for key in keys if isinstance(key, int) and key < len(table.node.elts)
+            Bound(table.node.elts[key], table.scope)
+            for key in keys
+            if isinstance(key, int) and key < len(table.node.elts)
         ]
     if isinstance(table.node, ast.Dict):
         pairs = zip(table.node.keys, table.node.values, strict=True)
         values = [value for key, value in pairs if not keys or getattr(key, "value", None) in keys]
-        return [found for value in values for found in (_followed(value, table.scope) or [Bound(value, table.scope)])]
+        return [
+            found
+            for value in values
+            for found in (_followed(value, table.scope) or [Bound(value, table.scope)])
+        ]
     return []
 
 
@@ -285,8 +340,12 @@ def _texts(node: ast.AST, scope: Scope) -> list[str]:
 
 
 def _filled(node: ast.AST, scope: Scope) -> list[str]:
-    """What a field of a template is filled with: texts where all of them are written down, else its name in braces."""
-    texts = _texts(node, scope) if isinstance(node, ast.Name | ast.IfExp | ast.Attribute | ast.Constant) else []
+    """What a field of a template is filled with: texts where all of them are written down, else its name in
+    braces.
+    """
+    texts = (
+        _texts(node, scope) if isinstance(node, ast.Name | ast.IfExp | ast.Attribute | ast.Constant) else []
+    )
     return texts if texts and len(texts) <= _MOST_TEXTS else [_placeholder(node)]
 
 

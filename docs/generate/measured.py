@@ -1,4 +1,6 @@
-"""Tables of the README and of the guides with numbers of docs/benchmarks: each stands between two comments and is made anew."""
+"""Tables of the README and of the guides with numbers of docs/benchmarks: each stands between two comments
+and is made anew.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,22 @@ __all__ = ["TABLES", "facts", "filled", "read_table"]
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 _WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8, 128 × 128", "gptq4": "GPTQ 4-bit"}
-_MARKED = re.compile(r"(<!-- table: ([\w-]+), made by `make docs` -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- table: ([\w-]+), made by `make docs` -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
 
 Row = dict[str, str]
 
 
 def read_table(page: str, title: str) -> list[Row]:
     """The rows of a table in `docs/benchmarks/{page}.md`, {column: cell}."""
-    section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", _text(page), re.DOTALL | re.MULTILINE)[1]
+    section = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", _text(page), re.DOTALL | re.MULTILINE)[
+        1
+    ]
     header, _, *rows = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
     )
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -39,7 +47,9 @@ def _text(page: str) -> str:
 
 def _only(rows: list[Row], **where: str) -> Row:
     """The one row in which every one of these columns has this cell."""
-    found = [row for row in rows if all(row[column.replace("_", " ")] == cell for column, cell in where.items())]
+    found = [
+        row for row in rows if all(row[column.replace("_", " ")] == cell for column, cell in where.items())
+    ]
     return found[0]
 
 
@@ -75,9 +85,17 @@ def _first_screen() -> str:
             peak = _only(memory, weights=weights, loader=loader)["peak RSS growth"]
             cold = _readable(_only(time, weights=weights, page_cache="cold")[loader])
             shown = (f"{name}, {sizes[weights]}", "hfq") if loader == "hfq" else ("", "stock")
-            rows.append((*shown, cold, "-" if peak.startswith("refused") else f"{peak} × the files", *(token or ["-"])))
+            rows.append(
+                (
+                    *shown,
+                    cold,
+                    "-" if peak.startswith("refused") else f"{peak} × the files",
+                    *(token or ["-"]),
+                )
+            )
     note = (
-        f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes FP8 while it\n"
+        f"\n{_machine()}Stock: transformers without hfq, with accelerate's offload; on a CPU it dequantizes "
+        f"FP8 while it\n"
         "loads, and does not load this GPTQ without gptqmodel. Measured:\n"
         "[loading](docs/benchmarks/load.md), [streaming](docs/benchmarks/stream.md).\n"
     )
@@ -87,7 +105,10 @@ def _first_screen() -> str:
 def _machine() -> str:
     """The hardware, the model and the versions of a run of the streaming benchmark."""
     found = facts("stream")
-    cores, disk = found["processor"].replace(" for this process", ""), found["raw direct read, cold"].partition(" (")[0]
+    cores, disk = (
+        found["processor"].replace(" for this process", ""),
+        found["raw direct read, cold"].partition(" (")[0],
+    )
     versions = ", ".join(found["versions"].split(", ")[2:5])
     return f"{cores}, {found['memory']} of memory, a disk of {disk}, no GPU; {found['model']}; {versions}.\n"
 
@@ -97,7 +118,8 @@ def _token_costs() -> str:
     rows = []
     for weights, name in _WEIGHTS.items():
         memory, disk = (
-            _only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"] for home in ("memory", "disk")
+            _only(decoding, weights=weights, mover="hfq", layers_in=home)["a token"]
+            for home in ("memory", "disk")
         )
         stock = [
             row["a token"]
@@ -105,7 +127,9 @@ def _token_costs() -> str:
             if (row["weights"], row["mover"], row["layers in"]) == (weights, "accelerate", "disk")
         ]
         rows.append((name, memory, disk, _ratio(disk, memory), *(stock or ["-"])))
-    return _markdown(("weights", "all in memory", "layers on disk", "slower by", "accelerate, layers on disk"), rows)
+    return _markdown(
+        ("weights", "all in memory", "layers on disk", "slower by", "accelerate, layers on disk"), rows
+    )
 
 
 def _pass_costs() -> str:

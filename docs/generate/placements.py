@@ -1,4 +1,6 @@
-"""docs/placements.md: which dialect is tested in which placement, from the tables that the tests run over; and what stock tools do."""
+"""docs/placements.md: which dialect is tested in which placement, from the tables that the tests run over;
+and what stock tools do.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ __all__ = ["as_markdown"]
 
 # ruff: noqa: E501  (rows of a table)
 _BY_ID = {case.id: case for case in CASES}
-_HOMES = {"none": "ZeRO-3, device", "cpu": "ZeRO-3, CPU", "in place": "ZeRO-3, NVMe in place", "swap": "ZeRO-3, NVMe copied"}
+_HOMES = {
+    "none": "ZeRO-3, device",
+    "cpu": "ZeRO-3, CPU",
+    "in place": "ZeRO-3, NVMe in place",
+    "swap": "ZeRO-3, NVMe copied",
+}
 _HEAD = """# Dialects and placements
 
 Made by `make docs` from the tables that the tests run over; a test compares the two. [formats.md](formats.md) says what each dialect is and how its reading is tested.
@@ -59,15 +66,23 @@ hfq's holds on to this one: `test_stock_nvme_offload_still_casts_the_values_of_p
 
 def as_markdown() -> str:
     """The text of the page."""
-    variants = sorted((dialect for cls in FORMATS.values() for dialect in cls.variants), key=lambda dialect: dialect.name)
+    variants = sorted(
+        (dialect for cls in FORMATS.values() for dialect in cls.variants), key=lambda dialect: dialect.name
+    )
     head = _HEAD.format(
-        placements=len(PLACEMENTS), cases=len(CASES), versions=STOCK_VERSIONS, sharded=_words(SHARDED),
-        ranks=f"{len(test_zero3_matrix.DIALECTS)} checkpoints, one of each class", tp=_words(test_tensor_parallel.EXACT),
-    )  # fmt: skip
+        placements=len(PLACEMENTS),
+        cases=len(CASES),
+        versions=STOCK_VERSIONS,
+        sharded=_words(SHARDED),
+        ranks=f"{len(test_zero3_matrix.DIALECTS)} checkpoints, one of each class",
+        tp=_words(test_tensor_parallel.EXACT),
+    )
     header = ["dialect", *PLACEMENTS, *_HOMES.values(), "tensor parallel", "stock: in memory", "stock: disk"]
     rows = [_row(dialect) for dialect in variants]
     tables = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
-    stock = "\n".join(f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in STOCK.items())
+    stock = "\n".join(
+        f"| {name} | {facts.memory} | {facts.disk} | {facts.saved} |" for name, facts in STOCK.items()
+    )
     return f"{head}{tables}\n{_STOCK_HEAD.format(versions=STOCK_VERSIONS)}{stock}\n{_STOCK_TAIL}"
 
 
@@ -81,7 +96,13 @@ def _row(dialect: FormatVariant) -> list[str]:
     sharded = [_sharded(cases, home) for home in _HOMES]
     cut = [case in CUT for case in cases]
     stock = _stock(dialect)
-    return [dialect.name, *placed, *sharded, "cut" if all(cut) else "refused" if not any(cut) else "cut, in part", *stock]
+    return [
+        dialect.name,
+        *placed,
+        *sharded,
+        "cut" if all(cut) else "refused" if not any(cut) else "cut, in part",
+        *stock,
+    ]
 
 
 def _sharded(cases: list, home: str) -> str:
@@ -91,11 +112,16 @@ def _sharded(cases: list, home: str) -> str:
         ran += [case.format for case in CASES if case.id in REPRESENTATIVES]
     if any(case.format in ran for case in cases):
         return "exact*" if home == "swap" else "exact"
-    return "alike" if {type(case.format) for case in cases} & {type(weight_format) for weight_format in ran} else "-"
+    return (
+        "alike"
+        if {type(case.format) for case in cases} & {type(weight_format) for weight_format in ran}
+        else "-"
+    )
 
 
 def _stock(dialect: FormatVariant) -> tuple[str, str]:
     facts = next(
-        (facts for facts in STOCK.values() if dialect.name in facts.variants), Stock("not measured", "not measured", "")
+        (facts for facts in STOCK.values() if dialect.name in facts.variants),
+        Stock("not measured", "not measured", ""),
     )
     return facts.memory_in_short or facts.memory, facts.disk_in_short or facts.disk

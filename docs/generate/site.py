@@ -1,4 +1,5 @@
-"""What MkDocs calls while it builds the site: the README is its first page, and files that pages link to are pages, too.
+"""What MkDocs calls while it builds the site: the README is its first page, and files that pages link to are
+pages, too.
 
 So a link that works in the repository works on the site, and one that does not fails the build (`make site`).
 """
@@ -35,7 +36,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the README, the notebooks, and every file of the repository that a page links to."""
-    waiting = [_FIRST, *_found(_NOTEBOOKS, "*.ipynb"), *(f"{_DOCS}/{file.src_uri}" for file in files.documentation_pages())]
+    waiting = [
+        _FIRST,
+        *_found(_NOTEBOOKS, "*.ipynb"),
+        *(f"{_DOCS}/{file.src_uri}" for file in files.documentation_pages()),
+    ]
     seen = set(waiting)
     while waiting:
         path = waiting.pop()

@@ -50,7 +50,10 @@ def entries() -> list[ErrorCall]:
         for error in error_calls(read_modules(ROOT / "hfq"))
         if error.fix != _INSIDE
     }
-    return sorted(found.values(), key=lambda error: (error.module.name, error.message, error.fix, error.expected, error.found))
+    return sorted(
+        found.values(),
+        key=lambda error: (error.module.name, error.message, error.fix, error.expected, error.found),
+    )
 
 
 def as_markdown() -> str:
@@ -62,7 +65,10 @@ def as_markdown() -> str:
             parts.append(f"## {name}\n\n{summary}\n")
         for module, group in itertools.groupby(own, key=lambda error: error.module):
             parts.append(f"**{module.name}** · {module.summary}\n")
-            parts += [_entry(list(same)) for _, same in itertools.groupby(group, key=lambda error: (error.message, error.fix))]
+            parts += [
+                _entry(list(same))
+                for _, same in itertools.groupby(group, key=lambda error: (error.message, error.fix))
+            ]
     return "\n".join(parts)
 
 
@@ -75,7 +81,9 @@ def _entry(errors: list[ErrorCall]) -> str:
 
 def _cause(error: ErrorCall) -> str:
     said = [
-        (label, texts) for label, texts in (("expected", error.expected), ("found", error.found)) if any(map(_says, texts))
+        (label, texts)
+        for label, texts in (("expected", error.expected), ("found", error.found))
+        if any(map(_says, texts))
     ]
     text = ", ".join(f"{label} {_either(texts)}" for label, texts in said)
     return f"{text[0].upper()}{text[1:]}." if text else ""

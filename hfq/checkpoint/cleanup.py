@@ -1,4 +1,6 @@
-"""What killed runs leave behind: files and folders under temporary names, and shared memory that no process needs."""
+"""What killed runs leave behind: files and folders under temporary names, and shared memory that no process
+needs.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,14 @@ class Leftover:
                 self.path.unlink()
 
 
-def find_leftovers(folders: Iterable[Path], shared: Path = Path("/dev/shm"), least_age: float = _HOUR) -> list[Leftover]:
-    """What was left in these folders, in the folder of temporary files and in shared memory, of this user and not in use.
+def find_leftovers(
+    folders: Iterable[Path], shared: Path = Path("/dev/shm"), least_age: float = _HOUR
+) -> list[Leftover]:
+    """What was left in these folders, in the folder of temporary files and in shared memory, of this user and
+    not in use.
 
-    Files in use are told by the processes that have them open; what was written to within `least_age` is left alone, too.
+    Files in use are told by the processes that have them open; what was written to within `least_age` is left
+    alone, too.
 
     Args:
         folders: Checkpoints and their parents; nothing below them is searched.
@@ -73,7 +79,9 @@ def find_leftovers(folders: Iterable[Path], shared: Path = Path("/dev/shm"), lea
 
 
 def _parts(path: Path, what: str) -> tuple[list[Path], list[Path]]:
-    """The folders that a leftover is, and what is in the last of them: a load nests one that bears the checkpoint's name."""
+    """The folders that a leftover is, and what is in the last of them: a load nests one that bears the
+    checkpoint's name.
+    """
     if not path.is_dir():
         return [], [path]
     entries = list(path.iterdir())

@@ -1,4 +1,6 @@
-"""Reads that pass by the page cache, or that touch it without read-ahead: what streaming from disk needs beside `Reader`."""
+"""Reads that pass by the page cache, or that touch it without read-ahead: what streaming from disk needs
+beside `Reader`.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ from hfq.tensor_spec import ByteRange
 __all__ = ["DIRECT_ALIGNMENT", "DirectFiles"]
 
 DIRECT_ALIGNMENT = 4096
-"""File offset, length and address of a direct read are multiples of so many bytes (a block of any common disk)."""
+"""File offset, length and address of a direct read are multiples of so many bytes (a block of any common
+disk).
+"""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFiles:
-    """A second pair of descriptors for each file of a reader: one for direct reads, one for reads without read-ahead.
+    """A second pair of descriptors for each file of a reader: one for direct reads, one for reads without
+    read-ahead.
 
-    They are opened from the reader's own descriptor, so that they mean the file that was validated even when its name has been
-    removed or given to another file since.
+    They are opened from the reader's own descriptor, so that they mean the file that was validated even when
+    its name has been removed or given to another file since.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -39,8 +44,8 @@ class DirectFiles:
 
         Args:
             source: The bytes that are needed; the offset is a multiple of 4096.
-            target: At an address that is a multiple of 4096, its length a multiple of 4096 that is at least `source.nbytes`:
-                what the file has beyond the range is read along.
+            target: At an address that is a multiple of 4096, its length a multiple of 4096 that is at least
+                `source.nbytes`: what the file has beyond the range is read along.
 
         Raises:
             CheckpointError: The file ends before the range does, or cannot be read.
@@ -61,7 +66,8 @@ class DirectFiles:
             self._reader.read_into(rest, target[done : source.nbytes])
 
     def read_scattered(self, source: ByteRange, target: memoryview) -> None:
-        """Fills `target` with the bytes of `source` and reads no page beyond them; for single rows of large tables.
+        """Fills `target` with the bytes of `source` and reads no page beyond them; for single rows of large
+        tables.
 
         Raises:
             CheckpointError: The file ends before the range does, or cannot be read.

@@ -1,4 +1,6 @@
-"""Carries out a read plan: several threads, each request straight into its place, the first error ends all."""
+"""Carries out a read plan: several threads, each request straight into its place, the first error ends
+all.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ Progress = Callable[[int], object]
 
 
 def read_arena(
-    plan: ReadPlan, arena: str, target: memoryview, reader: Reader, threads: int = 4, progress: Progress | None = None
+    plan: ReadPlan,
+    arena: str,
+    target: memoryview,
+    reader: Reader,
+    threads: int = 4,
+    progress: Progress | None = None,
 ) -> None:
     """Fills one arena of a plan.
 
-    Where the arena stays, pages that were not cached before are let go behind the reader: the copy takes their place.
+    Where the arena stays, pages that were not cached before are let go behind the reader: the copy takes
+    their place.
 
     Args:
         plan: The plan.
@@ -41,17 +49,24 @@ def read_arena(
         progress: Called with the bytes of each finished request, by one thread at a time.
 
     Raises:
-        CheckpointError: A file changed or cannot be read. All threads have ended then, as they have after an interrupt.
+        CheckpointError: A file changed or cannot be read. All threads have ended then, as they have after an
+            interrupt.
     """
     requests, flat = plan.requests[arena], target.cast("B")
-    gap = max((nbytes for request in requests for offset, nbytes in request.targets if offset is None), default=0)
-    scratch = memoryview(bytearray(gap))  # what is read into it is looked at by nobody, so that all threads share it
+    gap = max(
+        (nbytes for request in requests for offset, nbytes in request.targets if offset is None), default=0
+    )
+    scratch = memoryview(
+        bytearray(gap)
+    )  # what is read into it is looked at by nobody, so that all threads share it
     files = {request.source.file for request in requests}
     is_copy = plan.arenas[arena].kind != "staging"
     drop = {request.source for request in requests if is_copy and _is_cold(reader, request.source) is True}
 
     def read(request: Request) -> int:
-        parts = [scratch[:n] if offset is None else flat[offset : offset + n] for offset, n in request.targets]
+        parts = [
+            scratch[:n] if offset is None else flat[offset : offset + n] for offset, n in request.targets
+        ]
         reader.read_vectored(request.source, parts)
         if request.source in drop:
             _advise(reader, request.source, "DONTNEED")
@@ -82,7 +97,10 @@ def read_all(reader: Reader, jobs: Iterable[tuple[ByteRange, memoryview]], threa
 
     ordered = sorted(jobs, key=lambda job: (job[0].file, job[0].offset))
     pieces = [
-        (ByteRange(source.file, source.offset + done, min(_PIECE, source.nbytes - done)), target[done : done + _PIECE])
+        (
+            ByteRange(source.file, source.offset + done, min(_PIECE, source.nbytes - done)),
+            target[done : done + _PIECE],
+        )
         for source, target in ordered
         for done in range(0, source.nbytes, _PIECE)
     ]
@@ -95,9 +113,14 @@ def cold_ranges(ranges: Iterable[ByteRange], reader: Reader) -> list[ByteRange]:
 
 
 def bring_in(
-    ranges: Iterable[ByteRange], reader: Reader, threads: int = 4, by_reading: bool = False, progress: Progress | None = None
+    ranges: Iterable[ByteRange],
+    reader: Reader,
+    threads: int = 4,
+    by_reading: bool = False,
+    progress: Progress | None = None,
 ) -> None:
-    """Brings ranges into the page cache, at the disk's speed, so that who maps them need not wait for each page.
+    """Brings ranges into the page cache, at the disk's speed, so that who maps them need not wait for each
+    page.
 
     Args:
         ranges: The ranges.
@@ -155,7 +178,10 @@ def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | 
             except BaseException as error:
                 errors.append(error)
 
-    workers = [threading.Thread(target=work, name=f"hfq-read-{n}", daemon=True) for n in range(min(threads, len(tasks)))]
+    workers = [
+        threading.Thread(target=work, name=f"hfq-read-{n}", daemon=True)
+        for n in range(min(threads, len(tasks)))
+    ]
     try:
         for worker in workers:
             worker.start()
@@ -165,8 +191,12 @@ def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | 
         errors.append(error)
         raise
     finally:
-        for worker in workers:  # one whose start was interrupted may still come to life: it finds the error, and does nothing
+        for worker in (
+            workers
+        ):  # one whose start was interrupted may still come to life: it finds the error, and does nothing
             if worker.is_alive():
                 worker.join()
     if errors:
-        raise errors.pop(0)  # an error that the list kept would keep its frames, and so the memory being filled
+        raise errors.pop(
+            0
+        )  # an error that the list kept would keep its frames, and so the memory being filled

@@ -1,7 +1,8 @@
-"""What the system knows of a file: which file system it is on, which of its pages are in memory; and bringing pages in.
+"""What the system knows of a file: which file system it is on, which of its pages are in memory; and bringing
+pages in.
 
-Everything degrades to "unknown" where the system cannot tell. Calls go through ctypes, which lets other threads run meanwhile
-(`mmap.madvise` does not).
+Everything degrades to "unknown" where the system cannot tell. Calls go through ctypes, which lets other
+threads run meanwhile (`mmap.madvise` does not).
 """
 
 from __future__ import annotations
@@ -23,16 +24,43 @@ from hfq.tensor_spec import ByteRange
 __all__ = ["WINDOW", "available_memory", "filesystem_type", "is_network", "populate", "resident_fraction"]
 
 WINDOW = 16 << 20
-"""Bytes that are brought in at once: large enough for a disk's full speed, small enough not to count in a process's memory."""
+"""Bytes that are brought in at once: large enough for a disk's full speed, small enough not to count in a
+process's memory.
+"""
 
-_NETWORK = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "beegfs", "gpfs", "glusterfs", "9p", "afs", "orangefs", "pvfs2",
-    "wekafs", "virtiofs",
-})  # fmt: skip
-_LOCAL_FUSE = frozenset({
-    "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs", "fuse.bindfs", "fuse.mergerfs", "fuse.squashfuse", "fuse.gocryptfs",
-    "fuse.encfs", "fuse.lxcfs",
-})  # fmt: skip
+_NETWORK = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "ceph",
+        "beegfs",
+        "gpfs",
+        "glusterfs",
+        "9p",
+        "afs",
+        "orangefs",
+        "pvfs2",
+        "wekafs",
+        "virtiofs",
+    }
+)
+_LOCAL_FUSE = frozenset(
+    {
+        "fuse.ntfs-3g",
+        "fuse.exfat",
+        "fuse.fuse-overlayfs",
+        "fuse.bindfs",
+        "fuse.mergerfs",
+        "fuse.squashfuse",
+        "fuse.gocryptfs",
+        "fuse.encfs",
+        "fuse.lxcfs",
+    }
+)
 _SCRATCH_NBYTES = 4 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python does not name it
 _DAMAGED = (errno.EIO, getattr(errno, "EHWPOISON", 133))
@@ -40,7 +68,8 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def is_network(path: str | os.PathLike) -> bool:
-    """Whether a file lies on a network file system, where page faults one by one are slow and many reads at once are fast.
+    """Whether a file lies on a network file system, where page faults one by one are slow and many reads at
+    once are fast.
 
     FUSE counts as network but for the ones that are known to be local. False where the system does not tell.
     """
@@ -49,7 +78,8 @@ def is_network(path: str | os.PathLike) -> bool:
 
 
 def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> str | None:
-    """The type of the file system that holds a file (`ext4`, `nfs4`, …), links followed; None where it is unknown.
+    """The type of the file system that holds a file (`ext4`, `nfs4`, …), links followed; None where it is
+    unknown.
 
     Args:
         path: The file, which need not exist.
@@ -101,13 +131,14 @@ def resident_fraction(descriptor: int, source: ByteRange) -> float | None:
 
 
 def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> None:
-    """Brings a range into the page cache by requests as large as the system takes, without adding to the process's memory.
+    """Brings a range into the page cache by requests as large as the system takes, without adding to the
+    process's memory.
 
     Args:
         descriptor: The open file.
         source: The range.
-        by_reading: Whether to read and throw away, as is best on a network file system; otherwise pages are brought in through
-            a map, which copies nothing, and are read only where the system cannot do that.
+        by_reading: Whether to read and throw away, as is best on a network file system; otherwise pages are
+            brought in through a map, which copies nothing, and are read only where the system cannot do that.
 
     Raises:
         CheckpointError: The file ends before the range does, or the disk fails.
@@ -124,7 +155,9 @@ def populate(descriptor: int, source: ByteRange, by_reading: bool = False) -> No
 
 
 def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
-    """Whether the window's pages could be brought in through a map; False on a system that cannot (before Linux 5.14)."""
+    """Whether the window's pages could be brought in through a map; False on a system that cannot (before
+    Linux 5.14).
+    """
     try:
         with _mapped(libc, descriptor, window) as (address, length):
             if not libc.madvise(address, length, _MADV_POPULATE_READ):
@@ -132,7 +165,9 @@ def _fault_in(libc: Any, descriptor: int, window: ByteRange) -> bool:
             number = ctypes.get_errno()
     except OSError:
         return False
-    if number == errno.EFAULT:  # where touching the page would end the process by SIGBUS: the file was cut meanwhile
+    if (
+        number == errno.EFAULT
+    ):  # where touching the page would end the process by SIGBUS: the file was cut meanwhile
         raise changed(window.file, f"{window.offset + window.nbytes} bytes", "a shorter file")
     if number in _DAMAGED:
         raise unreadable(window, OSError(number, os.strerror(number)))
@@ -148,7 +183,9 @@ def _read_through(descriptor: int, window: ByteRange) -> None:
         except OSError as error:
             raise unreadable(window, error) from error
         if count <= 0:
-            raise changed(window.file, f"{window.offset + window.nbytes} bytes", f"{window.offset + done} bytes")
+            raise changed(
+                window.file, f"{window.offset + window.nbytes} bytes", f"{window.offset + done} bytes"
+            )
         done += count
 
 

@@ -5,7 +5,8 @@ What is checked, each with an error of its own (format: https://github.com/huggi
 1. the file holds the 8 length bytes and the header they promise, within `HeaderLimits`
 2. the header is one UTF-8 JSON object that starts with `{`, without a duplicate key
 3. `__metadata__` maps strings to strings
-4. every tensor has exactly `dtype`, `shape`, `data_offsets`; a known dtype; a shape of non-negative integers within limits
+4. every tensor has exactly `dtype`, `shape`, `data_offsets`; a known dtype; a shape of non-negative integers
+   within limits
 5. names are printable, bounded in length, and name no path
 6. each tensor's bytes equal dtype × shape
 7. tensors neither overlap nor leave holes, and end exactly where the file ends
@@ -42,7 +43,9 @@ class HeaderLimits:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: the tensors by name, the metadata, and the identity of the file it was read from."""
+    """A validated header: the tensors by name, the metadata, and the identity of the file it was read
+    from.
+    """
 
     file: str
     tensors: dict[str, TensorInfo]
@@ -73,7 +76,8 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
         limits: What a header may ask for at most.
 
     Raises:
-        CheckpointError: The file cannot be read, or one of the checks above fails; names the file and the tensor.
+        CheckpointError: The file cannot be read, or one of the checks above fails; names the file and the
+            tensor.
     """
     file = os.fspath(file)
     try:
@@ -82,7 +86,9 @@ def read_header(file: str | os.PathLike, limits: HeaderLimits = HeaderLimits()) 
             raw = read_raw(stream, file, status.st_size, limits)
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
-        raise CheckpointError("A checkpoint file cannot be read.", file=file, found=found, fix="check the path") from error
+        raise CheckpointError(
+            "A checkpoint file cannot be read.", file=file, found=found, fix="check the path"
+        ) from error
     return parse_header(raw, file, (status.st_ino, status.st_size, status.st_mtime_ns), limits)
 
 
@@ -124,9 +130,12 @@ def open_regular(file: str | os.PathLike) -> BinaryIO:
 def _damaged(file: str, what: str, expected: object = None, found: object = None, tensor: str | None = None):
     return CheckpointError(
         f"The safetensors file is damaged: {what}.",
-        file=file, tensor=tensor, expected=expected, found=found,
+        file=file,
+        tensor=tensor,
+        expected=expected,
+        found=found,
         fix="download this file again, or ask its author for an intact one",
-    )  # fmt: skip
+    )
 
 
 def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = HeaderLimits()) -> bytes:
@@ -146,8 +155,14 @@ def read_raw(stream: Readable, file: str, size: int, limits: HeaderLimits = Head
         raise _damaged(file, "it is too short to hold a header", "at least 8 bytes", f"{size} bytes")
     (length,) = struct.unpack("<Q", prefix)
     if length > limits.header_nbytes or length < 2:
-        hint = "; the file looks like a pickle or a zip archive, which hfq never opens" if _is_foreign(prefix) else ""
-        raise _damaged(file, f"its header length is out of bounds{hint}", f"2 to {limits.header_nbytes} bytes", length)
+        hint = (
+            "; the file looks like a pickle or a zip archive, which hfq never opens"
+            if _is_foreign(prefix)
+            else ""
+        )
+        raise _damaged(
+            file, f"its header length is out of bounds{hint}", f"2 to {limits.header_nbytes} bytes", length
+        )
     if 8 + length > size:
         raise _damaged(file, "it ends inside its header", f"{8 + length} bytes", f"{size} bytes")
     raw = stream.read(length)
@@ -169,7 +184,9 @@ def _parse(raw: bytes, file: str) -> dict:
         return entries
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse, parse_int=_integer)
+        return json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse, parse_int=_integer
+        )
     except _Duplicate as error:
         raise _damaged(file, "a key stands twice in its header", found=repr(str(error))) from None
     except (ValueError, RecursionError) as error:
@@ -197,21 +214,32 @@ def _metadata(value: object, file: str) -> dict[str, str]:
 def _tensor(name: str, entry: object, file: str, data_start: int, limits: HeaderLimits) -> TensorInfo:
     if not name or len(name) > limits.name_length or not name.isprintable() or "/" in name or "\\" in name:
         raise _damaged(
-            file, "a tensor has an unacceptable name", f"1 to {limits.name_length} printable, no slash", repr(name[:80])
+            file,
+            "a tensor has an unacceptable name",
+            f"1 to {limits.name_length} printable, no slash",
+            repr(name[:80]),
         )
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _damaged(file, "a tensor's entry is malformed", "dtype, shape, data_offsets", repr(entry)[:80], name)
+        raise _damaged(
+            file, "a tensor's entry is malformed", "dtype, shape, data_offsets", repr(entry)[:80], name
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _damaged(file, "a tensor has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:40], name)
     if not _is_sizes(shape) or len(shape) > limits.rank:
-        raise _damaged(file, "a tensor has an unacceptable shape", f"up to {limits.rank} sizes", repr(shape)[:80], name)
+        raise _damaged(
+            file, "a tensor has an unacceptable shape", f"up to {limits.rank} sizes", repr(shape)[:80], name
+        )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(file, "a tensor has unacceptable data_offsets", "[begin, end]", repr(offsets)[:80], name)
+        raise _damaged(
+            file, "a tensor has unacceptable data_offsets", "[begin, end]", repr(offsets)[:80], name
+        )
     numel, nbytes = math.prod(shape), offsets[1] - offsets[0]
     if math.prod(filter(None, shape)) > _MAX_ELEMENTS or numel * DTYPE_BITS[dtype] != nbytes * 8:
         expected = f"{-(-numel * DTYPE_BITS[dtype] // 8)} bytes for {dtype} {shape}"
-        raise _damaged(file, "a tensor's bytes do not match its dtype and shape", expected, f"{nbytes} bytes", name)
+        raise _damaged(
+            file, "a tensor's bytes do not match its dtype and shape", expected, f"{nbytes} bytes", name
+        )
     return TensorInfo(name, dtype, tuple(shape), ByteRange(file, data_start + offsets[0], nbytes))
 
 
@@ -224,8 +252,14 @@ def _check_coverage(tensors: dict[str, TensorInfo], file: str, data_start: int, 
     for info in sorted(tensors.values(), key=lambda info: (info.range.offset, info.nbytes)):
         if info.range.offset != end:
             fault = "overlap" if info.range.offset < end else "leave a hole"
-            raise _damaged(file, f"its tensors {fault}", f"byte {end}", f"byte {info.range.offset}", info.name)
+            raise _damaged(
+                file, f"its tensors {fault}", f"byte {end}", f"byte {info.range.offset}", info.name
+            )
         end += info.nbytes
     if end != size:
-        fault = f"it is truncated by {end - size} bytes" if end > size else f"{size - end} bytes follow its last tensor"
+        fault = (
+            f"it is truncated by {end - size} bytes"
+            if end > size
+            else f"{size - end} bytes follow its last tensor"
+        )
         raise _damaged(file, fault, f"{end} bytes", f"{size} bytes")

@@ -1,7 +1,8 @@
-"""Checkpoints without weights: texts and headers, of which a folder can be made that says all of a checkpoint but its values.
+"""Checkpoints without weights: texts and headers, of which a folder can be made that says all of a checkpoint
+but its values.
 
-Such a folder has safetensors files of the true size with nothing behind their headers (they take no room on disk), and a marker, by
-which every reader and every load refuses it: zeros are never taken for weights.
+Such a folder has safetensors files of the true size with nothing behind their headers (they take no room on
+disk), and a marker, by which every reader and every load refuses it: zeros are never taken for weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class HeadersOnlyCheckpoint:
 
     Attributes:
         texts: The bytes of each JSON file, by name.
-        heads: The first bytes of each safetensors file (length and header) and the size of the whole file, by name.
+        heads: The first bytes of each safetensors file (length and header) and the size of the whole file, by
+            name.
     """
 
     texts: Mapping[str, bytes]
@@ -49,7 +51,9 @@ class HeadersOnlyCheckpoint:
             CheckpointError: The folder cannot be written, or its file system takes no file of such a size.
         """
         try:
-            Path(folder, MARKER).write_text("The safetensors files here have headers and no weights: hfq plans with them.\n")
+            Path(folder, MARKER).write_text(
+                "The safetensors files here have headers and no weights: hfq plans with them.\n"
+            )
             for name, text in self.texts.items():
                 Path(folder, name).write_bytes(text)
             for name, (head, size) in self.heads.items():
@@ -60,10 +64,12 @@ class HeadersOnlyCheckpoint:
                     stream.truncate(size)
         except OSError as error:
             raise CheckpointError(
-                "A folder for the headers of a checkpoint could not be written; nothing was planned.", file=folder,
-                expected="a writable folder on a file system with sparse files", found=error.strerror,
+                "A folder for the headers of a checkpoint could not be written; nothing was planned.",
+                file=folder,
+                expected="a writable folder on a file system with sparse files",
+                found=error.strerror,
                 fix="set TMPDIR to a folder on a local disk",
-            ) from error  # fmt: skip
+            ) from error
 
     def pack(self) -> bytes:
         """All of it as one archive, for `unpack`."""
@@ -88,7 +94,9 @@ class HeadersOnlyCheckpoint:
                 names = [name for name in archive.namelist() if name.startswith("texts/")]
                 texts = {name.removeprefix("texts/"): archive.read(name) for name in names}
                 sizes = json.loads(archive.read(_SIZES))
-                return cls(texts, {name: (archive.read(f"heads/{name}"), int(size)) for name, size in sizes.items()})
+                return cls(
+                    texts, {name: (archive.read(f"heads/{name}"), int(size)) for name, size in sizes.items()}
+                )
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             raise ValueError(f"no archive of headers: {error}") from error
 
@@ -101,6 +109,9 @@ def check_has_weights(root: str | os.PathLike) -> None:
     """
     if os.path.lexists(os.path.join(root, MARKER)):
         raise CheckpointError(
-            "This folder has the headers of a checkpoint and no weights; nothing was loaded.", file=root, expected="weights",
-            found=MARKER, fix="load the model itself: by its name on the hub, or from the folder that `hf download` made",
-        )  # fmt: skip
+            "This folder has the headers of a checkpoint and no weights; nothing was loaded.",
+            file=root,
+            expected="weights",
+            found=MARKER,
+            fix="load the model itself: by its name on the hub, or from the folder that `hf download` made",
+        )

@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint folder: which file, which bytes. Every header is validated before any tensor is used."""
+"""The tensors of a checkpoint folder: which file, which bytes. Every header is validated before any tensor is
+used.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, root: str | os.PathLike, variant: str | None = None, limits: HeaderLimits = HeaderLimits()):  # noqa: B008
-        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+        """Opens the checkpoint in a folder: `model.safetensors`, or the shards of
+        `model.safetensors.index.json`.
 
         Args:
             root: The folder.
@@ -46,19 +49,26 @@ class Checkpoint:
             limits: Bounds on each header.
 
         Raises:
-            CheckpointError: The folder, a shard or a header is missing or damaged, or a shard lies outside the folder.
+            CheckpointError: The folder, a shard or a header is missing or damaged, or a shard lies outside
+                the folder.
         """
         root = Path(root)
         if not os.path.lexists(root):
             raise CheckpointError(
-                "There is no checkpoint at this path.", file=root, expected="a folder with config.json and *.safetensors",
-                found="nothing", fix="check the path; a model of the hub is named `organisation/model`",
-            )  # fmt: skip
+                "There is no checkpoint at this path.",
+                file=root,
+                expected="a folder with config.json and *.safetensors",
+                found="nothing",
+                fix="check the path; a model of the hub is named `organisation/model`",
+            )
         if not root.is_dir():
             raise CheckpointError(
-                "A checkpoint is a folder, and this is a file.", file=root, expected="a folder", found="a file",
+                "A checkpoint is a folder, and this is a file.",
+                file=root,
+                expected="a folder",
+                found="a file",
                 fix=f"pass its folder, {root.parent}",
-            )  # fmt: skip
+            )
         infix = f".{variant}" if variant else ""
         single, index = root / f"model{infix}.safetensors", root / f"model.safetensors.index{infix}.json"
         if os.path.lexists(single):
@@ -105,9 +115,13 @@ class Checkpoint:
             headers[str(file)] = header
             for name in header.tensors.keys() & tensors.keys():
                 raise CheckpointError(
-                    "Two shards hold the same tensor.", file=file, tensor=name, found=tensors[name].range.file,
-                    expected="each tensor in one shard", fix="remove the stale shard, or download the checkpoint again",
-                )  # fmt: skip
+                    "Two shards hold the same tensor.",
+                    file=file,
+                    tensor=name,
+                    found=tensors[name].range.file,
+                    expected="each tensor in one shard",
+                    fix="remove the stale shard, or download the checkpoint again",
+                )
             tensors |= header.tensors
         checkpoint = cls(str(root), {}, headers, tensors)
         checkpoint.config.update(checkpoint.side_file("config.json") or {})
@@ -119,7 +133,9 @@ class Checkpoint:
         return sum(header.nbytes for header in self.headers.values())
 
     def side_file(self, name: str) -> dict | None:
-        """The JSON object of a side file of the folder (`quantize_config.json`, …), or None where it is absent."""
+        """The JSON object of a side file of the folder (`quantize_config.json`, …), or None where it is
+        absent.
+        """
         path = Path(self.root) / name
         if not os.path.lexists(path):
             return None
@@ -131,7 +147,9 @@ class Checkpoint:
         merged: dict[str, str] = {}
         disputed: set[str] = set()
         for header in self.headers.values():
-            disputed |= {key for key, value in header.metadata.items() if merged.setdefault(key, value) != value}
+            disputed |= {
+                key for key, value in header.metadata.items() if merged.setdefault(key, value) != value
+            }
         return {key: value for key, value in merged.items() if key not in disputed}
 
 
@@ -140,9 +158,12 @@ def _no_weights(root: Path) -> CheckpointError:
     pickles = [name for name in found if name.endswith(_DANGEROUS_SUFFIXES)]
     fix = "convert the checkpoint to safetensors; hfq never opens a pickle" if pickles else "check the path"
     return CheckpointError(
-        "The folder holds no safetensors checkpoint.", file=root, found=", ".join(found) or "an empty folder",
-        expected="model.safetensors or model.safetensors.index.json", fix=fix,
-    )  # fmt: skip
+        "The folder holds no safetensors checkpoint.",
+        file=root,
+        found=", ".join(found) or "an empty folder",
+        expected="model.safetensors or model.safetensors.index.json",
+        fix=fix,
+    )
 
 
 def _read_json(path: Path) -> dict:
@@ -173,9 +194,12 @@ def parse_json(raw: bytes, path: Path) -> dict:
 
 def _unreadable_json(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        "A JSON file of the checkpoint cannot be read.", file=path, expected="a JSON object", found=error,
+        "A JSON file of the checkpoint cannot be read.",
+        file=path,
+        expected="a JSON object",
+        found=error,
         fix="download this file again",
-    )  # fmt: skip
+    )
 
 
 def weight_map_of(value: dict, index: Path) -> dict[str, str]:
@@ -185,46 +209,67 @@ def weight_map_of(value: dict, index: Path) -> dict[str, str]:
         CheckpointError: There is none, or it names what is outside or no safetensors file.
     """
     weight_map = value.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(v, str) for v in weight_map.values())
+    ):
         raise CheckpointError(
-            "The index has no usable weight_map.", file=index, expected="{tensor: file}", found=repr(weight_map)[:80],
+            "The index has no usable weight_map.",
+            file=index,
+            expected="{tensor: file}",
+            found=repr(weight_map)[:80],
             fix="download this file again",
-        )  # fmt: skip
+        )
     for name in sorted(set(weight_map.values())):
         path = PurePosixPath(name)
         if not name.isprintable() or "\\" in name or ":" in name or path.is_absolute() or ".." in path.parts:
             raise _outside(index, name)
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                "The index names a file that is not safetensors.", file=index, found=repr(name), expected="*.safetensors",
+                "The index names a file that is not safetensors.",
+                file=index,
+                found=repr(name),
+                expected="*.safetensors",
                 fix="convert the checkpoint to safetensors; hfq never opens a pickle",
-            )  # fmt: skip
+            )
     return weight_map
 
 
 def _check_weight_map(weight_map: dict[str, str], checkpoint: Checkpoint, index: Path) -> None:
-    held = {name: Path(info.range.file).relative_to(checkpoint.root).as_posix() for name, info in checkpoint.tensors.items()}
+    held = {
+        name: Path(info.range.file).relative_to(checkpoint.root).as_posix()
+        for name, info in checkpoint.tensors.items()
+    }
     problems = [
-        f"{name}: the index says {weight_map.get(name, 'nothing')}, the shards say {held.get(name, 'nothing')}"
+        f"{name}: the index says {weight_map.get(name, 'nothing')}, the shards say "
+        f"{held.get(name, 'nothing')}"
         for name in sorted(weight_map.keys() | held.keys())
         if weight_map.get(name) != held.get(name)
     ]
     if problems:
         raise CheckpointError(
-            "The index and the shards disagree; nothing was loaded.", file=index, problems=problems,
+            "The index and the shards disagree; nothing was loaded.",
+            file=index,
+            problems=problems,
             fix="download the checkpoint again",
-        )  # fmt: skip
+        )
 
 
 def _outside(file: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        "A file of the checkpoint lies outside its folder.", file=file, found=repr(found), expected="a file inside the folder",
+        "A file of the checkpoint lies outside its folder.",
+        file=file,
+        found=repr(found),
+        expected="a file inside the folder",
         fix="put the real files into the folder; only the hub cache's own links are followed",
-    )  # fmt: skip
+    )
 
 
 def _check_contained(root: Path, file: Path) -> None:
-    """A shard must resolve to a place inside the folder, or, in the hub cache, inside the repository's blobs."""
+    """A shard must resolve to a place inside the folder, or, in the hub cache, inside the repository's
+    blobs.
+    """
     resolved = Path(os.path.realpath(file))
     real_root = Path(os.path.realpath(root))
     snapshots = [folder for folder in real_root.parents if folder.name == "snapshots"]

@@ -1,4 +1,6 @@
-"""The read plan: every stored tensor's bytes, where they go while loading, and why. Pure data; nothing is read to make it."""
+"""The read plan: every stored tensor's bytes, where they go while loading, and why. Pure data; nothing is
+read to make it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Arena:
     Attributes:
         name: Its name in the plan.
         nbytes: Its size.
-        kind: `private` and `shared` (by the processes of a node) ones stay; a `staging` one is used again for the next.
+        kind: `private` and `shared` (by the processes of a node) ones stay; a `staging` one is used again for
+            the next.
         gap: Rows whose bytes in the file are no further apart than this are read by one request.
     """
 
@@ -72,7 +75,9 @@ class ModuleRead:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One read: the bytes of `source`, in a row, to `targets`, each (offset in the arena or None for a gap, bytes)."""
+    """One read: the bytes of `source`, in a row, to `targets`, each (offset in the arena or None for a gap,
+    bytes).
+    """
 
     source: ByteRange
     targets: tuple[tuple[int | None, int], ...]
@@ -83,8 +88,8 @@ class ReadPlan:
     """What a load does with every tensor's bytes.
 
     Attributes:
-        rows: Each packed row, and each dense tensor that is mapped. A row that is not read and whose small tensors are looked
-            at while loading stands here twice.
+        rows: Each packed row, and each dense tensor that is mapped. A row that is not read and whose small
+            tensors are looked at while loading stands here twice.
         arenas: By name, in the order in which they are filled.
     """
 
@@ -114,7 +119,9 @@ class ReadPlan:
     @property
     def mapped(self) -> list[ByteRange]:
         """The ranges that are used where they lie, in the order of the files, neighbours as one."""
-        return coalesce((info.range for row in self.rows if row.how == "mapped" for info in row.infos.values()), _GAP)
+        return coalesce(
+            (info.range for row in self.rows if row.how == "mapped" for info in row.infos.values()), _GAP
+        )
 
     @cached_property
     def _rows_by_arena(self) -> dict[str, list[ModuleRead]]:
@@ -143,24 +150,35 @@ class ReadPlan:
             "bytes_needed": self.bytes_needed,
             "bytes_read": self.bytes_read,
             "staging": self.staging,
-            "arenas": [asdict(arena) | {"requests": len(self.requests[name])} for name, arena in self.arenas.items()],
+            "arenas": [
+                asdict(arena) | {"requests": len(self.requests[name])} for name, arena in self.arenas.items()
+            ],
             "tensors": [
                 {
-                    "name": name, "file": info.range.file, "offset": info.range.offset, "nbytes": info.nbytes, "home": row.home,
-                    "how": row.how, "why": row.why, "arena": row.arena, "arena_offset": offset,
+                    "name": name,
+                    "file": info.range.file,
+                    "offset": info.range.offset,
+                    "nbytes": info.nbytes,
+                    "home": row.home,
+                    "how": row.how,
+                    "why": row.why,
+                    "arena": row.arena,
+                    "arena_offset": offset,
                 }
                 for name, info, row, offset in self._tensors()
             ],
-        }  # fmt: skip
+        }
 
     def explain(self) -> str:
         """The plan as a table for people, one line for each tensor."""
         lines = [
-            f"{self.bytes_needed:,} bytes needed, {self.bytes_read:,} read in {sum(map(len, self.requests.values()))} requests; "
+            f"{self.bytes_needed:,} bytes needed, {self.bytes_read:,} read in "
+            f"{sum(map(len, self.requests.values()))} requests; "
             f"{sum(source.nbytes for source in self.mapped):,} mapped; staging at most {self.staging:,}"
         ]
         lines += [
-            f"  arena {arena.name}: {arena.nbytes:,} bytes, {arena.kind}, {len(self.requests[arena.name])} requests"
+            f"  arena {arena.name}: {arena.nbytes:,} bytes, {arena.kind}, {len(self.requests[arena.name])} "
+            f"requests"
             for arena in self.arenas.values()
         ]
         cells = [("tensor", "file and bytes", "home", "goes to", "why")]
@@ -169,7 +187,10 @@ class ReadPlan:
             place = f"{row.arena} + {offset:,}" if row.how == "read" else row.how
             cells.append((name, f"{file} {info.range.offset:,} + {info.nbytes:,}", row.home, place, row.why))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
         return "\n".join(lines)
 
     def _tensors(self) -> Iterator[tuple[str, TensorInfo, ModuleRead, int]]:
@@ -184,8 +205,8 @@ def plan_reads(rows: Iterable[ModuleRead], arenas: Sequence[Arena], staging: int
 
     Args:
         rows: The rows; `arena` names one of `arenas` in each that is read, and `offset` is set here.
-        arenas: The arenas in the order in which they are filled; `nbytes` is set here. A staging one becomes as many batches as
-            it takes, named `<name> 0`, `<name> 1`, ….
+        arenas: The arenas in the order in which they are filled; `nbytes` is set here. A staging one becomes
+            as many batches as it takes, named `<name> 0`, `<name> 1`, ….
         staging: The most bytes of a batch, if its rows are not larger themselves.
     """
     rows, placed, sized = list(rows), list[ModuleRead](), dict[str, Arena]()
@@ -194,7 +215,8 @@ def plan_reads(rows: Iterable[ModuleRead], arenas: Sequence[Arena], staging: int
         batches: list[list[tuple[int, ModuleRead]]] = []
         end = 0
         for row in sorted(
-            (row for row in rows if row.how == "read" and row.arena == arena.name), key=lambda row: row.position
+            (row for row in rows if row.how == "read" and row.arena == arena.name),
+            key=lambda row: row.position,
         ):
             nbytes = _aligned(row.layout[1])
             if not batches or (limit is not None and end and end + nbytes > limit):
@@ -216,7 +238,11 @@ def coalesce(ranges: Iterable[ByteRange], gap: int) -> list[ByteRange]:
     for source in sorted(ranges, key=lambda source: (source.file, source.offset)):
         end = source.offset + source.nbytes
         last = found[-1] if found else None
-        if last is not None and last.file == source.file and source.offset - (last.offset + last.nbytes) <= gap:
+        if (
+            last is not None
+            and last.file == source.file
+            and source.offset - (last.offset + last.nbytes) <= gap
+        ):
             found[-1] = ByteRange(last.file, last.offset, max(end, last.offset + last.nbytes) - last.offset)
         elif source.nbytes:
             found.append(source)

@@ -1,4 +1,6 @@
-"""Reads byte ranges of a checkpoint's files, by `pread` into the caller's memory or by a shared zero-copy map."""
+"""Reads byte ranges of a checkpoint's files, by `pread` into the caller's memory or by a shared zero-copy
+map.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _MOST_BUFFERS_A_CALL = 1024  # IOV_MAX of Linux
 
 @dataclass
 class Counters:
-    """What a reader has done so far: bytes and calls of `pread`, files mapped, bytes brought into the page cache."""
+    """What a reader has done so far: bytes and calls of `pread`, files mapped, bytes brought into the page
+    cache.
+    """
 
     bytes_read: int = 0
     calls: int = 0
@@ -34,8 +38,9 @@ class Counters:
 class Reader:
     """One checkpoint's open files.
 
-    A file is opened once and kept open: what was validated is what is read, even when the name is later given to another
-    file. Safe to use from several threads and after a fork, since `pread` has no position to share.
+    A file is opened once and kept open: what was validated is what is read, even when the name is later given
+    to another file. Safe to use from several threads and after a fork, since `pread` has no position to
+    share.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -55,9 +60,11 @@ class Reader:
 
     def __reduce__(self):
         raise SetupError(
-            "A model loaded by hfq cannot be pickled.", expected="save_pretrained", found="pickle or torch.save of the model",
+            "A model loaded by hfq cannot be pickled.",
+            expected="save_pretrained",
+            found="pickle or torch.save of the model",
             fix="save it with save_pretrained, or load it again in the other process",
-        )  # fmt: skip
+        )
 
     def read_into(self, source: ByteRange, target: memoryview) -> None:
         """Fills `target` (writable, of exactly `source.nbytes` bytes) with the bytes of `source`.
@@ -68,18 +75,22 @@ class Reader:
         self.read_vectored(source, [target[: source.nbytes]])
 
     def read_vectored(self, source: ByteRange, targets: Sequence[memoryview]) -> None:
-        """Fills several targets (writable bytes, of `source.nbytes` in all) one after another, in as few calls as possible.
+        """Fills several targets (writable bytes, of `source.nbytes` in all) one after another, in as few
+        calls as possible.
 
         Raises:
-            CheckpointError: The file was truncated or replaced since its header was validated, or the disk fails.
+            CheckpointError: The file was truncated or replaced since its header was validated, or the disk
+                fails.
         """
         descriptor, pending = self.descriptor(source.file), [target for target in targets if target.nbytes]
         if sum(target.nbytes for target in pending) != source.nbytes:
             raise CheckpointError(
-                "A range does not fit the memory it is read into; nothing was read.", file=source.file,
-                expected=f"{source.nbytes} bytes", found=f"{sum(target.nbytes for target in pending)} bytes",
+                "A range does not fit the memory it is read into; nothing was read.",
+                file=source.file,
+                expected=f"{source.nbytes} bytes",
+                found=f"{sum(target.nbytes for target in pending)} bytes",
                 fix="this is a fault in hfq: report it",
-            )  # fmt: skip
+            )
         offset, calls = source.offset, 0
         while pending:
             try:
@@ -94,10 +105,12 @@ class Reader:
         self.count(bytes_read=source.nbytes, calls=calls)
 
     def read_runs(self, source: ByteRuns, target: memoryview) -> None:
-        """Fills `target` (writable, of as many bytes as all runs) with one run after another, and reads nothing between them.
+        """Fills `target` (writable, of as many bytes as all runs) with one run after another, and reads
+        nothing between them.
 
         Raises:
-            CheckpointError: The file was truncated or replaced since its header was validated, or the disk fails.
+            CheckpointError: The file was truncated or replaced since its header was validated, or the disk
+                fails.
         """
         if source.count == 1:
             self.read_into(ByteRange(source.file, source.offset, source.nbytes), target)
@@ -140,7 +153,9 @@ class Reader:
             self._headers[header.file] = header
 
     def map(self, file: str) -> mmap.mmap:
-        """A private copy-on-write map of a whole file: pages are shared with every process, and never written back."""
+        """A private copy-on-write map of a whole file: pages are shared with every process, and never written
+        back.
+        """
         descriptor = self.descriptor(file)
         with self._lock:
             if file not in self._maps:
@@ -173,31 +188,42 @@ class Reader:
             return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(
-                "A checkpoint file cannot be opened any more.", file=file, found=error.strerror, fix="restore the file"
+                "A checkpoint file cannot be opened any more.",
+                file=file,
+                found=error.strerror,
+                fix="restore the file",
             ) from error
 
     def _check_identity(self, file: str, descriptor: int) -> int:
         status = os.fstat(descriptor)
         found = (status.st_ino, status.st_size, status.st_mtime_ns)
         if found != self.identity(file):
-            raise changed(file, "(inode, size, mtime) = %d, %d, %d" % self.identity(file), "%d, %d, %d" % found)
+            raise changed(
+                file, "(inode, size, mtime) = %d, %d, %d" % self.identity(file), "%d, %d, %d" % found
+            )
         return status.st_size
 
 
 def changed(file: str, expected: str, found: str) -> CheckpointError:
     """The error of a file that is not the one any more whose header was validated."""
     return CheckpointError(
-        "A checkpoint file changed after it was validated.", file=file, expected=expected, found=found,
+        "A checkpoint file changed after it was validated.",
+        file=file,
+        expected=expected,
+        found=found,
         fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
-    )  # fmt: skip
+    )
 
 
 def unreadable(source: ByteRange, error: OSError) -> CheckpointError:
     """The error of a disk or a mount that does not give a range."""
     return CheckpointError(
-        "A checkpoint file cannot be read any more.", file=source.file, found=error.strerror,
-        expected=f"{source.nbytes} bytes from byte {source.offset}", fix="check the disk or the mount",
-    )  # fmt: skip
+        "A checkpoint file cannot be read any more.",
+        file=source.file,
+        found=error.strerror,
+        expected=f"{source.nbytes} bytes from byte {source.offset}",
+        fix="check the disk or the mount",
+    )
 
 
 def _window(pending: Sequence[memoryview]) -> list[memoryview]:

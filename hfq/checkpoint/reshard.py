@@ -1,11 +1,12 @@
-"""Copies a checkpoint so that each block of the model is one contiguous range of one file, which one direct read can bring.
+"""Copies a checkpoint so that each block of the model is one contiguous range of one file, which one direct
+read can bring.
 
-safetensors forbids holes between tensors, so each block gets a shard of its own whose header is padded with spaces. What is
-guaranteed of the copy:
+safetensors forbids holes between tensors, so each block gets a shard of its own whose header is padded with
+spaces. What is guaranteed of the copy:
 
 1. a shard's data starts at a multiple of 4096 bytes and holds all tensors of its block, and no others
-2. every tensor starts at a multiple of its element's size; at a multiple of 16 where all tensors of its unit have sizes that
-   16 divides (a unit is a routed expert, or a module that belongs to none)
+2. every tensor starts at a multiple of its element's size; at a multiple of 16 where all tensors of its unit
+   have sizes that 16 divides (a unit is a routed expert, or a module that belongs to none)
 3. a unit's tensors lie in a row, but for those whose size its widest element does not divide
 4. every tensor has the name, dtype, shape and bytes that it had
 """
@@ -46,7 +47,8 @@ class ReshardReport:
         files: All files of the new folder.
         nbytes: Their bytes.
         blocks: The numbered blocks of the model, each in a shard of its own.
-        left_out: What the source folder holds beside the checkpoint and was not copied: pickles, folders, other safetensors.
+        left_out: What the source folder holds beside the checkpoint and was not copied: pickles, folders,
+            other safetensors.
     """
 
     files: int
@@ -58,37 +60,47 @@ class ReshardReport:
 def reshard_checkpoint(
     source: Checkpoint, target: str | os.PathLike, progress: Callable[[int], None] | None = None
 ) -> ReshardReport:
-    """Writes a copy of a checkpoint with one shard per block; other readers of safetensors take it as any sharded checkpoint.
+    """Writes a copy of a checkpoint with one shard per block; other readers of safetensors take it as any
+    sharded checkpoint.
 
     Everything or nothing is written: see `folder.write_folder`.
 
     Args:
-        source: The checkpoint. The other files of its folder are copied too, but for pickles, indices and folders.
+        source: The checkpoint. The other files of its folder are copied too, but for pickles, indices and
+            folders.
         target: The folder to make: absent or empty, and outside the source.
         progress: Called with the bytes of tensors copied since its last call.
 
     Raises:
-        CheckpointError: `target` is taken or lies in the source; the disk is short or unwritable; the source changed
-            meanwhile, or a file of its folder lies outside it.
+        CheckpointError: `target` is taken or lies in the source; the disk is short or unwritable; the source
+            changed meanwhile, or a file of its folder lies outside it.
     """
     target = check_target(source, target)
     groups = _groups(source)
     copied, left_out = side_files(source)
     shards = _shards(groups, source)
     index = index_file({shard.name: infos for shard, infos in zip(shards, groups.values(), strict=True)})
-    written = write_folder(target, source, [*shards, index], copied, lambda folder: _check_copy(folder, source), progress)
+    written = write_folder(
+        target, source, [*shards, index], copied, lambda folder: _check_copy(folder, source), progress
+    )
     files = len(shards) + 1 + len(copied)
     return ReshardReport(files, written, sum(number >= 0 for _, number in groups), tuple(left_out))
 
 
 def _groups(source: Checkpoint) -> dict[tuple[str, int], list[TensorInfo]]:
-    """The tensors of each shard in its order, by the block's path and number, which is negative outside of blocks."""
+    """The tensors of each shard in its order, by the block's path and number, which is negative outside of
+    blocks.
+    """
     groups: dict[tuple[str, int], list[TensorInfo]] = {}
     for info in sorted(source.tensors.values(), key=lambda info: (info.range.file, info.range.offset)):
         block = _BLOCK.match(info.name)
         key = (block[1], int(block[2])) if block else (module_of(info), -1)
         groups.setdefault(key, []).append(info)
-    small = [key for key, infos in groups.items() if key[1] < 0 and sum(i.nbytes for i in infos) < _OWN_SHARD_NBYTES]
+    small = [
+        key
+        for key, infos in groups.items()
+        if key[1] < 0 and sum(i.nbytes for i in infos) < _OWN_SHARD_NBYTES
+    ]
     rest = [info for key in small for info in groups.pop(key)]
     if rest:
         groups["", -2] = rest
@@ -112,6 +124,9 @@ def _check_copy(folder: Path, source: Checkpoint) -> None:
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise CheckpointError(
-            "The packed copy does not read back as it was written; nothing was left behind.", tensor=name,
-            expected=expected.get(name), found=found.get(name), fix="check the disk, or choose another folder",
-        )  # fmt: skip
+            "The packed copy does not read back as it was written; nothing was left behind.",
+            tensor=name,
+            expected=expected.get(name),
+            found=found.get(name),
+            fix="check the disk, or choose another folder",
+        )

@@ -1,11 +1,13 @@
-"""One copy of a checkpoint's bytes for all processes of a node, in shared memory, whatever becomes of any of them.
+"""One copy of a checkpoint's bytes for all processes of a node, in shared memory, whatever becomes of any of
+them.
 
-The file of an arena is named by its user and by what it holds. It is filled under a temporary name and renamed when complete, so that
-a file under its own name can be used as it is, even after its filler was killed. A lock (`flock`, which ends with its process)
-says who needs it:
+The file of an arena is named by its user and by what it holds. It is filled under a temporary name and
+renamed when complete, so that a file under its own name can be used as it is, even after its filler was
+killed. A lock (`flock`, which ends with its process) says who needs it:
 
 - the filler holds the exclusive lock on the temporary file; the others wait for it
-- every user holds the shared lock on the complete file; the last one to leave, who then gets the exclusive one, removes it
+- every user holds the shared lock on the complete file; the last one to leave, who then gets the exclusive
+  one, removes it
 - a file of this user without any lock is left over, and is removed when the next arena is opened
 """
 
@@ -42,8 +44,8 @@ _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 class SharedMemory:
     """A private copy-on-write map of bytes that every process of the node shares until it writes to them.
 
-    It is given up by `close`, or when its memory is not used any more, or when the process ends; the map stays valid for who
-    still holds a view of it.
+    It is given up by `close`, or when its memory is not used any more, or when the process ends; the map
+    stays valid for who still holds a view of it.
 
     Attributes:
         memory: The map.
@@ -64,7 +66,8 @@ class SharedMemory:
         Args:
             key: A digest of everything that the bytes depend on.
             nbytes: The size, above 0.
-            fill: Writes all bytes into the memory it is given; whatever it raises is raised here, and nothing is left behind.
+            fill: Writes all bytes into the memory it is given; whatever it raises is raised here, and nothing
+                is left behind.
             folder: The folder of the node's shared memory.
 
         Returns:
@@ -74,7 +77,9 @@ class SharedMemory:
             PlacementError: Another user's file is in the way.
         """
         if fcntl is None or not os.path.isdir(folder):
-            logger.warning("hfq: no shared memory on this system; %d bytes are kept by each process for itself", nbytes)
+            logger.warning(
+                "hfq: no shared memory on this system; %d bytes are kept by each process for itself", nbytes
+            )
             return None
         path = Path(folder, f"hfq-{os.getuid()}-{key}")
         part = path.with_name(f"{path.name}.part")
@@ -87,9 +92,13 @@ class SharedMemory:
         except _NoRoom as error:
             status = os.statvfs(folder)
             logger.warning(
-                "hfq: shared memory has no room (%s): %d bytes needed, %d free in %s; each process keeps its own copy",
-                error, nbytes, status.f_bavail * status.f_frsize, folder,
-            )  # fmt: skip
+                "hfq: shared memory has no room (%s): %d bytes needed, %d free in %s; each process keeps its "
+                "own copy",
+                error,
+                nbytes,
+                status.f_bavail * status.f_frsize,
+                folder,
+            )
             return None
 
     @classmethod
@@ -111,14 +120,18 @@ class SharedMemory:
         return arena
 
     @classmethod
-    def _make(cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]) -> SharedMemory | None:
+    def _make(
+        cls, path: Path, part: Path, nbytes: int, fill: Callable[[memoryview], None]
+    ) -> SharedMemory | None:
         """The arena, filled here; or None after another process that was filling it has ended."""
         descriptor = _open_own(part, os.O_RDWR | os.O_CREAT)
         with contextlib.ExitStack() as undo:
             undo.callback(_release, descriptor)
             if not _try_alone(descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                time.sleep(random.uniform(0, 0.01))  # several who waited for a filler that died must not get in step
+                time.sleep(
+                    random.uniform(0, 0.01)
+                )  # several who waited for a filler that died must not get in step
                 return None
             undo.callback(_remove, descriptor, part)
             if not _is_at(descriptor, part) or os.path.lexists(path):
@@ -138,7 +151,9 @@ class _NoRoom(Exception):
 def _fill(descriptor: int, nbytes: int, fill: Callable[[memoryview], None]) -> None:
     try:
         os.ftruncate(descriptor, 0)  # what a killed filler has left
-        os.posix_fallocate(descriptor, 0, nbytes)  # a write beyond what there is room for would end the process
+        os.posix_fallocate(
+            descriptor, 0, nbytes
+        )  # a write beyond what there is room for would end the process
     except OSError as error:
         if error.errno in _FULL:
             raise _NoRoom(error.strerror) from error
@@ -170,10 +185,12 @@ def _open_own(path: Path, flags: int) -> int:
 
 def _foreign(path: Path, found: object, expected: object = None) -> PlacementError:
     return PlacementError(
-        "The shared memory of this checkpoint cannot be used; nothing was loaded.", file=path, found=found,
+        "The shared memory of this checkpoint cannot be used; nothing was loaded.",
+        file=path,
+        found=found,
         expected=expected or f"a regular file of user {os.getuid()}, mode -rw-------",
         fix='remove this file, or pass HfqConfig(cpu_memory="private")',
-    )  # fmt: skip
+    )
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -198,7 +215,9 @@ def _remove(descriptor: int, path: Path) -> None:
 
 
 def _leave(descriptor: int, path: Path, owner: int) -> None:
-    """Gives up the lock; the last one out removes the file. A child of a fork, which shares its parent's lock, leaves nothing."""
+    """Gives up the lock; the last one out removes the file. A child of a fork, which shares its parent's
+    lock, leaves nothing.
+    """
     if os.getpid() != owner:
         return
     if _try_alone(descriptor):
@@ -207,7 +226,9 @@ def _leave(descriptor: int, path: Path, owner: int) -> None:
 
 
 def _release(descriptor: int) -> None:
-    """Gives up the lock by name, since a map that something still refers to keeps a copy of the descriptor."""
+    """Gives up the lock by name, since a map that something still refers to keeps a copy of the
+    descriptor.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
@@ -227,7 +248,9 @@ def is_abandoned(path: Path) -> bool:
 
 
 def _clean(path: Path, part: Path) -> None:
-    """Removes this user's files that no process holds a lock on, but for the two that are about to be used."""
+    """Removes this user's files that no process holds a lock on, but for the two that are about to be
+    used.
+    """
     for stale in path.parent.glob(f"hfq-{os.getuid()}-*"):
         if stale in (path, part):
             continue

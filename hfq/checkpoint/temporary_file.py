@@ -1,4 +1,6 @@
-"""Files without a name, in memory or on disk: they are gone with the reader that holds them, however its process ends."""
+"""Files without a name, in memory or on disk: they are gone with the reader that holds them, however its
+process ends.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class TemporaryFile:
         CheckpointError: The folder cannot be written, or its disk has too little room.
     """
 
-    def __init__(self, reader: Reader, label: str, nbytes: int, folder: str | os.PathLike | None = None) -> None:
+    def __init__(
+        self, reader: Reader, label: str, nbytes: int, folder: str | os.PathLike | None = None
+    ) -> None:
         self.label, self.nbytes = label, nbytes
         try:
             self._descriptor = _in_memory(nbytes) if folder is None else _on_disk(os.fspath(folder), nbytes)
@@ -64,9 +68,12 @@ class TemporaryFile:
 
     def _failed(self, why: str | None) -> CheckpointError:
         return CheckpointError(
-            "Packed layers could not be written; nothing was loaded.", file=self.label, expected=f"{self.nbytes:,} bytes of room",
-            found=why, fix="free space, or choose another offload_folder",
-        )  # fmt: skip
+            "Packed layers could not be written; nothing was loaded.",
+            file=self.label,
+            expected=f"{self.nbytes:,} bytes of room",
+            found=why,
+            fix="free space, or choose another offload_folder",
+        )
 
 
 def _in_memory(nbytes: int) -> int:
@@ -80,9 +87,12 @@ def _on_disk(folder: str, nbytes: int) -> int:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the layers that are packed while loading; nothing was loaded.", file=folder,
-            expected=f"{nbytes:,} bytes", found=f"{free:,} bytes free", fix="free space, or choose another offload_folder",
-        )  # fmt: skip
+            "The disk has too little room for the layers that are packed while loading; nothing was loaded.",
+            file=folder,
+            expected=f"{nbytes:,} bytes",
+            found=f"{free:,} bytes free",
+            fix="free space, or choose another offload_folder",
+        )
     descriptor = _open_without_name(folder)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # takes the room before anything is packed

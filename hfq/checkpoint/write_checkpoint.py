@@ -1,6 +1,8 @@
-"""Writes a checkpoint folder whole or not at all: beside its final name, its room taken first, synced, checked, then renamed.
+"""Writes a checkpoint folder whole or not at all: beside its final name, its room taken first, synced,
+checked, then renamed.
 
-safetensors forbids holes between tensors, so headers are padded with spaces: a shard's data starts at a multiple of 4096 bytes.
+safetensors forbids holes between tensors, so headers are padded with spaces: a shard's data starts at a
+multiple of 4096 bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from hfq.errors import CheckpointError
 from hfq.tensor_spec import DTYPE_BITS, SEGMENT_ALIGNMENT, ByteRange, TensorInfo
 
 __all__ = [
-    "INDEX", "Made", "NewFile", "check_target", "in_order", "index_file", "module_of", "shard_head", "side_files", "sync_folder",
+    "INDEX",
+    "Made",
+    "NewFile",
+    "check_target",
+    "in_order",
+    "index_file",
+    "module_of",
+    "shard_head",
+    "side_files",
+    "sync_folder",
     "write_folder",
-]  # fmt: skip
+]
 
 INDEX = "model.safetensors.index.json"
 _DATA_ALIGNMENT = 4096
@@ -68,15 +79,16 @@ def write_folder(
 ) -> int:
     """Writes a folder of files.
 
-    Everything is written to a temporary folder beside `target`, whose whole size is taken from the disk first, then synced,
-    checked, and renamed. Whatever fails or interrupts it leaves nothing behind.
+    Everything is written to a temporary folder beside `target`, whose whole size is taken from the disk
+    first, then synced, checked, and renamed. Whatever fails or interrupts it leaves nothing behind.
 
     Args:
         target: The folder to make, as `check_target` gives it.
         source: The checkpoint that ranges are of.
         files: What to write.
         copied: Files of the source's folder to copy as they are (see `side_files`).
-        check: Called with the temporary folder before it gets its name; raises where it is not what it should be.
+        check: Called with the temporary folder before it gets its name; raises where it is not what it should
+            be.
         progress: Called with the bytes of `files` written since its last call.
 
     Returns:
@@ -85,7 +97,9 @@ def write_folder(
     Raises:
         CheckpointError: The disk is short or unwritable, or the source changed meanwhile.
     """
-    others = [NewFile(Path(file).name, b"", (ByteRange(file, 0, header.nbytes),)) for file, header in copied.items()]
+    others = [
+        NewFile(Path(file).name, b"", (ByteRange(file, 0, header.nbytes),)) for file, header in copied.items()
+    ]
     watched = replace(source, headers={**source.headers, **copied})
     needed, free = sum(file.nbytes for file in (*files, *others)), shutil.disk_usage(target.parent).free
     try:
@@ -102,10 +116,12 @@ def write_folder(
             os.rename(folder, target)
     except OSError as error:
         raise CheckpointError(
-            "The new checkpoint could not be written; nothing was left behind.", file=target,
-            expected=f"{needed} bytes of free space in a writable folder", found=f"{error.strerror}; {free} bytes were free",
+            "The new checkpoint could not be written; nothing was left behind.",
+            file=target,
+            expected=f"{needed} bytes of free space in a writable folder",
+            found=f"{error.strerror}; {free} bytes were free",
             fix="free space or choose another folder",
-        ) from error  # fmt: skip
+        ) from error
     sync_folder(target.parent)
     return needed
 
@@ -119,28 +135,44 @@ def check_target(source: Checkpoint, target: str | os.PathLike) -> Path:
     target = Path(os.path.realpath(target))
     if target.is_relative_to(os.path.realpath(source.root)):
         raise CheckpointError(
-            "A checkpoint cannot be written into its source.", file=target, expected=f"a folder outside {source.root}",
-            found="a folder inside it", fix="choose another folder",
-        )  # fmt: skip
+            "A checkpoint cannot be written into its source.",
+            file=target,
+            expected=f"a folder outside {source.root}",
+            found="a folder inside it",
+            fix="choose another folder",
+        )
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir()) or os.path.ismount(target)):
-        found = "a mount point" if os.path.ismount(target) else "a folder with content" if target.is_dir() else "a file"
+        found = (
+            "a mount point"
+            if os.path.ismount(target)
+            else "a folder with content"
+            if target.is_dir()
+            else "a file"
+        )
         raise CheckpointError(
-            "The folder of the new checkpoint is taken; nothing was written.", file=target, expected="nothing, or an empty folder",
-            found=found, fix=f"choose a new folder, as {target / 'packed' if target.is_dir() else f'{target}-packed'}",
-        )  # fmt: skip
+            "The folder of the new checkpoint is taken; nothing was written.",
+            file=target,
+            expected="nothing, or an empty folder",
+            found=found,
+            fix=f"choose a new folder, as {target / 'packed' if target.is_dir() else f'{target}-packed'}",
+        )
     if not target.parent.is_dir():
         raise CheckpointError(
-            "The new checkpoint has no folder to be in; nothing was written.", file=target,
-            expected=f"the folder {target.parent}", found="no such folder", fix="make it, or choose another",
-        )  # fmt: skip
+            "The new checkpoint has no folder to be in; nothing was written.",
+            file=target,
+            expected=f"the folder {target.parent}",
+            found="no such folder",
+            fix="make it, or choose another",
+        )
     return target
 
 
 def in_order(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
     """The order of a shard's tensors in which each is aligned to its own element.
 
-    Runs of tensors are sorted by the power of two, up to 16, that divides all sizes of a run, largest first: so it divides
-    the start of every tensor of the run, whatever lies before. Within a run it is no less than the widest element.
+    Runs of tensors are sorted by the power of two, up to 16, that divides all sizes of a run, largest first:
+    so it divides the start of every tensor of the run, whatever lies before. Within a run it is no less than
+    the widest element.
     """
     modules: dict[str, list[TensorInfo]] = {}
     for info in infos:
@@ -168,7 +200,11 @@ def shard_head(infos: Iterable[TensorInfo], metadata: dict[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for info in infos:
-        entries[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [end, end + info.nbytes]}
+        entries[info.name] = {
+            "dtype": info.dtype,
+            "shape": info.shape,
+            "data_offsets": [end, end + info.nbytes],
+        }
         end += info.nbytes
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
@@ -184,7 +220,9 @@ def index_file(shards: Mapping[str, Iterable[TensorInfo]]) -> NewFile:
 
 
 def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
-    """The files to copy as they are, each as a header without tensors, which gives its identity; and what is left out."""
+    """The files to copy as they are, each as a header without tensors, which gives its identity; and what is
+    left out.
+    """
     copied: dict[str, Header] = {}
     left_out = []
     for path in sorted(Path(source.root).iterdir()):
@@ -197,16 +235,23 @@ def side_files(source: Checkpoint) -> tuple[dict[str, Header], list[str]]:
                     status = os.fstat(stream.fileno())
             except OSError as error:
                 raise CheckpointError(
-                    "A file of the checkpoint's folder cannot be copied; nothing was written.", file=path,
-                    expected="a readable file", found=error.strerror, fix="mend or remove this file",
-                ) from error  # fmt: skip
-            copied[str(path)] = Header(str(path), {}, {}, 0, (status.st_ino, status.st_size, status.st_mtime_ns))
+                    "A file of the checkpoint's folder cannot be copied; nothing was written.",
+                    file=path,
+                    expected="a readable file",
+                    found=error.strerror,
+                    fix="mend or remove this file",
+                ) from error
+            copied[str(path)] = Header(
+                str(path), {}, {}, 0, (status.st_ino, status.st_size, status.st_mtime_ns)
+            )
     own = {Path(os.path.relpath(file, source.root)).parts[0] for file in source.headers}
     return copied, [name for name in left_out if name not in own]
 
 
 def _reserve(folder: Path, files: Iterable[NewFile], is_enough: bool) -> None:
-    """Takes the whole room from the disk before anything is copied; where that cannot be done, the free space must do."""
+    """Takes the whole room from the disk before anything is copied; where that cannot be done, the free space
+    must do.
+    """
     for file in files:
         with open(folder / file.name, "xb") as stream:
             if file.nbytes and not _allocate(stream.fileno(), file.nbytes) and not is_enough:
@@ -245,9 +290,12 @@ def _made(part: Made, name: str) -> memoryview:
     data = part.make()
     if data.nbytes != part.nbytes:
         raise CheckpointError(
-            "A tensor was made of another size than its header says; nothing was left behind.", file=name,
-            expected=f"{part.nbytes} bytes", found=f"{data.nbytes} bytes", fix="this is a fault in hfq: report it",
-        )  # fmt: skip
+            "A tensor was made of another size than its header says; nothing was left behind.",
+            file=name,
+            expected=f"{part.nbytes} bytes",
+            found=f"{data.nbytes} bytes",
+            fix="this is a fault in hfq: report it",
+        )
     return data
 
 

@@ -35,7 +35,9 @@ class CopiedBytes:
         """The bytes, in one buffer that each chunk overwrites."""
         buffer = memoryview(bytearray(min(_CHUNK_NBYTES, self.nbytes)))
         for done in range(0, self.nbytes, _CHUNK_NBYTES):
-            part = ByteRange(self.source.file, self.source.offset + done, min(_CHUNK_NBYTES, self.nbytes - done))
+            part = ByteRange(
+                self.source.file, self.source.offset + done, min(_CHUNK_NBYTES, self.nbytes - done)
+            )
             self.reader.read_into(part, buffer)
             yield buffer[: part.nbytes]
 
@@ -58,8 +60,8 @@ def write_safetensors(
         The size of the file in bytes.
 
     Raises:
-        CheckpointError: A tensor's bytes do not match its dtype and shape (before anything is written), or the disk is
-            full or unwritable (nothing is left behind).
+        CheckpointError: A tensor's bytes do not match its dtype and shape (before anything is written), or
+            the disk is full or unwritable (nothing is left behind).
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -75,9 +77,12 @@ def write_safetensors(
         _replace(path, [struct.pack("<Q", len(raw)), raw, *(data for _, _, data in tensors.values())])
     except OSError as error:
         raise CheckpointError(
-            "The checkpoint file could not be written; nothing was left behind.", file=path, found=error.strerror,
-            expected=f"{8 + len(raw) + end} bytes of free space in a writable folder", fix="free space or choose another folder",
-        ) from error  # fmt: skip
+            "The checkpoint file could not be written; nothing was left behind.",
+            file=path,
+            found=error.strerror,
+            expected=f"{8 + len(raw) + end} bytes of free space in a writable folder",
+            fix="free space or choose another folder",
+        ) from error
     return 8 + len(raw) + end
 
 
@@ -96,11 +101,17 @@ def _checked_header(path: Path, header: dict, nbytes: int, count: int) -> bytes:
     return raw
 
 
-def _unwritable(path: Path, why: str, expected: object, found: object, tensor: str | None = None) -> CheckpointError:
+def _unwritable(
+    path: Path, why: str, expected: object, found: object, tensor: str | None = None
+) -> CheckpointError:
     return CheckpointError(
-        f"The tensors cannot be stored so; nothing was written: {why}", file=path, tensor=tensor, expected=expected, found=found,
+        f"The tensors cannot be stored so; nothing was written: {why}",
+        file=path,
+        tensor=tensor,
+        expected=expected,
+        found=found,
         fix="pass each tensor's own dtype, shape and bytes, in a row, under a plain name",
-    )  # fmt: skip
+    )
 
 
 def _replace(path: Path, parts: list[bytes | memoryview | CopiedBytes]) -> None:

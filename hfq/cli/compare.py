@@ -20,18 +20,24 @@ _MOST_ROWS = 40
 
 def verify(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another, or the same to compare two placements.")],
+    second: Annotated[
+        Path, typer.Argument(metavar="B", help="Another, or the same to compare two placements.")
+    ],
     placement_a: Annotated[
         str, typer.Option(help="Where A's weights rest: cpu, disk, auto, cuda:0, or a device map in JSON.")
     ] = "cpu",
     placement_b: Annotated[str, typer.Option(help="Where B's do.")] = "cpu",
-    text: Annotated[Path | None, typer.Option(help="A text whose first tokens are the prompt; by default random ids.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text whose first tokens are the prompt; by default random ids.")
+    ] = None,
     logits: Annotated[bool, typer.Option(help="Whether to run both models on the prompt.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, with the sha256 of every tensor.")
     ] = False,
 ) -> None:
-    """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not be compared."""
+    """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not
+    be compared.
+    """
     from hfq.errors import HfqError
     from hfq.evaluation.compare import compare as run
 
@@ -63,11 +69,15 @@ def _print(found: Comparison) -> None:
             table.add_row(each.name, each.kind, each.first or "-", each.second or "-", *numbers)
         Console(width=max(console.width, 130), markup=False).print(table)
         kinds = Counter(each.kind for each in found.differences)
-        console.print(f"{len(found.differences)} differ: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+        console.print(
+            f"{len(found.differences)} differ: "
+            f"{', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
+        )
     if found.logits is not None:
         logits = found.logits
         equal = "bit-equal" if logits.is_equal else "not bit-equal"
         console.print(
-            f"logits of {logits.tokens} tokens: {equal}, max abs {logits.max_abs:.3e}, relative L2 {logits.relative_l2:.3e}, "
+            f"logits of {logits.tokens} tokens: {equal}, max abs {logits.max_abs:.3e}, relative L2 "
+            f"{logits.relative_l2:.3e}, "
             f"KL(A || B) {logits.kl_mean:.3e} nats, top-1 agreement {logits.top1_agreement:.2%}"
         )

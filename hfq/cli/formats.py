@@ -1,4 +1,6 @@
-"""`hfq formats`: the dialects that hfq reads, from the registry; with `--markdown` the page docs/formats.md."""
+"""`hfq formats`: the dialects that hfq reads, from the registry; with `--markdown` the page
+docs/formats.md.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_pr
 """
 
 
-def formats(markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/formats.md.")] = False) -> None:
+def formats(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/formats.md.")] = False,
+) -> None:
     """List the dialects that hfq reads, and those it refuses by name."""
     from rich.console import Console
     from rich.table import Table

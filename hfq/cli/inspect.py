@@ -22,14 +22,19 @@ _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block)\.(\d+)\.")
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or a model of the hub, of which headers are fetched.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Its folder, or a model of the hub, of which headers are fetched."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Say which kernel multiplies on this CPU, and why not another.")
     ] = False,
 ) -> None:
-    """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything odd."""
+    """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything
+    odd.
+    """
     from hfq.checkpoint import Checkpoint
     from hfq.cli.model_argument import named_checkpoint
 
@@ -46,8 +51,8 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
 
     Args:
         checkpoint: What to report on.
-        kernels: Whether to tell of each module why a kernel does not multiply by it, None for the one that does; on first use this
-            compiles.
+        kernels: Whether to tell of each module why a kernel does not multiply by it, None for the one that
+            does; on first use this compiles.
 
     Raises:
         FormatError: The config contradicts the tensors.
@@ -65,7 +70,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
     packed = [_packed_module(name, formats[name], modules[name]) for name in formats]
     for entry in packed if kernels else ():
         entry["kernels"] = _kernels(formats[entry["module"]], modules[entry["module"]])
-    counted = [entry for entry in packed if entry["weights"]]  # headers alone do not tell the bits of every dialect
+    counted = [
+        entry for entry in packed if entry["weights"]
+    ]  # headers alone do not tell the bits of every dialect
     weights = sum(entry["weights"] for entry in counted)
     per_layer: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
@@ -78,7 +85,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
         "nbytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
         "formats": dict(Counter(entry["dialect"] for entry in packed)),
-        "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3) if weights else None,
+        "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3)
+        if weights
+        else None,
         "packed_nbytes": sum(entry["nbytes"] for entry in packed),
         "dense_nbytes": sum(i.nbytes for n, ts in modules.items() if n not in formats for i in ts.values()),
         "nbytes_by_layer": dict(per_layer),
@@ -100,7 +109,8 @@ def _kernels(found: Format, tensors: dict[str, TensorInfo]) -> dict[str, str | N
     from hfq.kernels.registry import explain_kernels
 
     try:
-        out_features, in_features = found.shape(tensors)  # type: ignore[arg-type]  # of what is described, shapes are enough
+        # of what is described, shapes are enough
+        out_features, in_features = found.shape(tensors)  # type: ignore[arg-type]
     except (KeyError, ValueError, TypeError, AttributeError):
         out_features, in_features = 0, 0  # flattened: only the model tells
     return explain_kernels("auto", found, in_features, out_features)
@@ -110,7 +120,9 @@ def _alignment(tensors) -> dict[str, int]:
     """How many tensors start on a multiple of so many bytes of their file (each counted at its largest)."""
     found: Counter[str] = Counter()
     for info in tensors:
-        found[str(next(size for size in (4096, 256, 64, 16, 8, 4, 2, 1) if info.range.offset % size == 0))] += 1
+        found[
+            str(next(size for size in (4096, 256, 64, 16, 8, 4, 2, 1) if info.range.offset % size == 0))
+        ] += 1
     return dict(sorted(found.items(), key=lambda item: -int(item[0])))
 
 
@@ -136,7 +148,8 @@ def _print(report: dict) -> None:
     console.print(f"{report['nbytes']:,} bytes in {len(files)} file(s), {report['tensors']} tensors")
     bits = report["bits_per_packed_weight"]
     console.print(
-        f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense {report['dense_nbytes']:,} B"
+        f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense "
+        f"{report['dense_nbytes']:,} B"
     )
     table = Table("dialect", "modules", "bits per weight", "bytes")
     for dialect, count in report["formats"].items():
@@ -149,9 +162,15 @@ def _print(report: dict) -> None:
         layers.add_row(where, f"{nbytes:,}")
     console.print(layers)
     console.print(f"alignment of tensors in their files: {report['alignment']}")
-    chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"] if "kernels" in entry)
+    chosen = Counter(
+        (entry["dialect"], tuple(entry["kernels"].items()))
+        for entry in report["modules"]
+        if "kernels" in entry
+    )
     for (dialect, reasons), count in chosen.items():
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)
-        console.print(f"{dialect}: {count} by {next(name for name, reason in reasons if reason is None)} ({others})")
+        console.print(
+            f"{dialect}: {count} by {next(name for name, reason in reasons if reason is None)} ({others})"
+        )
     for note in report["odd"]:
         console.print(f"note: {note}")

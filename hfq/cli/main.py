@@ -18,9 +18,14 @@ from hfq.version import __version__
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="hfq", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
-    help="Load any quantized checkpoint into any placement, or make one: packed everywhere, exact, nothing silent.",
-)  # fmt: skip
+    name="hfq",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Load any quantized checkpoint into any placement, or make one: packed everywhere, exact, nothing "
+    "silent.",
+)
 
 
 def _version(wanted: bool) -> None:
@@ -30,7 +35,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")):
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+):
     pass
 
 

@@ -1,4 +1,6 @@
-"""The checkpoint that a command is given, by its folder or by its name on the hub; what was fetched for it is told."""
+"""The checkpoint that a command is given, by its folder or by its name on the hub; what was fetched for it is
+told.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ __all__ = ["named_checkpoint"]
 
 @contextlib.contextmanager
 def named_checkpoint(path: str | os.PathLike) -> Iterator[FoundCheckpoint]:
-    """The folder of a checkpoint, during a block; on standard error, how many bytes were fetched of a model of the hub.
+    """The folder of a checkpoint, during a block; on standard error, how many bytes were fetched of a model
+    of the hub.
 
     Raises:
         CheckpointError: As `hfq.integrations.hub.find.find_checkpoint`.

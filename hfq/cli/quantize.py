@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 __all__ = ["quantize"]
 
 _METHODS = (
-    "gptq, awq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by row), glm (GLM-130B's)."
+    "gptq, awq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by "
+    "row), glm (GLM-130B's)."
 )
 
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The float checkpoint's folder.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")
+    ],
     method: Annotated[str, typer.Option(help=_METHODS)] = "gptq",
-    bits: Annotated[int | None, typer.Option(help="Of gptq, awq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Of gptq, awq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")
+    ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
     ] = None,
@@ -33,23 +38,35 @@ def quantize(
         bool | None, typer.Option("--symmetric/--asymmetric", help="Asymmetric codes are written as GPTQ v2.")
     ] = None,
     act_order: Annotated[
-        bool | None, typer.Option("--act-order", help="Groups follow the order of decreasing activation (desc_act).")
+        bool | None,
+        typer.Option("--act-order", help="Groups follow the order of decreasing activation (desc_act)."),
     ] = None,
     static_groups: Annotated[
-        bool | None, typer.Option("--static-groups", help="With --act-order: groups stay those of neighbours.")
+        bool | None,
+        typer.Option("--static-groups", help="With --act-order: groups stay those of neighbours."),
     ] = None,
     clip_search: Annotated[
-        bool | None, typer.Option("--clip-search/--no-clip-search", help="Whether ranges are narrowed where that helps.")
+        bool | None,
+        typer.Option("--clip-search/--no-clip-search", help="Whether ranges are narrowed where that helps."),
     ] = None,
     damping: Annotated[
-        float | None, typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05.")
+        float | None,
+        typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05."),
     ] = None,
     recovery: Annotated[
-        int | None, typer.Option(min=0, metavar="STEPS", help="Steps of distillation of each block against the float model.")
+        int | None,
+        typer.Option(
+            min=0, metavar="STEPS", help="Steps of distillation of each block against the float model."
+        ),
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="A module that stays floats; may be given again.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="A module that stays floats; may be given again.")
+    ] = None,
     calibration: Annotated[
-        str | None, typer.Option(metavar="FILE|DATASET", help="Text, or wikitext2, c4 or c4-new with the package datasets.")
+        str | None,
+        typer.Option(
+            metavar="FILE|DATASET", help="Text, or wikitext2, c4 or c4-new with the package datasets."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of the calibration set.")] = 128,
     sequence_length: Annotated[
@@ -57,7 +74,9 @@ def quantize(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes on where it was."""
+    """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes
+    on where it was.
+    """
     from transformers.utils import logging
 
     from hfq.quantization.driver import quantize as run
@@ -106,7 +125,10 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
                 bar.update(task, total=progress.blocks, completed=progress.done, description=_line(progress))
             else:
                 console.print(
-                    f"[{progress.done}/{progress.blocks}] {_line(progress)}", markup=False, highlight=False, soft_wrap=True
+                    f"[{progress.done}/{progress.blocks}] {_line(progress)}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
                 )
 
         yield show

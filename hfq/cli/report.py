@@ -1,4 +1,6 @@
-"""`hfq report FILE…`: pictures and one HTML page of what benches, evaluations, plans and `hfq.report` wrote as JSON."""
+"""`hfq report FILE…`: pictures and one HTML page of what benches, evaluations, plans and `hfq.report` wrote
+as JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ __all__ = ["report"]
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="JSON of hfq.report(model).save(FILE), hfq plan, hfq eval, or a benchmark."),
+        typer.Argument(
+            metavar="FILE...",
+            help="JSON of hfq.report(model).save(FILE), hfq plan, hfq eval, or a benchmark.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write into.", metavar="FOLDER")] = Path("hfq-report"),
-    html: Annotated[bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder to write into.", metavar="FOLDER")] = Path(
+        "hfq-report"
+    ),
+    html: Annotated[
+        bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")
+    ] = False,
 ) -> None:
     """Draw placement maps, timelines, quality against size and benchmarks, as PNG and as one HTML page.
 

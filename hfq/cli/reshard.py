@@ -18,7 +18,9 @@ __all__ = ["pack"]
 
 def pack(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint's folder.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Copy a checkpoint with one aligned shard per block, which a streamer brings with one direct read."""

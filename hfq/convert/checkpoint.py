@@ -1,4 +1,6 @@
-"""Converts a whole checkpoint: every layer is planned before anything is written, written tensor by tensor, and read back."""
+"""Converts a whole checkpoint: every layer is planned before anything is written, written tensor by tensor,
+and read back.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,13 @@ def convert_checkpoint(
 ) -> ConvertReport:
     """Writes a checkpoint in another dialect that holds the same numbers.
 
-    Nothing is written unless every layer can be held without loss. The new folder gets its name once all of it is on disk and every
-    layer, read back from it, dequantizes to the same bits. One layer is in memory at a time.
+    Nothing is written unless every layer can be held without loss. The new folder gets its name once all of
+    it is on disk and every layer, read back from it, dequantizes to the same bits. One layer is in memory at
+    a time.
 
     Args:
-        source: The checkpoint. The other files of its folder are copied, but for those that describe the old quantization.
+        source: The checkpoint. The other files of its folder are copied, but for those that describe the old
+            quantization.
         target: The folder to make: absent or empty, and outside the source.
         to: One of `DIALECTS`.
         progress: Called with the bytes of tensors written since its last call.
@@ -71,8 +75,8 @@ def convert_checkpoint(
     Raises:
         SetupError: There is no dialect of this name.
         FormatError: The dialect cannot hold a layer, which is named, or the checkpoint is not quantized.
-        CheckpointError: `target` is taken; the disk is short or unwritable; the source changed meanwhile; what was written does not
-            read back as it should.
+        CheckpointError: `target` is taken; the disk is short or unwritable; the source changed meanwhile;
+            what was written does not read back as it should.
     """
     dialect = DIALECTS.get(to)
     if dialect is None:
@@ -88,34 +92,51 @@ def convert_checkpoint(
     layers = read_layers(source, config, reader)
     _check_source(dialect, layers, config, source)
     plans = {name: dialect.plan(layer) for name, layer in layers.items()}
-    new_config = dialect.config({name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config)
+    new_config = dialect.config(
+        {name: plan.options for name, plan in plans.items()}, _dense_matrices(source, layers), config
+    )
     shards, infos = _shards(source, layers, plans)
-    files = [*shards, *([index_file(infos)] if len(shards) > 1 else []), *_json_files(source, dialect, new_config)]
+    files = [
+        *shards,
+        *([index_file(infos)] if len(shards) > 1 else []),
+        *_json_files(source, dialect, new_config),
+    ]
     known, left_out = side_files(source)
     dropped = {"config.json", *SIDE_FILES}
     copied = {path: header for path, header in known.items() if Path(path).name not in dropped}
     made = {file.name for file in files}
-    left_out += [name for name in (Path(path).name for path in known) if name in SIDE_FILES and name not in made]
+    left_out += [
+        name for name in (Path(path).name for path in known) if name in SIDE_FILES and name not in made
+    ]
     written = write_folder(
         folder, source, files, copied, lambda new: _check_written(new, new_config, layers, source), progress
     )
-    return ConvertReport(len(layers), len(files) + len(copied), written, source.nbytes, tuple(sorted(left_out)))
+    return ConvertReport(
+        len(layers), len(files) + len(copied), written, source.nbytes, tuple(sorted(left_out))
+    )
 
 
-def _check_source(dialect: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint) -> None:
+def _check_source(
+    dialect: Target, layers: Mapping[str, SourceLayer], config: Mapping, source: Checkpoint
+) -> None:
     method = str(config.get("quant_method", ""))
     for name, layer in layers.items():
         if not isinstance(layer.weight_format, dialect.sources):
             kinds = " or ".join(cls.name for cls in dialect.sources)
             raise refusal(
-                name, f"a dialect that holds the numbers of {dialect.name}: {kinds}", layer.weight_format.describe(),
+                name,
+                f"a dialect that holds the numbers of {dialect.name}: {kinds}",
+                layer.weight_format.describe(),
                 "quantize the original model again, or keep the checkpoint as it is",
-            )  # fmt: skip
+            )
     if all(dialect.is_source(layer.weight_format, method) for layer in layers.values()):
         raise SetupError(
-            f"The checkpoint is {dialect.name} already; nothing was written.", file=source.root, expected="another dialect",
-            found=next(iter(layers.values())).weight_format.describe(), fix=f"choose another of {', '.join(DIALECTS)}",
-        )  # fmt: skip
+            f"The checkpoint is {dialect.name} already; nothing was written.",
+            file=source.root,
+            expected="another dialect",
+            found=next(iter(layers.values())).weight_format.describe(),
+            fix=f"choose another of {', '.join(DIALECTS)}",
+        )
     packed = {info.name for layer in layers.values() for info in layer.infos.values()}
     for name, info in source.tensors.items():
         if name not in packed and info.dtype in _CODES:
@@ -128,14 +149,20 @@ def _check_source(dialect: Target, layers: Mapping[str, SourceLayer], config: Ma
     cache = next((name for name in source.tensors if _CACHE_SCALES.search(name)), None)
     if cache is not None or config.get("kv_cache_scheme"):
         raise refusal(
-            cache or "kv_cache_scheme", "weights alone", "a quantized KV cache, which the target has another way to ask for or none",
+            cache or "kv_cache_scheme",
+            "weights alone",
+            "a quantized KV cache, which the target has another way to ask for or none",
             "keep the checkpoint as it is",
-        )  # fmt: skip
+        )
 
 
 def _dense_matrices(source: Checkpoint, layers: Mapping[str, SourceLayer]) -> list[str]:
     """The modules that hold a float matrix: among them all linear layers that are not packed."""
-    modules = {name.removesuffix(".weight"): info for name, info in source.tensors.items() if name.endswith(".weight")}
+    modules = {
+        name.removesuffix(".weight"): info
+        for name, info in source.tensors.items()
+        if name.endswith(".weight")
+    }
     return [name for name, info in modules.items() if name not in layers and len(info.shape) == 2]
 
 
@@ -158,8 +185,14 @@ def _shards(
     shards, held = [], {}
     for number, (_, group) in enumerate(sorted(grouped.items()), 1):
         infos = in_order(group)
-        name = "model.safetensors" if len(grouped) == 1 else f"model-{number:05d}-of-{len(grouped):05d}.safetensors"
-        shards.append(NewFile(name, shard_head(infos, metadata), tuple(_part(tensors[info.name]) for info in infos)))
+        name = (
+            "model.safetensors"
+            if len(grouped) == 1
+            else f"model-{number:05d}-of-{len(grouped):05d}.safetensors"
+        )
+        shards.append(
+            NewFile(name, shard_head(infos, metadata), tuple(_part(tensors[info.name]) for info in infos))
+        )
         held[name] = infos
     return shards, held
 
@@ -186,19 +219,27 @@ def _part(tensor: NewTensor) -> ByteRange | Made:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # has the buffer protocol
+    # has the buffer protocol
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _json_files(source: Checkpoint, dialect: Target, quantization: dict) -> list[NewFile]:
     """config.json with the new quantization where the old one was, and what other tools want beside it."""
     config, key = json.loads(json.dumps(source.config)), "quantization_config"
-    owner = next((each for each in (config, *config.values()) if isinstance(each, dict) and each.get(key) is not None), config)
+    owner = next(
+        (each for each in (config, *config.values()) if isinstance(each, dict) and each.get(key) is not None),
+        config,
+    )
     owner[key] = quantization
     written = {"config.json": config, **dialect.side_files(quantization)}
-    return [NewFile(name, (json.dumps(content, indent=2) + "\n").encode()) for name, content in written.items()]
+    return [
+        NewFile(name, (json.dumps(content, indent=2) + "\n").encode()) for name, content in written.items()
+    ]
 
 
-def _check_written(folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint) -> None:
+def _check_written(
+    folder: Path, config: Mapping, layers: Mapping[str, SourceLayer], source: Checkpoint
+) -> None:
     """Reads the new folder as any other checkpoint, and compares every layer with the source's."""
     written = Checkpoint.open(folder)
     try:
@@ -217,6 +258,9 @@ def _check_written(folder: Path, config: Mapping, layers: Mapping[str, SourceLay
 
 def _unlike(tensor: str | None, expected: object, found: object) -> CheckpointError:
     return CheckpointError(
-        "The new checkpoint does not read back as it was written; nothing was left behind.", tensor=tensor, expected=expected,
-        found=found, fix="check the disk; if it is sound, this is a fault in hfq: report it",
-    )  # fmt: skip
+        "The new checkpoint does not read back as it was written; nothing was left behind.",
+        tensor=tensor,
+        expected=expected,
+        found=found,
+        fix="check the disk; if it is sound, this is a fault in hfq: report it",
+    )

@@ -1,7 +1,8 @@
 """FP8 codes with multiplying scales: transformers' fine-grained FP8 and compressed-tensors' float-quantized.
 
-Both store the weight as it is; they differ in the name, the shape and the dtype of the scale, in what may share one (a tensor or a
-block, and for compressed-tensors also a row or a group), and in how their configs ask for activations to be quantized.
+Both store the weight as it is; they differ in the name, the shape and the dtype of the scale, in what may
+share one (a tensor or a block, and for compressed-tensors also a row or a group), and in how their configs
+ask for activations to be quantized.
 """
 
 from __future__ import annotations
@@ -44,18 +45,22 @@ def plan_fine_grained(layer: SourceLayer) -> LayerPlan:
     found = _checked(layer)
     if found.strategy not in ("tensor", "block"):
         raise refusal(
-            f"{layer.module}.{found.scale_name}", "one scale for the tensor, or for each block", f"one for each {found.strategy}",
+            f"{layer.module}.{found.scale_name}",
+            "one scale for the tensor, or for each block",
+            f"one for each {found.strategy}",
             "keep it as compressed-tensors: fine-grained FP8 has no such scales",
-        )  # fmt: skip
+        )
     block = found.block_structure if found.strategy == "block" else None
     scheme = found.scheme
     is_static = scheme is not None and scheme.scale_name is not None
     expected = ActivationScheme("group", group_size=block[1]) if block else ActivationScheme("token")
     if not is_static and scheme != expected:
         raise refusal(
-            layer.module, f"activations that fine-grained FP8 rounds {_describe(expected)}, or with a static scale", _describe(scheme),
+            layer.module,
+            f"activations that fine-grained FP8 rounds {_describe(expected)}, or with a static scale",
+            _describe(scheme),
             "keep it as it is: the target would round activations in another way",
-        )  # fmt: skip
+        )
     scale = _scale(layer, found, () if block is None else _grid(layer, found), "F32")
     tensors = {"weight": NewTensor.copied(layer.infos["weight"]), "weight_scale_inv": scale}
     if is_static:
@@ -73,9 +78,11 @@ def plan_float(layer: SourceLayer) -> LayerPlan:
     scheme = found.scheme
     if found.strategy == "group" and found.scale_dtype != "F32":
         raise refusal(
-            f"{layer.module}.{found.scale_name}", "float scales", f"powers of two of groups of {found.group_size} (MXFP8)",
+            f"{layer.module}.{found.scale_name}",
+            "float scales",
+            f"powers of two of groups of {found.group_size} (MXFP8)",
             "keep it as mxfp8-quantized, which compressed-tensors reads",
-        )  # fmt: skip
+        )
     if scheme is not None and (scheme.upper_bound is not None or scheme.dtype != "e4m3"):
         raise refusal(
             layer.module,
@@ -85,7 +92,10 @@ def plan_float(layer: SourceLayer) -> LayerPlan:
         )
     shapes = {"tensor": (1,), "channel": (out_features, 1), "block": _grid(layer, found)}
     shape = shapes.get(found.strategy, layer.infos[found.scale_name].shape)
-    tensors = {"weight": NewTensor.copied(layer.infos["weight"]), "weight_scale": _scale(layer, found, shape, None)}
+    tensors = {
+        "weight": NewTensor.copied(layer.infos["weight"]),
+        "weight_scale": _scale(layer, found, shape, None),
+    }
     if scheme is not None and scheme.scale_name is not None:
         tensors["input_scale"] = _input_scale(layer, found, (1,), None)
         scheme = ActivationScheme("tensor", scale_name="input_scale")
@@ -101,14 +111,18 @@ def _checked(layer: SourceLayer) -> Fp8:
         raise refusal(layer.module, "FP8 codes, e4m3", found.describe(), "keep the checkpoint as it is")
     if found.reciprocal:
         raise refusal(
-            f"{layer.module}.{found.scale_name}", "scales that multiply", "scales that divide, whose reciprocals would be rounded",
+            f"{layer.module}.{found.scale_name}",
+            "scales that multiply",
+            "scales that divide, whose reciprocals would be rounded",
             "keep the checkpoint as it is",
-        )  # fmt: skip
+        )
     if found.others:
         raise refusal(
-            f"{layer.module}.{found.others[0][0]}", "a weight, its scale, and the scale of its input", "another tensor beside them",
+            f"{layer.module}.{found.others[0][0]}",
+            "a weight, its scale, and the scale of its input",
+            "another tensor beside them",
             "keep the checkpoint as it is",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -119,7 +133,9 @@ def _grid(layer: SourceLayer, found: Fp8) -> tuple[int, ...]:
 
 
 def _scale(layer: SourceLayer, found: Fp8, shape: tuple[int, ...], dtype: str | None) -> NewTensor:
-    """The scale in a dtype (None for its own, if that is a float), which holds all of its values: F32 holds those of any other."""
+    """The scale in a dtype (None for its own, if that is a float), which holds all of its values: F32 holds
+    those of any other.
+    """
     info = layer.infos[found.scale_name]
     wanted = dtype or (info.dtype if info.dtype in FLOATS else "F32")
     if info.dtype == wanted:

@@ -1,9 +1,10 @@
-"""Integer codes with a scale and a zero point for each group: GPTQ v1 and v2, and compressed-tensors' pack-quantized.
+"""Integer codes with a scale and a zero point for each group: GPTQ v1 and v2, and compressed-tensors'
+pack-quantized.
 
-All of them lay unsigned codes out as one bit stream along the input; GPTQ by columns and pack-quantized, which calls the codes
-signed and adds 2**(bits - 1) before it packs, by rows. So codes are transposed and never unpacked, but for gptqmodel's planar layout
-and for pack-quantized of old writers, in which no code straddles two words. Zero points are transposed likewise; v1 stores them minus
-one.
+All of them lay unsigned codes out as one bit stream along the input; GPTQ by columns and pack-quantized,
+which calls the codes signed and adds 2**(bits - 1) before it packs, by rows. So codes are transposed and
+never unpacked, but for gptqmodel's planar layout and for pack-quantized of old writers, in which no code
+straddles two words. Zero points are transposed likewise; v1 stores them minus one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class GptqOptions:
 
 @dataclass(frozen=True)
 class PackOptions:
-    """What a config group of pack-quantized says of a layer; `group_size` is None for a scale for each row."""
+    """What a config group of pack-quantized says of a layer; `group_size` is None for a scale for each
+    row.
+    """
 
     num_bits: int
     group_size: int | None
@@ -74,15 +77,19 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
     bits = groups.num_bits
     if bits not in BITS or in_features * bits % 32 or out_features * bits % 32:
         raise refusal(
-            layer.module, "2, 3, 4 or 8 bits, whole 32-bit words along both sides", f"{bits} bits of [{out_features}, {in_features}]",
+            layer.module,
+            "2, 3, 4 or 8 bits, whole 32-bit words along both sides",
+            f"{bits} bits of [{out_features}, {in_features}]",
             "keep the checkpoint as it is",
-        )  # fmt: skip
+        )
     lowest, highest = int(groups.zeros.min()), int(groups.zeros.max())
     if is_v1 and lowest == 0:
         raise refusal(
-            f"{layer.module}.qzeros", "zero points of 1 or more: readers of v1 disagree on a stored -1", "a zero point of 0",
+            f"{layer.module}.qzeros",
+            "zero points of 1 or more: readers of v1 disagree on a stored -1",
+            "a zero point of 0",
             "convert to gptq_v2",
-        )  # fmt: skip
+        )
     _check_zeros(layer, highest, bits)
     words_in, words_out, count = in_features * bits // 32, out_features * bits // 32, groups.zeros.shape[0]
     is_own = isinstance(layer.weight_format, Gptq)
@@ -92,11 +99,17 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
     planar = is_own and layer.weight_format.is_planar  # type: ignore[attr-defined]
     codes = layer.infos["qweight"] if is_own and not planar else None
     tensors = {
-        "qweight": NewTensor.copied(codes) if codes else NewTensor("I32", (words_in, out_features), lambda: _columns(layer)),
-        "qzeros": NewTensor("I32", (count, words_out), lambda: _pack_zeros(_groups_of(layer).zeros - int(is_v1), bits)),
+        "qweight": NewTensor.copied(codes)
+        if codes
+        else NewTensor("I32", (words_in, out_features), lambda: _columns(layer)),
+        "qzeros": NewTensor(
+            "I32", (count, words_out), lambda: _pack_zeros(_groups_of(layer).zeros - int(is_v1), bits)
+        ),
         "scales": NewTensor.copied(layer.infos["scales"])
         if is_own
-        else NewTensor(dtype, (count, out_features), lambda: _groups_of(layer).scales.to(torch.float16).contiguous()),
+        else NewTensor(
+            dtype, (count, out_features), lambda: _groups_of(layer).scales.to(torch.float16).contiguous()
+        ),
         "g_idx": NewTensor("I32", (in_features,), lambda: _g_idx(_groups_of(layer), in_features)),
     }
     options = GptqOptions(bits, groups.group_size, groups.is_symmetric, groups.g_idx is not None)
@@ -113,9 +126,11 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
     bits, count = groups.num_bits, groups.zeros.shape[0]
     if groups.g_idx is not None:
         raise refusal(
-            f"{layer.module}.g_idx", "groups of neighbouring channels: compressed-tensors has given up actorder='group'",
-            "channels in activation order", "keep it as GPTQ, or quantize again without act-order",
-        )  # fmt: skip
+            f"{layer.module}.g_idx",
+            "groups of neighbouring channels: compressed-tensors has given up actorder='group'",
+            "channels in activation order",
+            "keep it as GPTQ, or quantize again without act-order",
+        )
     size = None if count == 1 and groups.group_size != in_features else groups.group_size
     if size is not None and size * count != in_features:
         raise refusal(
@@ -130,13 +145,17 @@ def plan_pack(layer: SourceLayer) -> LayerPlan:
             "I32", (out_features, -(-in_features * bits // 32)), lambda: _columns(layer).t().contiguous()
         ),
         "weight_scale": NewTensor(
-            safetensors_dtype(groups.scales.dtype), (out_features, count), lambda: _groups_of(layer).scales.t().contiguous()
+            safetensors_dtype(groups.scales.dtype),
+            (out_features, count),
+            lambda: _groups_of(layer).scales.t().contiguous(),
         ),
         "weight_shape": NewTensor("I64", (2,), lambda: torch.tensor([out_features, in_features])),
     }
     if not groups.is_symmetric:
         shape = (-(-out_features * bits // 32), count)
-        tensors["weight_zero_point"] = NewTensor("I32", shape, lambda: pack_stream(_groups_of(layer).zeros.t(), bits))
+        tensors["weight_zero_point"] = NewTensor(
+            "I32", shape, lambda: pack_stream(_groups_of(layer).zeros.t(), bits)
+        )
     return LayerPlan(_with_bias(layer, tensors), PackOptions(bits, size, groups.is_symmetric))
 
 
@@ -167,7 +186,11 @@ def _of_pack(layer: SourceLayer, found: PackQuantized) -> _Groups:
     signed = found.zero_points(
         {} if found.is_symmetric else {"weight_zero_point": layer.read("weight_zero_point")}, 0, out_features
     )
-    zeros = torch.zeros(scales.shape, dtype=torch.int32) if signed is None else signed.to(torch.int32).expand(scales.shape)
+    zeros = (
+        torch.zeros(scales.shape, dtype=torch.int32)
+        if signed is None
+        else signed.to(torch.int32).expand(scales.shape)
+    )
     count = scales.shape[1]
     told = found.group_size if found.group_size is not None and found.group_size > 0 else None
     size = told or in_features // count
@@ -186,7 +209,12 @@ def _columns(layer: SourceLayer) -> torch.Tensor:
         words, bits = layer.read("weight_packed").t(), found.num_bits
         unpack, is_stream = unpack_words, found.is_straddling
     elif isinstance(found, Gptq):
-        words, bits, unpack, is_stream = layer.read("qweight"), found.num_bits, unpack_planes, not found.is_planar
+        words, bits, unpack, is_stream = (
+            layer.read("qweight"),
+            found.num_bits,
+            unpack_planes,
+            not found.is_planar,
+        )
     else:
         raise TypeError(type(found).__name__)
     if is_stream:
@@ -213,9 +241,11 @@ def _g_idx(groups: _Groups, in_features: int) -> torch.Tensor:
 def _check_zeros(layer: SourceLayer, highest: int, bits: int) -> None:
     if highest >= 1 << bits:
         raise refusal(
-            f"{layer.module}.qzeros", f"zero points of at most {(1 << bits) - 1}", str(highest),
+            f"{layer.module}.qzeros",
+            f"zero points of at most {(1 << bits) - 1}",
+            str(highest),
             "AutoGPTQ's reading of v1 alone can hold this one: keep the checkpoint as it is",
-        )  # fmt: skip
+        )
 
 
 def _with_bias(layer: SourceLayer, tensors: dict[str, NewTensor]) -> dict[str, NewTensor]:

@@ -84,9 +84,11 @@ def exact_cast(module: str, local: str, values: torch.Tensor, dtype: torch.dtype
     if not torch.equal(cast.to(torch.float64), values.to(torch.float64)):
         bad = values[cast.to(torch.float64) != values.to(torch.float64)].flatten()
         raise refusal(
-            f"{module}.{local}", f"scales that {safetensors_dtype(dtype)} holds exactly", f"{bad[0].item():g} in {values.dtype}",
+            f"{module}.{local}",
+            f"scales that {safetensors_dtype(dtype)} holds exactly",
+            f"{bad[0].item():g} in {values.dtype}",
             "the target stores its scales in that dtype: keep the checkpoint as it is",
-        )  # fmt: skip
+        )
     return cast
 
 

@@ -24,10 +24,12 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def read_layers(checkpoint: Checkpoint, config: Mapping, reader: Reader) -> dict[str, SourceLayer]:
-    """Every packed layer by its name on disk, its small tensors checked; those of formats that are not converted are as detected.
+    """Every packed layer by its name on disk, its small tensors checked; those of formats that are not
+    converted are as detected.
 
     Raises:
-        FormatError: The checkpoint is not quantized, or a tensor is missing, extra, or of a wrong dtype or shape.
+        FormatError: The checkpoint is not quantized, or a tensor is missing, extra, or of a wrong dtype or
+            shape.
     """
     modules = tensors_by_module(checkpoint.tensors)
     hints = detection_hints(checkpoint, config)
@@ -41,11 +43,15 @@ def _refuse_halves(checkpoint: Checkpoint, modules: Mapping[str, object]) -> Non
     name = next((module for module in modules if re.search(r"\.experts\.\d+\.gate_proj$", module)), None)
     if name is not None:
         raise FormatError(
-            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels; nothing was written.",
-            file=checkpoint.root, tensor=name, expected="gate channels in gate_proj, up channels in up_proj",
+            "gptqmodel cut the experts of this checkpoint in halves, across gate and up channels; nothing "
+            "was written.",
+            file=checkpoint.root,
+            tensor=name,
+            expected="gate channels in gate_proj, up channels in up_proj",
             found="the first half of channels that gpt-oss takes in turns",
-            fix="load it with hfq as it is, which knows the tool by its name in config.json; no other dialect can say so",
-        )  # fmt: skip
+            fix="load it with hfq as it is, which knows the tool by its name in config.json; no other "
+            "dialect can say so",
+        )
 
 
 def check_equal(first: SourceLayer, second: SourceLayer) -> None:
@@ -66,10 +72,12 @@ def check_equal(first: SourceLayer, second: SourceLayer) -> None:
         is_equal = is_equal and torch.equal(*(panel.view(torch.int32) for panel in panels))
     if not is_equal:
         raise CheckpointError(
-            "A layer that was read back is not the source's; nothing was left behind.", tensor=first.module,
-            expected=first.weight_format.describe(), found=second.weight_format.describe(),
+            "A layer that was read back is not the source's; nothing was left behind.",
+            tensor=first.module,
+            expected=first.weight_format.describe(),
+            found=second.weight_format.describe(),
             fix="check the disk; if it is sound, this is a fault in hfq: report it",
-        )  # fmt: skip
+        )
 
 
 def _activations(layer: SourceLayer) -> tuple | None:
@@ -83,23 +91,31 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
     if not isinstance(found, (Gptq, PackQuantized, Fp8)):
         return SourceLayer(name, found, infos, (0, 0), reader)
     if any(info.part_of for info in infos.values()):
-        raise refusal(name, "experts that are stored one by one", "fused experts", "keep the checkpoint as it is")
+        raise refusal(
+            name, "experts that are stored one by one", "fused experts", "keep the checkpoint as it is"
+        )
     layer = SourceLayer(name, found, infos, (0, 0), reader)
     size = _size(layer, found)
     try:
         found = found.sized(size[1], size[0])
         specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
     except FormatError as error:
-        raise FormatError(error.message, tensor=name, expected=error.expected, found=error.found, fix=error.fix) from error
+        raise FormatError(
+            error.message, tensor=name, expected=error.expected, found=error.found, fix=error.fix
+        ) from error
     for local in {**specs, **infos}:
         spec, info = specs.get(local), infos.get(local)
         is_absent = info is None and spec is not None and spec.optional
-        if not is_absent and (spec is None or info is None or info.dtype not in spec.dtypes or info.shape != spec.shape):
+        if not is_absent and (
+            spec is None or info is None or info.dtype not in spec.dtypes or info.shape != spec.shape
+        ):
             raise FormatError(
-                "A tensor of a packed layer is not what its dialect has there; nothing was written.", tensor=f"{name}.{local}",
-                expected=spec if spec is not None else f"no such tensor beside {found.describe()}", found=info or "nothing",
+                "A tensor of a packed layer is not what its dialect has there; nothing was written.",
+                tensor=f"{name}.{local}",
+                expected=spec if spec is not None else f"no such tensor beside {found.describe()}",
+                found=info or "nothing",
                 fix="correct quantization_config in config.json, or download the checkpoint again",
-            )  # fmt: skip
+            )
     small = {local: layer.read(local) for local in infos if local != found.codes_name}
     return SourceLayer(name, found.resolve(name, small), infos, size, reader)
 
@@ -107,13 +123,17 @@ def _layer(name: str, found: Format, infos: Mapping[str, TensorInfo], reader: Re
 def _size(layer: SourceLayer, found: Format) -> tuple[int, int]:
     """(out, in) of a layer, by its tensors."""
     if not isinstance(found, PackQuantized):
-        out_features, in_features = found.shape(layer.infos)  # type: ignore[arg-type]  # of what is described, shapes are enough
+        # of what is described, shapes are enough
+        out_features, in_features = found.shape(layer.infos)  # type: ignore[arg-type]
         return out_features, in_features
     if "weight_shape" in layer.infos:
         out_features, in_features = layer.read("weight_shape").tolist()
         return out_features, in_features
     if not found.num_bits:
         raise refusal(
-            f"{layer.module}.weight_shape", "the layer's shape, or num_bits in the config", "neither", "restore the config"
+            f"{layer.module}.weight_shape",
+            "the layer's shape, or num_bits in the config",
+            "neither",
+            "restore the config",
         )
     return layer.infos["weight_packed"].shape[0], found.width * 32 // found.num_bits

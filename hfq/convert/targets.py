@@ -37,7 +37,9 @@ class Target(ABC):
 
     @abstractmethod
     def is_source(self, found: Format, method: str) -> bool:
-        """Whether a layer of the source, whose config names this `quant_method`, is in this dialect already."""
+        """Whether a layer of the source, whose config names this `quant_method`, is in this dialect
+        already.
+        """
 
     @abstractmethod
     def plan(self, layer: SourceLayer) -> LayerPlan:
@@ -86,14 +88,20 @@ class _GptqTarget(Target):
             kept = {key: value for key, value in source.items() if key not in label}
             return {**kept, "sym": all(each.sym for each in options.values()), **label}
         most = Counter(options.values()).most_common(1)[0][0]
-        rules: dict[str, dict] = {f"-:^{re.escape(name)}$": {} for name in sorted(dense) if _NUMBERED.search(name)}
+        rules: dict[str, dict] = {
+            f"-:^{re.escape(name)}$": {} for name in sorted(dense) if _NUMBERED.search(name)
+        }
         for name, each in options.items():
             if each != most:
                 rules[f"+:^{re.escape(name)}$"] = dataclasses.asdict(each)
         config = {
-            "quant_method": "gptq", **dataclasses.asdict(most), **label, "lm_head": "lm_head" in layers, "pack_dtype": "int32",
+            "quant_method": "gptq",
+            **dataclasses.asdict(most),
+            **label,
+            "lm_head": "lm_head" in layers,
+            "pack_dtype": "int32",
             "meta": {"quantizer": [f"hfq:{__version__}"]},
-        }  # fmt: skip
+        }
         return config | ({"dynamic": rules} if rules else {})
 
     def side_files(self, config: dict) -> dict[str, dict]:
@@ -101,7 +109,9 @@ class _GptqTarget(Target):
 
 
 class _CompressedTensors(Target):
-    """What the two dialects of compressed-tensors share: groups of layers, each named by what it has in common."""
+    """What the two dialects of compressed-tensors share: groups of layers, each named by what it has in
+    common.
+    """
 
     def is_source(self, found: Format, method: str) -> bool:
         return method == "compressed-tensors"
@@ -114,14 +124,22 @@ class _CompressedTensors(Target):
         for number, (options, names) in enumerate(grouped.items()):
             weights, activations = self._arguments(options)
             groups[f"group_{number}"] = {
-                "targets": ["Linear"] if len(grouped) == 1 else sorted(names), "weights": weights,
-                "input_activations": activations, "output_activations": None, "format": self.name,
-            }  # fmt: skip
+                "targets": ["Linear"] if len(grouped) == 1 else sorted(names),
+                "weights": weights,
+                "input_activations": activations,
+                "output_activations": None,
+                "format": self.name,
+            }
         ignored = sorted({*dense, *(() if "lm_head" in layers else ("lm_head",))})
         return {
-            "quant_method": "compressed-tensors", "format": self.name, "quantization_status": "compressed",
-            "config_groups": groups, "ignore": ignored, "kv_cache_scheme": None, "global_compression_ratio": None,
-        }  # fmt: skip
+            "quant_method": "compressed-tensors",
+            "format": self.name,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
 
     @abstractmethod
     def _arguments(self, options: object) -> tuple[dict, dict | None]:
@@ -139,7 +157,9 @@ class _PackTarget(_CompressedTensors):
         if not isinstance(options, PackOptions):
             raise TypeError(type(options).__name__)
         strategy = "channel" if options.group_size is None else "group"
-        weights = _arguments(options.num_bits, "int", strategy, options.symmetric, group_size=options.group_size)
+        weights = _arguments(
+            options.num_bits, "int", strategy, options.symmetric, group_size=options.group_size
+        )
         return weights, None
 
 
@@ -154,7 +174,9 @@ class _FloatTarget(_CompressedTensors):
         if not isinstance(options, FloatOptions):
             raise TypeError(type(options).__name__)
         block = list(options.block) if options.block else None
-        weights = _arguments(8, "float", options.strategy, True, group_size=options.group_size, block_structure=block)
+        weights = _arguments(
+            8, "float", options.strategy, True, group_size=options.group_size, block_structure=block
+        )
         return weights, _activations(options.activations)
 
 
@@ -163,7 +185,12 @@ class _FineGrainedTarget(Target):
     sources = (Fp8,)
 
     def is_source(self, found: Format, method: str) -> bool:
-        return method == "fp8" and isinstance(found, Fp8) and found.scale_name == "weight_scale_inv" and not found.reciprocal
+        return (
+            method == "fp8"
+            and isinstance(found, Fp8)
+            and found.scale_name == "weight_scale_inv"
+            and not found.reciprocal
+        )
 
     def plan(self, layer: SourceLayer) -> LayerPlan:
         return plan_fine_grained(layer)
@@ -173,26 +200,42 @@ class _FineGrainedTarget(Target):
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
             raise refusal(
-                second, f"the blocks and activations of {first}: fine-grained FP8 has one setting for all layers ({one})", str(other),
+                second,
+                f"the blocks and activations of {first}: fine-grained FP8 has one setting for all layers "
+                f"({one})",
+                str(other),
                 "keep it as compressed-tensors",
-            )  # fmt: skip
+            )
         (options,) = found
         return {
-            "quant_method": "fp8", "activation_scheme": "static" if options.is_static else "dynamic",
+            "quant_method": "fp8",
+            "activation_scheme": "static" if options.is_static else "dynamic",
             "weight_block_size": list(options.block) if options.block else None,
             "modules_to_not_convert": sorted({*dense, *(() if "lm_head" in layers else ("lm_head",))}),
-        }  # fmt: skip
+        }
 
 
 def _arguments(
-    num_bits: int, kind: str, strategy: str, symmetric: bool, dynamic: bool = False, *, group_size: int | None = None,
+    num_bits: int,
+    kind: str,
+    strategy: str,
+    symmetric: bool,
+    dynamic: bool = False,
+    *,
+    group_size: int | None = None,
     block_structure: list[int] | None = None,
-) -> dict:  # fmt: skip
+) -> dict:
     """compressed-tensors' QuantizationArgs."""
     return {
-        "num_bits": num_bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "dynamic": dynamic, "group_size": group_size,
-        "block_structure": block_structure, "actorder": None,
-    }  # fmt: skip
+        "num_bits": num_bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": symmetric,
+        "dynamic": dynamic,
+        "group_size": group_size,
+        "block_structure": block_structure,
+        "actorder": None,
+    }
 
 
 def _activations(scheme: ActivationScheme | None) -> dict | None:

@@ -43,8 +43,10 @@ class Difference:
 
     Attributes:
         name: Its name in the model.
-        kind: `other dialect` and `other dtype`: the same numbers in other bytes. `inflated`: packed in A and dense in B;
-            `quantized`: the reverse. `re-initialised`: values that have nothing to do with each other. `missing`: not in B;
+        kind: `other dialect` and `other dtype`: the same numbers in other bytes. `inflated`: packed in A and
+            dense in B;
+            `quantized`: the reverse. `re-initialised`: values that have nothing to do with each other.
+                `missing`: not in B;
             `extra`: not in A.
         first: How A stores it.
         second: How B stores it.
@@ -75,7 +77,8 @@ class Comparison:
     """The answer.
 
     Attributes:
-        equal: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are bit-equal.
+        equal: Whether every weight holds the same numbers, none was inflated or quantized, and the logits are
+            bit-equal.
         weights: The weights of both models together.
         identical: Those of them with the same bytes.
         differences: The others.
@@ -96,7 +99,11 @@ class Comparison:
     def verdict(self) -> str:
         """One sentence."""
         if self.equal:
-            return "the same model" if not self.differences else "the same model: the same numbers in other bytes"
+            return (
+                "the same model"
+                if not self.differences
+                else "the same model: the same numbers in other bytes"
+            )
         kinds = Counter(each.kind for each in self.differences if each.kind not in SAME_NUMBERS)
         parts = [
             f"{count} weights {kind}" if kind not in ("missing", "extra") else f"{count} {kind}"
@@ -122,8 +129,8 @@ def compare(
 ) -> Comparison:
     """Compares two checkpoints, or two placements, weight by weight and by the logits of one prompt.
 
-    Everything is computed in float32 by the reference kernel with activations left as they are, so that equal numbers give equal
-    logits whatever dialect holds them.
+    Everything is computed in float32 by the reference kernel with activations left as they are, so that equal
+    numbers give equal logits whatever dialect holds them.
 
     Args:
         first: A: a checkpoint's folder, or a model that hfq loaded.
@@ -153,17 +160,24 @@ def compare(
     return Comparison(*names, same, count, count - len(differences), tuple(differences), apart, digests)
 
 
-def _compare_unit(name: str, a: Weights, b: Weights) -> tuple[Difference | None, dict[str, tuple[str | None, str | None]]]:
+def _compare_unit(
+    name: str, a: Weights, b: Weights
+) -> tuple[Difference | None, dict[str, tuple[str | None, str | None]]]:
     """What differs in one weight, and the digests of its tensors."""
     first, second = a.units.get(name), b.units.get(name)
     held = a.tensors(first) if first else {}, b.tensors(second) if second else {}
     digests = {
-        local: (digest(held[0][local]) if local in held[0] else None, digest(held[1][local]) if local in held[1] else None)
+        local: (
+            digest(held[0][local]) if local in held[0] else None,
+            digest(held[1][local]) if local in held[1] else None,
+        )
         for local in {**held[0], **held[1]}
     }
     if first is None or second is None:
         kind: Kind = "missing" if second is None else "extra"
-        return Difference(name, kind, first.dialect if first else None, second.dialect if second else None), digests
+        return Difference(
+            name, kind, first.dialect if first else None, second.dialect if second else None
+        ), digests
     is_same = first.dialect == second.dialect and all(one == other for one, other in digests.values())
     if is_same and first.shape == second.shape:
         return None, digests
@@ -173,7 +187,8 @@ def _compare_unit(name: str, a: Weights, b: Weights) -> tuple[Difference | None,
 def _judge(first: Unit, second: Unit, held: tuple[dict, dict]) -> Difference:
     variants = first.dialect, second.dialect
     shapes = [
-        unit.shape[::-1] if unit.module is not None and unit.module.is_transposed else unit.shape for unit in (first, second)
+        unit.shape[::-1] if unit.module is not None and unit.module.is_transposed else unit.shape
+        for unit in (first, second)
     ]
     if shapes[0] != shapes[1]:
         return Difference(first.name, "other shape", *variants)
@@ -200,14 +215,21 @@ def _logit_distance(models: list, source: Any, text: str | os.PathLike | None) -
         path = getattr(source, "name_or_path", source)  # a loaded model knows its folder
         prompt = tokenize(read_text(text), path, sizes[0])[:_PROMPT_TOKENS]
     with torch.no_grad():
-        a, b = (model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu() for model in models)
+        a, b = (
+            model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
+            for model in models
+        )
     gap = (a - b).double()
     divergences, agreed = score_logits(a, b)
     norm = float(a.double().norm())
     return LogitDistance(
-        len(prompt), torch.equal(a.view(torch.int32), b.view(torch.int32)), float(gap.abs().max()),
-        float(gap.norm()) / norm if norm else float(gap.norm() > 0), float(divergences.mean()), agreed / len(prompt),
-    )  # fmt: skip
+        len(prompt),
+        torch.equal(a.view(torch.int32), b.view(torch.int32)),
+        float(gap.abs().max()),
+        float(gap.norm()) / norm if norm else float(gap.norm() > 0),
+        float(divergences.mean()),
+        agreed / len(prompt),
+    )
 
 
 def _name(source: Any) -> str:

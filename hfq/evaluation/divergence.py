@@ -1,4 +1,6 @@
-"""What logits say of a text: surprise at each token, divergence from another model's logits, agreement on the likeliest token."""
+"""What logits say of a text: surprise at each token, divergence from another model's logits, agreement on the
+likeliest token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Score:
     Attributes:
         tokens: The tokens that were scored.
         perplexity: exp of the mean negative log-likelihood of a token, in nats.
-        kl_mean: The mean over tokens of KL(reference || model) of the next token, in nats; None without a reference.
+        kl_mean: The mean over tokens of KL(reference || model) of the next token, in nats; None without a
+            reference.
         kl_p99: Its 99th percentile.
         top1_agreement: The share of tokens for which both models hold the same next token likeliest.
     """
@@ -81,7 +84,8 @@ def surprise(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def score_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """KL(reference || logits) of each token in nats, float64 [tokens], and on how many tokens the likeliest is the same.
+    """KL(reference || logits) of each token in nats, float64 [tokens], and on how many tokens the likeliest
+    is the same.
 
     Args:
         reference: [tokens, vocabulary].
@@ -94,12 +98,16 @@ def score_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[torch.T
     for _, (expected, actual) in _slabs(reference, logits):
         agreed += int((expected.argmax(1) == actual.argmax(1)).sum())
         expected, actual = expected.log_softmax(1), actual.log_softmax(1)
-        found.append((expected.exp() * (expected - actual)).sum(1).clamp(min=0))  # below zero by rounding alone
+        found.append(
+            (expected.exp() * (expected - actual)).sum(1).clamp(min=0)
+        )  # below zero by rounding alone
     return torch.cat(found), agreed
 
 
 def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Some rows of each at a time, in float64 on the CPU: a whole batch in float64 would be several times its size."""
+    """Some rows of each at a time, in float64 on the CPU: a whole batch in float64 would be several times its
+    size.
+    """
     tokens, vocabulary = logits[0].shape
     step = max(_SLAB_ELEMENTS // vocabulary, 1)
     for start in range(0, tokens, step):
@@ -109,8 +117,10 @@ def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
             if not torch.isfinite(part).all():
                 bad = int((~torch.isfinite(part)).sum())
                 raise CheckpointError(
-                    "The model's logits are not finite; nothing was scored.", expected="finite logits",
+                    "The model's logits are not finite; nothing was scored.",
+                    expected="finite logits",
                     found=f"{bad} of {part.numel()} logits NaN or infinite",
-                    fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or `hfq verify` it",
-                )  # fmt: skip
+                    fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or `hfq "
+                    "verify` it",
+                )
         yield rows, parts

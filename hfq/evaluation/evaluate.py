@@ -109,27 +109,44 @@ def evaluate(
     return rows if first is None else [first, *rows]
 
 
-def _row(path, model, found: Score, load_seconds: float, seconds: float | None, is_reference: bool = False) -> Quality:
+def _row(
+    path, model, found: Score, load_seconds: float, seconds: float | None, is_reference: bool = False
+) -> Quality:
     size = ModelSize(model)
     return Quality(
-        os.fspath(path), size.variants, is_reference, found, size.nbytes, size.weights, size.bits_per_weight,
-        size.bits_per_packed_weight, load_seconds, seconds,
-    )  # fmt: skip
+        os.fspath(path),
+        size.variants,
+        is_reference,
+        found,
+        size.nbytes,
+        size.weights,
+        size.bits_per_weight,
+        size.bits_per_packed_weight,
+        load_seconds,
+        seconds,
+    )
 
 
-def _timed(path: str | os.PathLike, placement: str | dict | None, dtype: str) -> tuple[torch.nn.Module, float]:
+def _timed(
+    path: str | os.PathLike, placement: str | dict | None, dtype: str
+) -> tuple[torch.nn.Module, float]:
     started = time.perf_counter()
     model = load_model(path, placement, dtype)
     return model, time.perf_counter() - started
 
 
 def _length(configs: dict, wanted: int | None) -> int:
-    most = min((getattr(config, "max_position_embeddings", None) or 1 << 62 for config in configs.values()), default=1 << 62)
+    most = min(
+        (getattr(config, "max_position_embeddings", None) or 1 << 62 for config in configs.values()),
+        default=1 << 62,
+    )
     if wanted is not None and wanted > most:
         raise SetupError(
-            "A sequence is longer than a model takes.", expected=f"at most {most} tokens", found=wanted,
+            "A sequence is longer than a model takes.",
+            expected=f"at most {most} tokens",
+            found=wanted,
             fix="pass a shorter --sequence-length",
-        )  # fmt: skip
+        )
     return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
 
 
@@ -140,11 +157,18 @@ def _tokens(text: str, configs: dict) -> torch.Tensor:
         tokens = tokenize(text, path, config.vocab_size)
         if found is not None and not torch.equal(found, tokens):
             raise SetupError(
-                "Two checkpoints have different tokenizers; their perplexities are of different tokens.", file=path,
+                "Two checkpoints have different tokenizers; their perplexities are of different tokens.",
+                file=path,
                 expected=f"the {found.numel()} tokens that {next(iter(configs))} makes of the text",
-                found=f"{tokens.numel()} tokens, or others", fix="compare checkpoints of one model",
-            )  # fmt: skip
+                found=f"{tokens.numel()} tokens, or others",
+                fix="compare checkpoints of one model",
+            )
         found = tokens
     if found is None:
-        raise SetupError("There is nothing to evaluate.", expected="one checkpoint or more", found="none", fix="pass a PATH")
+        raise SetupError(
+            "There is nothing to evaluate.",
+            expected="one checkpoint or more",
+            found="none",
+            fix="pass a PATH",
+        )
     return found

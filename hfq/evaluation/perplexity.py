@@ -24,7 +24,11 @@ _LOGITS_NBYTES = 1 << 30
 
 
 def perplexity(
-    model: torch.nn.Module, tokens: torch.Tensor, context: int = 256, batch_size: int = 16, stride: int | None = None
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    context: int = 256,
+    batch_size: int = 16,
+    stride: int | None = None,
 ) -> float:
     """exp of the mean negative log-likelihood of each token given those before it in its window.
 
@@ -43,7 +47,8 @@ def perplexity(
 
 
 def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Score:
-    """The perplexity over all batches; layer by layer where hfq streams the model, so that every block is read once.
+    """The perplexity over all batches; layer by layer where hfq streams the model, so that every block is
+    read once.
 
     Raises:
         CheckpointError: A logit is not finite.
@@ -57,7 +62,8 @@ def score(model: torch.nn.Module, batches: Sequence[Batch]) -> Score:
 def score_against(
     model: torch.nn.Module, reference: torch.nn.Module, batches: Sequence[Batch], vocabulary: int
 ) -> tuple[Score, Score, float]:
-    """The score of a model beside a reference, the reference's own score, and the seconds that the model took.
+    """The score of a model beside a reference, the reference's own score, and the seconds that the model
+    took.
 
     Batches go in runs whose reference logits fit into 1 GiB; both models are streamed once for each run.
 
@@ -89,7 +95,9 @@ def _surprise_and_logits(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tens
     return surprise(logits, batch.targets), logits.clone()  # the scored part alone, and no view of the rest
 
 
-def _comparison(kept: dict[int, torch.Tensor]) -> Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, int]]:
+def _comparison(
+    kept: dict[int, torch.Tensor],
+) -> Callable[[Batch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, int]]:
     """Compares the logits of a batch with those that were kept of it, and lets these go."""
 
     def against(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -100,12 +108,16 @@ def _comparison(kept: dict[int, torch.Tensor]) -> Callable[[Batch, torch.Tensor]
     return against
 
 
-def _run(model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch, torch.Tensor], Any]) -> list[Any]:
+def _run(
+    model: torch.nn.Module, batches: Sequence[Batch], use: Callable[[Batch, torch.Tensor], Any]
+) -> list[Any]:
     """What `use` makes of the scored logits of each batch."""
 
     def forward(batch: Batch) -> Any:
         with torch.no_grad():
-            logits = model(input_ids=batch.input_ids.to(getattr(model, "device", "cpu")), use_cache=False).logits
+            logits = model(
+                input_ids=batch.input_ids.to(getattr(model, "device", "cpu")), use_cache=False
+            ).logits
             return use(batch, batch.scored(logits))
 
     try:
@@ -132,6 +144,8 @@ def _runs(batches: Sequence[Batch], vocabulary: int) -> list[list[Batch]]:
 def _check_vocabulary(reference: torch.Tensor, logits: torch.Tensor) -> None:
     if reference.shape[1] != logits.shape[1]:
         raise SetupError(
-            "The reference has another vocabulary, so that its logits cannot be compared.", expected=f"{logits.shape[1]} tokens",
-            found=f"{reference.shape[1]} tokens", fix="pass the model that this one was quantized from as --reference",
-        )  # fmt: skip
+            "The reference has another vocabulary, so that its logits cannot be compared.",
+            expected=f"{logits.shape[1]} tokens",
+            found=f"{reference.shape[1]} tokens",
+            fix="pass the model that this one was quantized from as --reference",
+        )

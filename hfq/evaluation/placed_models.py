@@ -21,7 +21,8 @@ def as_device_map(placement: str | dict | None) -> Any:
     """A placement as a `device_map`.
 
     Args:
-        placement: `"cpu"`, `"disk"` (all of it), `"auto"`, a device as `"cuda:0"`, or a device map, as a dict or in JSON.
+        placement: `"cpu"`, `"disk"` (all of it), `"auto"`, a device as `"cuda:0"`, or a device map, as a dict
+            or in JSON.
 
     Raises:
         SetupError: It is none of these.
@@ -35,14 +36,19 @@ def as_device_map(placement: str | dict | None) -> Any:
             return json.loads(placement)
         except ValueError as error:
             raise SetupError(
-                "The placement is not JSON.", expected='{"": "cpu", "model.layers.1": "disk"}', found=error, fix="correct it"
+                "The placement is not JSON.",
+                expected='{"": "cpu", "model.layers.1": "disk"}',
+                found=error,
+                fix="correct it",
             ) from error
     word = placement.partition(":")[0]
     if word not in _WORDS:
         raise SetupError(
-            f"There is no placement {placement!r}{nearest(word, _WORDS)}.", found=placement,
-            expected="cpu, disk, auto, cuda:0, or a device map in JSON", fix="correct it",
-        )  # fmt: skip
+            f"There is no placement {placement!r}{nearest(word, _WORDS)}.",
+            found=placement,
+            expected="cpu, disk, auto, cuda:0, or a device map in JSON",
+            fix="correct it",
+        )
     return {"": placement}
 
 
@@ -54,7 +60,8 @@ def load_model(
     Args:
         path: The checkpoint's folder.
         placement: See `as_device_map`.
-        dtype: Of activations and dense tensors: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
+        dtype: Of activations and dense tensors: `float32`, `bfloat16`, `float16`, or `auto` for the
+            checkpoint's own.
         kernel: As for `HfqConfig`.
 
     Raises:
@@ -67,9 +74,11 @@ def load_model(
 
     if dtype != "auto" and dtype not in DTYPES:
         raise SetupError(
-            f"There is no dtype {dtype!r}{nearest(dtype, DTYPES)}.", expected=f"auto, {', '.join(DTYPES)}", found=dtype,
+            f"There is no dtype {dtype!r}{nearest(dtype, DTYPES)}.",
+            expected=f"auto, {', '.join(DTYPES)}",
+            found=dtype,
             fix="correct the dtype",
-        )  # fmt: skip
+        )
     device_map = as_device_map(placement)
     logging.disable_progress_bar()
     config = HfqConfig(kernel=kernel)
@@ -93,9 +102,12 @@ def text_config(path: str | os.PathLike) -> Any:
         return AutoConfig.from_pretrained(path).get_text_config()
     except Exception as error:  # whatever a config of somebody else's raises
         raise SetupError(
-            "transformers cannot read the checkpoint's config.", file=path, expected="config.json of a causal language model",
-            found=f"{type(error).__name__}: {str(error)[:200]}", fix="restore the model's own config.json",
-        ) from error  # fmt: skip
+            "transformers cannot read the checkpoint's config.",
+            file=path,
+            expected="config.json of a causal language model",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="restore the model's own config.json",
+        ) from error
 
 
 class ModelSize:
@@ -103,10 +115,11 @@ class ModelSize:
 
     Attributes:
         nbytes: The bytes of its safetensors files, headers and all.
-        weights: The numbers that it stands for: in × out of every packed layer, and the elements of every dense tensor.
+        weights: The numbers that it stands for: in × out of every packed layer, and the elements of every
+            dense tensor.
         bits_per_weight: The bits of all stored tensors over all weights.
-        bits_per_packed_weight: The bits of packed layers (codes, scales, zero points, indices, biases) over their weights; None
-            where nothing is packed.
+        bits_per_packed_weight: The bits of packed layers (codes, scales, zero points, indices, biases) over
+            their weights; None where nothing is packed.
         variants: The formats of the packed layers.
     """
 
@@ -122,6 +135,8 @@ class ModelSize:
         dense = {info.name: info for info in named}
         self.nbytes = loading.checkpoint.nbytes
         self.weights = packed_weights + sum(info.numel for info in dense.values())
-        self.bits_per_weight = 8 * (packed_nbytes + sum(info.nbytes for info in dense.values())) / self.weights
+        self.bits_per_weight = (
+            8 * (packed_nbytes + sum(info.nbytes for info in dense.values())) / self.weights
+        )
         self.bits_per_packed_weight = 8 * packed_nbytes / packed_weights if packed_weights else None
         self.variants = loading.describe_formats() or "dense"

@@ -22,13 +22,20 @@ def read_text(file: str | os.PathLike) -> str:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(
-            "The text cannot be read.", file=file, expected="a text file in UTF-8", found=error, fix="correct --text"
+            "The text cannot be read.",
+            file=file,
+            expected="a text file in UTF-8",
+            found=error,
+            fix="correct --text",
         ) from error
     if not text.strip():
         raise SetupError(
-            "The text is empty.", file=file, expected="a text of some thousand words", found="nothing but space",
+            "The text is empty.",
+            file=file,
+            expected="a text of some thousand words",
+            found="nothing but space",
             fix="pass another file as --text",
-        )  # fmt: skip
+        )
     return text
 
 
@@ -41,7 +48,8 @@ def tokenize(text: str, path: str | os.PathLike, vocabulary: int) -> torch.Tenso
         vocabulary: The rows of the model's embedding.
 
     Raises:
-        SetupError: There is no tokenizer, it knows more tokens than the model, or it makes no tokens of the text.
+        SetupError: There is no tokenizer, it knows more tokens than the model, or it makes no tokens of the
+            text.
     """
     from transformers import AutoTokenizer
 
@@ -50,17 +58,26 @@ def tokenize(text: str, path: str | os.PathLike, vocabulary: int) -> torch.Tenso
         tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     except Exception as error:  # a tokenizer fails in as many ways as there are tokenizers
         raise SetupError(
-            "The checkpoint's tokenizer cannot be loaded.", file=path, expected="tokenizer.json or another tokenizer's files",
+            "The checkpoint's tokenizer cannot be loaded.",
+            file=path,
+            expected="tokenizer.json or another tokenizer's files",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
             fix="copy the tokenizer's files of the original model into the folder",
-        ) from error  # fmt: skip
+        ) from error
     if len(tokenizer) > vocabulary or (tokens.numel() and int(tokens.max()) >= vocabulary):
         raise SetupError(
-            "The tokenizer is not the model's: it knows more tokens.", file=path, expected=f"at most {vocabulary} tokens",
-            found=f"{len(tokenizer)} tokens", fix="put the tokenizer of this model into the folder",
-        )  # fmt: skip
+            "The tokenizer is not the model's: it knows more tokens.",
+            file=path,
+            expected=f"at most {vocabulary} tokens",
+            found=f"{len(tokenizer)} tokens",
+            fix="put the tokenizer of this model into the folder",
+        )
     if not tokens.numel():
         raise SetupError(
-            "The tokenizer makes no tokens of the text.", file=path, expected="tokens", found="none", fix="pass another text"
+            "The tokenizer makes no tokens of the text.",
+            file=path,
+            expected="tokens",
+            found="none",
+            fix="pass another text",
         )
     return tokens

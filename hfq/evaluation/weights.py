@@ -1,4 +1,6 @@
-"""The weights of a loaded model one by one, packed or dense, by names that do not depend on how they are packed."""
+"""The weights of a loaded model one by one, packed or dense, by names that do not depend on how they are
+packed.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,20 @@ class Unit:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is stored in a dialect; an expert that a checkpoint leaves dense is a packed module of floats."""
+        """Whether it is stored in a dialect; an expert that a checkpoint leaves dense is a packed module of
+        floats.
+        """
         return self.weight_format is not None and not isinstance(self.weight_format, Dense)
 
     @property
     def dialect(self) -> str:
         """How it is stored, for people."""
         info = next(iter(self.infos.values()))
-        return self.weight_format.describe() if self.weight_format is not None and self.is_packed else f"dense {info.dtype}"
+        return (
+            self.weight_format.describe()
+            if self.weight_format is not None and self.is_packed
+            else f"dense {info.dtype}"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +66,8 @@ class Unit:
 
 
 class Weights:
-    """The units of a model that hfq loaded; read from where they rest, or from the checkpoint where that is on disk.
+    """The units of a model that hfq loaded; read from where they rest, or from the checkpoint where that is
+    on disk.
 
     Raises:
         SetupError: hfq did not load it.
@@ -83,7 +92,9 @@ class Weights:
         """The unit's tensors by local name, on the CPU."""
         held = unit.module.resting_tensors() if unit.module is not None else {}
         return {
-            local: held[local].cpu() if local in held and not held[local].is_meta else read_tensor(self._reader, info)
+            local: held[local].cpu()
+            if local in held and not held[local].is_meta
+            else read_tensor(self._reader, info)
             for local, info in unit.infos.items()
         }
 
@@ -124,7 +135,9 @@ def distance(first: Unit, second: Unit, tensors: tuple[dict, dict]) -> Distance:
     is_transposed = [unit.module is not None and unit.module.is_transposed for unit in (first, second)]
     shape = (first if first.module is not None else second).shape
     rows = shape[0] if len(shape) > 1 else 1
-    multiple = math.lcm(32, *(unit.weight_format.row_multiple for unit in (first, second) if unit.weight_format is not None))
+    multiple = math.lcm(
+        32, *(unit.weight_format.row_multiple for unit in (first, second) if unit.weight_format is not None)
+    )
     step = max(_PANEL_ELEMENTS * rows // max(math.prod(shape), 1) // multiple, 1) * multiple
     is_equal, worst = True, 0.0
     squares = torch.zeros(4, dtype=torch.float64)  # |a|², |b|², |a - b|², a·b
@@ -146,7 +159,9 @@ def distance(first: Unit, second: Unit, tensors: tuple[dict, dict]) -> Distance:
 def _panel(
     unit: Unit, tensors: Mapping[str, torch.Tensor], part: tuple[int, int, int], other_is_transposed: bool
 ) -> torch.Tensor:
-    """Rows [start, start + count) of so many in all, flat in float32: cut at the same places whether packed or dense."""
+    """Rows [start, start + count) of so many in all, flat in float32: cut at the same places whether packed
+    or dense.
+    """
     start, count, rows = part
     if unit.weight_format is None:
         (weight,) = tensors.values()

@@ -34,10 +34,11 @@ class Batch:
 
 
 def cut(tokens: torch.Tensor, length: int, stride: int | None = None, batch_size: int = 16) -> list[Batch]:
-    """Windows that begin every `stride` tokens; each token is scored once, in the first window that has context for it.
+    """Windows that begin every `stride` tokens; each token is scored once, in the first window that has
+    context for it.
 
-    Where windows do not overlap (`stride` is `length`, the default) the first token of each has no context and is not scored.
-    Tokens behind the last whole window are dropped.
+    Where windows do not overlap (`stride` is `length`, the default) the first token of each has no context
+    and is not scored. Tokens behind the last whole window are dropped.
 
     Args:
         tokens: int64 [n].
@@ -46,25 +47,34 @@ def cut(tokens: torch.Tensor, length: int, stride: int | None = None, batch_size
         batch_size: Windows of a batch.
 
     Raises:
-        SetupError: A window predicts nothing, there are fewer tokens than one window, or the stride leaves a gap.
+        SetupError: A window predicts nothing, there are fewer tokens than one window, or the stride leaves a
+            gap.
     """
     stride = length if stride is None else stride
     if length < 2 or batch_size < 1:
         raise SetupError(
-            "A window of fewer than two tokens predicts nothing, nor does a batch of no window.", expected="2 or more; 1 or more",
-            found=f"{length} tokens, {batch_size} windows", fix="correct the sequence length or the batch size",
-        )  # fmt: skip
+            "A window of fewer than two tokens predicts nothing, nor does a batch of no window.",
+            expected="2 or more; 1 or more",
+            found=f"{length} tokens, {batch_size} windows",
+            fix="correct the sequence length or the batch size",
+        )
     if not 1 <= stride <= length:
         raise SetupError(
-            "Windows begin at most one window apart.", expected=f"a stride of 1 to {length}", found=stride,
+            "Windows begin at most one window apart.",
+            expected=f"a stride of 1 to {length}",
+            found=stride,
             fix="correct the stride, or leave it out for windows that do not overlap",
-        )  # fmt: skip
+        )
     if tokens.numel() < length:
         raise SetupError(
-            "The text is shorter than one sequence.", expected=f"{length} tokens or more", found=f"{tokens.numel()} tokens",
+            "The text is shorter than one sequence.",
+            expected=f"{length} tokens or more",
+            found=f"{tokens.numel()} tokens",
             fix="pass a longer text, or a shorter sequence length",
-        )  # fmt: skip
+        )
     windows = tokens.unfold(0, length, stride)
     first = max(length - stride, 1)
-    batches = [Batch(part, first) for part in (windows if first == 1 else windows[1:]).split(batch_size) if len(part)]
+    batches = [
+        Batch(part, first) for part in (windows if first == 1 else windows[1:]).split(batch_size) if len(part)
+    ]
     return batches if first == 1 else [Batch(windows[:1], 1), *batches]

@@ -3,7 +3,8 @@
 gemm (AutoAWQ, gptqmodel, auto-round):
     qweight I32 [in, out / 8], qzeros I32 [groups, out / 8], scales [groups, out]
     Nibble i of a word holds column 8c + (0, 2, 4, 6, 1, 3, 5, 7)[i].          W[n, k] = (q - z) * s
-    Other than 4 bits: qweight [in, out * bits / 32] and qzeros [groups, out * bits / 32], plain bit streams along the output.
+    Other than 4 bits: qweight [in, out * bits / 32] and qzeros [groups, out * bits / 32], plain bit streams
+    along the output.
 gemv:
     qweight I32 [out, in / 8], qzeros I32 [out, w], scales [out, 8 w]
     Nibbles in order; groups first, then padding.                              W[n, k] = (q - z) * s
@@ -55,13 +56,28 @@ class Awq(AwqShards, AwqOrder):
     name = "awq"
     variants = (
         FormatVariant(
-            "AWQ gemm", "AutoAWQ, gptqmodel, auto-round (auto_awq)", "qweight I32, qzeros, scales",
-            ("awq-gemm", "awq-gemm-w3"), ("autoawq-gemm-g32",), is_emitted=True,
+            "AWQ gemm",
+            "AutoAWQ, gptqmodel, auto-round (auto_awq)",
+            "qweight I32, qzeros, scales",
+            ("awq-gemm", "awq-gemm-w3"),
+            ("autoawq-gemm-g32",),
+            is_emitted=True,
         ),
-        FormatVariant("AWQ gemv", "AutoAWQ", "qweight I32, qzeros, scales", ("awq-gemv",), ("autoawq-gemv-g32", "autoawq-gemv-g64")),
-        FormatVariant("AWQ gemv_fast, llm-awq", "AutoAWQ, llm-awq", "qweight I16, qzeros or scaled_zeros, scales", ("awq-gemv-fast",),
-                ("autoawq-gemv_fast-g64",)),
-    )  # fmt: skip
+        FormatVariant(
+            "AWQ gemv",
+            "AutoAWQ",
+            "qweight I32, qzeros, scales",
+            ("awq-gemv",),
+            ("autoawq-gemv-g32", "autoawq-gemv-g64"),
+        ),
+        FormatVariant(
+            "AWQ gemv_fast, llm-awq",
+            "AutoAWQ, llm-awq",
+            "qweight I16, qzeros or scaled_zeros, scales",
+            ("awq-gemv-fast",),
+            ("autoawq-gemv_fast-g64",),
+        ),
+    )
     version: Version = "gemm"
     group_size: int = 128
     zeros_name: str = "qzeros"
@@ -77,22 +93,33 @@ class Awq(AwqShards, AwqOrder):
         qweight, scales = tensors["qweight"], tensors.get("scales")
         if len(qweight.shape) != 2:
             version = "gemv_fast" if qweight.dtype == "I16" else "gemm"
-            return cls(version=version, group_size=-1, num_bits=bits)  # so that its specs can say what is wrong
+            return cls(
+                version=version, group_size=-1, num_bits=bits
+            )  # so that its specs can say what is wrong
         is_gemm = scales is None or len(scales.shape) != 2 or scales.shape[1] * bits == 32 * qweight.shape[-1]
         if is_gemm and scales is not None and scales.shape[:1] == qweight.shape[:1]:
             is_gemm = not _names_gemv(module, scales, config)
         version = "gemv_fast" if qweight.dtype == "I16" else "gemm" if is_gemm else "gemv"
-        hinted = bounded_int(config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module)
-        in_features = {"gemm": qweight.shape[0], "gemv": 8 * qweight.shape[-1], "gemv_fast": qweight.shape[-1]}[version]
+        hinted = bounded_int(
+            config, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, "-1 or a size", module
+        )
+        in_features = {
+            "gemm": qweight.shape[0],
+            "gemv": 8 * qweight.shape[-1],
+            "gemv_fast": qweight.shape[-1],
+        }[version]
         if hinted is None:
             hinted = _guess_group_size(version, in_features, scales)
         zeros_name = "scaled_zeros" if "scaled_zeros" in tensors else "qzeros"
         if bits != 4 and version != "gemm":
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=qweight.range.file,
-                tensor=qweight.name, expected=f"{bits} bits, as config.json says", found=f"qweight {qweight} beside scales {scales}",
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=qweight.range.file,
+                tensor=qweight.name,
+                expected=f"{bits} bits, as config.json says",
+                found=f"qweight {qweight} beside scales {scales}",
                 fix="correct `bits` in config.json",
-            )  # fmt: skip
+            )
         return cls(version=version, group_size=hinted, zeros_name=zeros_name, num_bits=bits)
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
@@ -103,14 +130,22 @@ class Awq(AwqShards, AwqOrder):
         share = {"gemm": 8 if self.num_bits in (4, 8) else 32, "gemv": 1, "gemv_fast": 4}[self.version]
         if out_features % share:
             raise FormatError(
-                f"AWQ {self.version} cannot hold a layer of this output size.", expected=f"a multiple of {share}",
-                found=f"{out_features} output channels", fix="check the config's sizes, or leave this layer dense",
-            )  # fmt: skip
+                f"AWQ {self.version} cannot hold a layer of this output size.",
+                expected=f"a multiple of {share}",
+                found=f"{out_features} output channels",
+                fix="check the config's sizes, or leave this layer dense",
+            )
         groups = in_features // span
         width, words = zeros_width(in_features, span), out_features * self.num_bits // 32
         codes, zeros, scales, dtype, zero_dtypes = {
             "gemm": ((in_features, words), (groups, words), (groups, out_features), "I32", ("I32",)),
-            "gemv": ((out_features, in_features // 8), (out_features, width), (out_features, 8 * width), "I32", ("I32",)),
+            "gemv": (
+                (out_features, in_features // 8),
+                (out_features, width),
+                (out_features, 8 * width),
+                "I32",
+                ("I32",),
+            ),
             "gemv_fast": (
                 (out_features // 4, in_features),
                 (8 * width, out_features),
@@ -136,9 +171,11 @@ class Awq(AwqShards, AwqOrder):
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         first, second = tensors["qweight"].shape
-        return {"gemm": (second * 32 // self.num_bits, first), "gemv": (first, 8 * second), "gemv_fast": (4 * first, second)}[
-            self.version
-        ]
+        return {
+            "gemm": (second * 32 // self.num_bits, first),
+            "gemv": (first, 8 * second),
+            "gemv_fast": (4 * first, second),
+        }[self.version]
 
     def describe(self) -> str:
         return f"awq {self.version} int{self.num_bits} g{self.group_size}"
@@ -156,7 +193,9 @@ class Awq(AwqShards, AwqOrder):
         qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
         if self.version == "gemm":
             weight = self._look_up_columns(qweight, start, stop)
-            grouped = weight.unflatten(0, (groups, span)).sub_(self._look_up_columns(zeros, start, stop)[:, None])
+            grouped = weight.unflatten(0, (groups, span)).sub_(
+                self._look_up_columns(zeros, start, stop)[:, None]
+            )
             grouped.mul_(scales[:, None, start:stop].to(torch.float32))
             panel.copy_(weight.t())
             return
@@ -173,7 +212,9 @@ class Awq(AwqShards, AwqOrder):
         apply_groups(panel, torch.Tensor.mul_, scale.to(torch.float32), span)
 
     def _look_up_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The codes, or zero points, of output rows [start, stop) in gemm's words: float32 [words, stop - start], contiguous."""
+        """The codes, or zero points, of output rows [start, stop) in gemm's words: float32 [words, stop -
+        start], contiguous.
+        """
         if self.num_bits != 4:
             return self._unpack_columns(words, start, stop).contiguous().to(torch.float32)
         columns = torch.empty(len(words), stop - start, device=words.device)
@@ -191,7 +232,8 @@ class Awq(AwqShards, AwqOrder):
         return self.pack(codes.flatten(1), scales, zeros)
 
     def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero points.
+        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero
+        points.
 
         Raises:
             FormatError: A range is too wide for F16.
@@ -200,9 +242,11 @@ class Awq(AwqShards, AwqOrder):
         scales = torch.where(high == low, 1, (high - low) / top).to(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise FormatError(
-                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
-                expected=f"ranges of at most {torch.finfo(torch.float16).max * top:g}", fix="leave this layer dense",
-            )  # fmt: skip
+                "The weight is out of the range of F16 scales.",
+                found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
+                expected=f"ranges of at most {torch.finfo(torch.float16).max * top:g}",
+                fix="leave this layer dense",
+            )
         scales = torch.where(scales == 0, 1, scales)  # weights below what F16 holds: all round to 0
         return scales, (-low / scales).round().clamp(0, top)
 
@@ -220,7 +264,11 @@ class Awq(AwqShards, AwqOrder):
             packed = {"qweight": pack_stream(codes.t(), 4), "qzeros": pack_stream(zeros.t(), 4)}
             return {name: words.t().contiguous() for name, words in packed.items()} | {"scales": scale}
         scaled = -(zeros.float() * scale.float()).to(torch.float16)
-        return {"qweight": interleave(codes), self.zeros_name: scaled.t().contiguous(), "scales": scale.t().contiguous()}
+        return {
+            "qweight": interleave(codes),
+            self.zeros_name: scaled.t().contiguous(),
+            "scales": scale.t().contiguous(),
+        }
 
     def _unpack_columns(self, words: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of gemm's words; start is a multiple of `row_multiple`."""
@@ -252,20 +300,33 @@ def _names_gemv(module: str, scales: TensorInfo, config: Mapping) -> bool:
     version = config.get("version") or config.get("checkpoint_format") or config.get("format")
     if version is None:
         raise FormatError(
-            f"Whether {module} is AWQ gemm or gemv cannot be told; nothing was loaded.", file=scales.range.file, tensor=scales.name,
-            expected="version in quantization_config", found=str(scales), fix="restore the checkpoint's own version in config.json",
-        )  # fmt: skip
+            f"Whether {module} is AWQ gemm or gemv cannot be told; nothing was loaded.",
+            file=scales.range.file,
+            tensor=scales.name,
+            expected="version in quantization_config",
+            found=str(scales),
+            fix="restore the checkpoint's own version in config.json",
+        )
     return str(version).lower() == "gemv"
 
 
 def _read_bits(module: str, config: Mapping) -> int:
     """The bits of a code; and a layout that is none of AWQ's is refused."""
     version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
-    if config.get("quant_method") == "awq" and str(version).lower() not in ("gemm", "gemv", "gemv_fast", "llm-awq"):
+    if config.get("quant_method") == "awq" and str(version).lower() not in (
+        "gemm",
+        "gemv",
+        "gemv_fast",
+        "llm-awq",
+    ):
         raise FormatError(
-            f"version={version!r} is an AWQ layout that hfq does not read; nothing was loaded.", tensor=module, file="config.json",
-            expected="gemm, gemv, gemv_fast or llm-awq", found=repr(version), fix="re-export the checkpoint with version='gemm'",
-        )  # fmt: skip
+            f"version={version!r} is an AWQ layout that hfq does not read; nothing was loaded.",
+            tensor=module,
+            file="config.json",
+            expected="gemm, gemv, gemv_fast or llm-awq",
+            found=repr(version),
+            fix="re-export the checkpoint with version='gemm'",
+        )
     return bounded_int(config, "bits", lambda bits: 2 <= bits <= 8, "2 to 8", module) or 4
 
 
@@ -276,12 +337,19 @@ def _guess_group_size(version: Version, in_features: int, scales: TensorInfo | N
     if version == "gemm":
         return max(in_features // scales.shape[0], 1)
     width = scales.shape[1 if version == "gemv" else 0] // 8
-    sizes = {size for size in (32, 64, 128, 256, 512, 1024, in_features) if size <= in_features and in_features % size == 0}
+    sizes = {
+        size
+        for size in (32, 64, 128, 256, 512, 1024, in_features)
+        if size <= in_features and in_features % size == 0
+    }
     fitting = sorted(size for size in sizes if zeros_width(in_features, size) == width)
     if len(fitting) != 1:
         raise FormatError(
-            f"The group size of an AWQ {version} layer cannot be told; nothing was loaded.", file=scales.range.file,
-            tensor=scales.name, expected="group_size in quantization_config", found=f"{scales}, which fits groups of {fitting}",
+            f"The group size of an AWQ {version} layer cannot be told; nothing was loaded.",
+            file=scales.range.file,
+            tensor=scales.name,
+            expected="group_size in quantization_config",
+            found=f"{scales}, which fits groups of {fitting}",
             fix="restore the checkpoint's own group_size in config.json",
-        )  # fmt: skip
+        )
     return fitting[0]

@@ -15,7 +15,9 @@ from hfq.tensor_spec import Cut, LayerSlice, TensorInfo, TensorSpec
 __all__ = ["ActivationScheme", "FormatVariant", "FORMATS", "FLOATS", "Format", "bounded_int"]
 
 FORMATS: dict[str, type[Format]] = {}
-"""Every readable dialect family by name; a subclass of `Format` registers itself when its file is imported."""
+"""Every readable dialect family by name; a subclass of `Format` registers itself when its file is
+imported.
+"""
 
 FLOATS = ("F16", "BF16", "F32")
 
@@ -25,13 +27,16 @@ class ActivationScheme:
     """How a checkpoint wants the activations of a module quantized.
 
     Attributes:
-        strategy: One scale for the whole tensor, one for each token, or one for each `group_size` channels of a token.
-        scale_name: The tensor that holds the static scale; None where scales are taken from the activation itself.
+        strategy: One scale for the whole tensor, one for each token, or one for each `group_size` channels of
+            a token.
+        scale_name: The tensor that holds the static scale; None where scales are taken from the activation
+            itself.
         group_size: Channels that share a scale, for `strategy="group"`.
         dtype: `e4m3` or `int8`, which hfq rounds to; any other text says what it cannot.
-        upper_bound: A dynamic scale is computed from amplitudes of at most this (fbgemm's `activation_scale_ub`).
-        outlier_threshold: LLM.int8(): channels in which an amplitude reaches this are not rounded; 0 rounds all. None for other
-            schemes.
+        upper_bound: A dynamic scale is computed from amplitudes of at most this (fbgemm's
+            `activation_scale_ub`).
+        outlier_threshold: LLM.int8(): channels in which an amplitude reaches this are not rounded; 0 rounds
+            all. None for other schemes.
     """
 
     strategy: Literal["tensor", "token", "group"]
@@ -51,7 +56,8 @@ class FormatVariant:
         writers: The tools that write it.
         tensors: Its tensors, as they are named on disk.
         cases: The rows of the contract suite that it passes (tests/contract/cases.py).
-        goldens: The files of tests/data/goldens that another project's tool wrote; empty for what no tool writes on a CPU.
+        goldens: The files of tests/data/goldens that another project's tool wrote; empty for what no tool
+            writes on a CPU.
         is_emitted: Whether hfq writes it for others to read (every dialect can be packed, for tests).
     """
 
@@ -66,8 +72,8 @@ class FormatVariant:
 class Format(ABC):
     """One dialect of packed linear weights, with the parameters of one module.
 
-    Instances are frozen dataclasses: pure functions on the module's tensors under their local on-disk names. A format knows
-    no model, no file and no placement.
+    Instances are frozen dataclasses: pure functions on the module's tensors under their local on-disk names.
+    A format knows no model, no file and no placement.
     """
 
     name: ClassVar[str]
@@ -120,7 +126,9 @@ class Format(ABC):
             start: The first output row, a multiple of `row_multiple`.
         """
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """The whole weight [out_features, in_features]: computed in float32, rounded once to `dtype`."""
         out_features, in_features = self.shape(tensors)
         device = next(iter(tensors.values())).device
@@ -138,7 +146,8 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Packs a float weight [out_features, in_features] by rounding to nearest; the result passes `tensor_specs`.
+        """Packs a float weight [out_features, in_features] by rounding to nearest; the result passes
+        `tensor_specs`.
 
         Raises:
             FormatError: The dialect cannot hold a weight of this shape.
@@ -161,7 +170,9 @@ class Format(ABC):
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
-        """How the checkpoint wants activations quantized (a format's `scheme`, where it has one), or None for weight-only."""
+        """How the checkpoint wants activations quantized (a format's `scheme`, where it has one), or None for
+        weight-only.
+        """
         return getattr(self, "scheme", None)
 
     def shard(
@@ -169,25 +180,32 @@ class Format(ABC):
     ) -> tuple[Format, dict[str, Cut | None]]:
         """What one rank of a tensor parallel run holds of a layer.
 
-        A slice along the input is added to those of the other ranks, so that only the one that starts at 0 holds a bias.
+        A slice along the input is added to those of the other ranks, so that only the one that starts at 0
+        holds a bias.
 
         Args:
             part: The rank's slice of the layer.
             infos: The layer's stored tensors, by local name.
-            index: The values of those of them whose role is `index`, whole; needed for `part.axis == "in"` alone.
+            index: The values of those of them whose role is `index`, whole; needed for `part.axis == "in"`
+                alone.
 
         Returns:
-            The format of the slice, and what it holds of each tensor; None for all of it. A tensor that is not named it goes without.
+            The format of the slice, and what it holds of each tensor; None for all of it. A tensor that is
+            not named it goes without.
 
         Raises:
             FormatError: The dialect cannot be cut, or not there.
         """
         raise FormatError(
-            f"hfq does not cut {self.describe()} layers for tensor parallelism; nothing was loaded.", found=f"{part}",
-            expected="a dialect whose layers can be cut (docs/tensor_parallel.md)", fix="use device_map in place of tp_plan",
-        )  # fmt: skip
+            f"hfq does not cut {self.describe()} layers for tensor parallelism; nothing was loaded.",
+            found=f"{part}",
+            expected="a dialect whose layers can be cut (docs/tensor_parallel.md)",
+            fix="use device_map in place of tp_plan",
+        )
 
-    def reorder(self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> tuple[Format, dict[str, torch.Tensor]]:
+    def reorder(
+        self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor
+    ) -> tuple[Format, dict[str, torch.Tensor]]:
         """The layer with its output rows in another order; every weight stays the same bit for bit.
 
         Args:
@@ -201,12 +219,15 @@ class Format(ABC):
             FormatError: The dialect cannot be reordered without other codes.
         """
         raise FormatError(
-            f"hfq does not reorder the rows of {self.describe()} layers; nothing was loaded.", found=self.describe(),
-            expected="a dialect whose rows can be reordered (docs/fms.md)", fix="load the checkpoint with transformers",
-        )  # fmt: skip
+            f"hfq does not reorder the rows of {self.describe()} layers; nothing was loaded.",
+            found=self.describe(),
+            expected="a dialect whose rows can be reordered (docs/fms.md)",
+            fix="load the checkpoint with transformers",
+        )
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Format:
-        """Checks the values of the module's small tensors (all but its codes), and settles what only values can tell.
+        """Checks the values of the module's small tensors (all but its codes), and settles what only values
+        can tell.
 
         Raises:
             FormatError: A scale is not finite, or an index is out of range.
@@ -214,7 +235,9 @@ class Format(ABC):
         return self
 
 
-def bounded_int(config: Mapping, key: str, allowed, what: str, module: str, default: int | None = None) -> int | None:
+def bounded_int(
+    config: Mapping, key: str, allowed, what: str, module: str, default: int | None = None
+) -> int | None:
     """`config[key]` as an int for which `allowed` holds; None or absent gives `default`.
 
     Raises:
@@ -226,6 +249,9 @@ def bounded_int(config: Mapping, key: str, allowed, what: str, module: str, defa
     if type(value) is not int or not allowed(value):
         raise FormatError(
             f"quantization_config says {key}={value!r} for {module or 'the model'}; nothing was loaded.",
-            file="config.json", expected=what, found=repr(value), fix=f"correct {key} in config.json",
-        )  # fmt: skip
+            file="config.json",
+            expected=what,
+            found=repr(value),
+            fix=f"correct {key} in config.json",
+        )
     return value

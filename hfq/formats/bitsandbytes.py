@@ -2,12 +2,13 @@
 
 int8:   weight I8 [out, in], SCB F32 [out] (the amax of a row), weight_format U8 [] = 0
         W[n, k] = weight[n, k] * SCB[n] / 127
-4-bit:  weight [ceil(out * in / 2) bytes, 1], U8 or another storage dtype: codes of the flattened weight, high nibble first
+4-bit:  weight [ceil(out * in / 2) bytes, 1], U8 or another storage dtype: codes of the flattened weight, high
+nibble first
         weight.quant_map F32 [16]                    the value of each code
-        weight.absmax F32 [out * in / blocksize]     the scale of each block of the flattened weight, or, double-quantized:
-        weight.absmax U8, weight.nested_absmax F32 [n / 256], weight.nested_quant_map F32 [256]
-        weight.quant_state.bitsandbytes__nf4 U8      JSON: quant_type, blocksize, dtype, shape, nested_blocksize, nested_offset
-        W.flat[i] = quant_map[code[i]] * absmax[i // blocksize]
+        weight.absmax F32 [out * in / blocksize]     the scale of each block of the flattened weight, or,
+        double-quantized: weight.absmax U8, weight.nested_absmax F32 [n / 256], weight.nested_quant_map F32
+        [256] weight.quant_state.bitsandbytes__nf4 U8      JSON: quant_type, blocksize, dtype, shape,
+        nested_blocksize, nested_offset W.flat[i] = quant_map[code[i]] * absmax[i // blocksize]
         absmax[j] = nested_quant_map[stored[j]] * nested_absmax[j // nested_blocksize] + nested_offset
 
 Format: bitsandbytes' `Int8Params`, `QuantState.as_dict(packed=True)`.
@@ -37,10 +38,23 @@ _STATE = "weight.quant_state.bitsandbytes__"
 _BLOCKSIZES = (64, 128, 32, 256, 512, 1024, 2048, 4096)
 _STORAGES = ("U8", "BF16", "F16", "F32")
 NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 _FP4 = tuple(value / 6 for value in E2M1)
 
 
@@ -52,20 +66,36 @@ class BnbInt8(ScaledCodes):
     codes, scale = "weight", "SCB"
     multiplier = 1 / 127
     variants = (
-        FormatVariant("bitsandbytes int8", "bitsandbytes, transformers", "weight I8, SCB, weight_format", ("bitsandbytes-int8",),
-                ("bitsandbytes-int8",)),
-    )  # fmt: skip
+        FormatVariant(
+            "bitsandbytes int8",
+            "bitsandbytes, transformers",
+            "weight I8, SCB, weight_format",
+            ("bitsandbytes-int8",),
+            ("bitsandbytes-int8",),
+        ),
+    )
     scheme: ActivationScheme | None = None
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> BnbInt8 | None:
         weight = tensors.get("weight")
-        says_int8 = config.get("quant_method") == "bitsandbytes" and config.get("load_in_8bit", config.get("_load_in_8bit"))
-        if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or not ("SCB" in tensors or says_int8):
+        says_int8 = config.get("quant_method") == "bitsandbytes" and config.get(
+            "load_in_8bit", config.get("_load_in_8bit")
+        )
+        if (
+            weight is None
+            or weight.dtype != "I8"
+            or len(weight.shape) != 2
+            or not ("SCB" in tensors or says_int8)
+        ):
             return None
         scale = tensors.get("SCB")
-        shape = scale.shape if scale is not None and scale.shape == (weight.shape[0], 1) else (weight.shape[0],)
-        return cls(scale_shape=shape, others=other_tensors(tensors, ("weight_format",)), scheme=_read_scheme(config))
+        shape = (
+            scale.shape if scale is not None and scale.shape == (weight.shape[0], 1) else (weight.shape[0],)
+        )
+        return cls(
+            scale_shape=shape, others=other_tensors(tensors, ("weight_format",)), scheme=_read_scheme(config)
+        )
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> BnbInt8:
         check_finite(module, "SCB", tensors["SCB"])
@@ -73,9 +103,11 @@ class BnbInt8(ScaledCodes):
         if layout != 0:
             raise FormatError(
                 "An int8 weight of bitsandbytes lies in tiles, which hfq does not read; nothing was loaded.",
-                tensor=f"{module}.weight_format", expected="0 (row)", found=f"{layout} (col32, turing or ampere tiles)",
+                tensor=f"{module}.weight_format",
+                expected="0 (row)",
+                found=f"{layout} (col32, turing or ampere tiles)",
                 fix="load it with the bitsandbytes that wrote it and save it again with a current one",
-            )  # fmt: skip
+            )
         return self
 
 
@@ -86,11 +118,18 @@ def _read_scheme(config: Mapping) -> ActivationScheme:
         FormatError: The threshold is no amplitude.
     """
     threshold = config.get("llm_int8_threshold", 6.0)
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < float("inf"):
+    if (
+        isinstance(threshold, bool)
+        or not isinstance(threshold, (int, float))
+        or not 0 <= threshold < float("inf")
+    ):
         raise FormatError(
-            f"quantization_config says llm_int8_threshold={threshold!r}; nothing was loaded.", file="config.json",
-            expected="a number, 0 or more", found=repr(threshold), fix="correct llm_int8_threshold in config.json",
-        )  # fmt: skip
+            f"quantization_config says llm_int8_threshold={threshold!r}; nothing was loaded.",
+            file="config.json",
+            expected="a number, 0 or more",
+            found=repr(threshold),
+            fix="correct llm_int8_threshold in config.json",
+        )
     return ActivationScheme("token", dtype="int8", outlier_threshold=float(threshold))
 
 
@@ -112,13 +151,27 @@ class Bnb4Bit(Format):
 
     name = "bitsandbytes-4bit"
     variants = (
-        FormatVariant("bitsandbytes nf4", "bitsandbytes, transformers", "weight, weight.absmax, weight.quant_map, weight.quant_state…",
-                ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16")),
-        FormatVariant("bitsandbytes nf4, double-quantized", "bitsandbytes, transformers",
-                "also weight.nested_absmax, weight.nested_quant_map",
-                ("bitsandbytes-nf4-nested",), ("bitsandbytes-nf4-dq",)),
-        FormatVariant("bitsandbytes fp4", "bitsandbytes, transformers", "as nf4", ("bitsandbytes-fp4",), ("bitsandbytes-fp4-storage-bf16",)),
-    )  # fmt: skip
+        FormatVariant(
+            "bitsandbytes nf4",
+            "bitsandbytes, transformers",
+            "weight, weight.absmax, weight.quant_map, weight.quant_state…",
+            ("bitsandbytes-nf4", "bitsandbytes-nf4-bf16"),
+        ),
+        FormatVariant(
+            "bitsandbytes nf4, double-quantized",
+            "bitsandbytes, transformers",
+            "also weight.nested_absmax, weight.nested_quant_map",
+            ("bitsandbytes-nf4-nested",),
+            ("bitsandbytes-nf4-dq",),
+        ),
+        FormatVariant(
+            "bitsandbytes fp4",
+            "bitsandbytes, transformers",
+            "as nf4",
+            ("bitsandbytes-fp4",),
+            ("bitsandbytes-fp4-storage-bf16",),
+        ),
+    )
     quant_type: str = "nf4"
     storage: str = "U8"
     is_nested: bool = False
@@ -141,12 +194,17 @@ class Bnb4Bit(Format):
         quant_type = state.removeprefix(_STATE) if state else str(config.get("bnb_4bit_quant_type") or "nf4")
         hinted = config.get("bnb_4bit_quant_type")
         is_named = config.get("load_in_4bit", config.get("_load_in_4bit")) is True
-        if quant_type not in ("nf4", "fp4") or (is_named and hinted in ("nf4", "fp4") and hinted != quant_type):
+        if quant_type not in ("nf4", "fp4") or (
+            is_named and hinted in ("nf4", "fp4") and hinted != quant_type
+        ):
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
-                tensor=f"{module}.{state}", expected="nf4 or fp4, as config.json says", found=f"{quant_type}; config: {hinted!r}",
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=weight.range.file,
+                tensor=f"{module}.{state}",
+                expected="nf4 or fp4, as config.json says",
+                found=f"{quant_type}; config: {hinted!r}",
                 fix="correct bnb_4bit_quant_type in config.json",
-            )  # fmt: skip
+            )
         return cls(
             quant_type=quant_type,
             storage=weight.dtype,
@@ -158,7 +216,9 @@ class Bnb4Bit(Format):
     def sized(self, in_features: int, out_features: int) -> Bnb4Bit:
         numel = in_features * out_features
         fitting = [size for size in _BLOCKSIZES if self.blocks == -(-numel // size)]
-        return dataclasses.replace(self, size=(out_features, in_features), blocksize=fitting[0] if fitting else 64)
+        return dataclasses.replace(
+            self, size=(out_features, in_features), blocksize=fitting[0] if fitting else 64
+        )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         nbytes = -(-in_features * out_features // 2)
@@ -167,13 +227,18 @@ class Bnb4Bit(Format):
         specs = [
             TensorSpec("weight", (self.storage,), (words, 1), "codes"),
             TensorSpec(
-                "weight.absmax", ("U8",) if self.is_nested else ("F32",), (blocks,), "codes" if self.is_nested else "scale"
+                "weight.absmax",
+                ("U8",) if self.is_nested else ("F32",),
+                (blocks,),
+                "codes" if self.is_nested else "scale",
             ),
             TensorSpec("weight.quant_map", ("F32",), (16,), "scale"),
             TensorSpec(_STATE + self.quant_type, ("U8",), (self.state_nbytes,), "meta"),
         ]
         if self.is_nested:
-            specs.append(TensorSpec("weight.nested_absmax", ("F32",), (-(-blocks // self.nested_blocksize),), "scale"))
+            specs.append(
+                TensorSpec("weight.nested_absmax", ("F32",), (-(-blocks // self.nested_blocksize),), "scale")
+            )
             specs.append(TensorSpec("weight.nested_quant_map", ("F32",), (256,), "scale"))
         return (*specs, TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
 
@@ -200,7 +265,9 @@ class Bnb4Bit(Format):
         if self.is_nested:
             expected["nested_blocksize"] = self.nested_blocksize
         wrong = [
-            f"{key}: expected {value}, found {state.get(key)!r}" for key, value in expected.items() if state.get(key) != value
+            f"{key}: expected {value}, found {state.get(key)!r}"
+            for key, value in expected.items()
+            if state.get(key) != value
         ]
         offset = state.get("nested_offset")
         is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool)
@@ -208,9 +275,11 @@ class Bnb4Bit(Format):
             wrong.append(f"nested_offset: expected a number, found {offset!r}")
         if wrong:
             raise FormatError(
-                "The quantization state of a layer contradicts its tensors; nothing was loaded.", problems=wrong,
-                tensor=f"{module}.{_STATE}{self.quant_type}", fix="the checkpoint is damaged, or of another model: download it again",
-            )  # fmt: skip
+                "The quantization state of a layer contradicts its tensors; nothing was loaded.",
+                problems=wrong,
+                tensor=f"{module}.{_STATE}{self.quant_type}",
+                fix="the checkpoint is damaged, or of another model: download it again",
+            )
         return dataclasses.replace(self, nested_offset=float(offset) if self.is_nested else 0.0)  # type: ignore[arg-type]
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
@@ -228,12 +297,18 @@ class Bnb4Bit(Format):
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         out_features, in_features = weight.shape
-        flat = torch.nn.functional.pad(weight.detach().to(torch.float32).flatten(), (0, -weight.numel() % self.blocksize))
+        flat = torch.nn.functional.pad(
+            weight.detach().to(torch.float32).flatten(), (0, -weight.numel() % self.blocksize)
+        )
         blocks = flat.view(-1, self.blocksize)
         values = torch.tensor(NF4_VALUES if self.quant_type == "nf4" else _FP4)
         absmax = blocks.abs().amax(1)
         absmax = torch.where(absmax == 0, 1, absmax)
-        state: dict[str, object] = {"quant_type": self.quant_type, "blocksize": self.blocksize, "dtype": "bfloat16"}
+        state: dict[str, object] = {
+            "quant_type": self.quant_type,
+            "blocksize": self.blocksize,
+            "dtype": "bfloat16",
+        }
         state["shape"] = [out_features, in_features]
         stored = {"weight.quant_map": values, "weight.absmax": absmax}
         if self.is_nested:
@@ -244,7 +319,11 @@ class Bnb4Bit(Format):
             codes = ((padded.view(-1, self.nested_blocksize) / nested[:, None] + 1) * 127.5).round()
             stored["weight.absmax"] = codes.flatten()[: absmax.numel()].to(torch.uint8)
             stored |= {"weight.nested_absmax": nested, "weight.nested_quant_map": table}
-            state |= {"nested_blocksize": self.nested_blocksize, "nested_dtype": "float32", "nested_offset": offset}
+            state |= {
+                "nested_blocksize": self.nested_blocksize,
+                "nested_dtype": "float32",
+                "nested_offset": offset,
+            }
             absmax = dataclasses.replace(self, nested_offset=offset)._absmax(stored, slice(None))
         codes = (blocks / absmax[:, None]).flatten()[: weight.numel()]
         nearest = _nearest(codes, values)
@@ -274,9 +353,12 @@ class Bnb4Bit(Format):
                 raise ValueError(f"a {type(state).__name__}")
         except (ValueError, RecursionError) as error:
             raise FormatError(
-                "The quantization state of a layer cannot be read; nothing was loaded.", tensor=f"{module}.{name}",
-                expected="a JSON object", found=error, fix="the checkpoint is damaged: download it again",
-            ) from None  # fmt: skip
+                "The quantization state of a layer cannot be read; nothing was loaded.",
+                tensor=f"{module}.{name}",
+                expected="a JSON object",
+                found=error,
+                fix="the checkpoint is damaged: download it again",
+            ) from None
         return state
 
 

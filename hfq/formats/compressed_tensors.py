@@ -4,15 +4,16 @@ pack-quantized, 1 to 8 bits:
 
     weight_packed      I32 [out, in * bits / 32]    code + 2**(bits - 1), a bit stream along the input
     weight_scale       [out, groups], [out, 1] or [1]
-    weight_zero_point  I32 [out * bits / 32, groups]  only if asymmetric: packed along the output, offset as the codes
-    weight_g_idx       I32 [in]                     the group of each channel; only of old writers with actorder="group"
-    weight_shape       I64 [2]                      (out, in)
+    weight_zero_point  I32 [out * bits / 32, groups]  only if asymmetric: packed along the output, offset as
+    the codes weight_g_idx       I32 [in]                     the group of each channel; only of old writers
+    with actorder="group" weight_shape       I64 [2]                      (out, in)
 
 int-quantized and naive-quantized: one I8 code a weight (also for 4 bits), weight_scale, weight_zero_point I8.
 
     W[n, k] = (code[n, k] - zero_point[n, g]) * weight_scale[n, g]
 
-Format: compressed-tensors' `pack_to_int32`. Old writers let no code straddle two words: the width of `weight_packed` tells.
+Format: compressed-tensors' `pack_to_int32`. Old writers let no code straddle two words: the width of
+    `weight_packed` tells.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class IntQuantized(ScaledCodes):
     codes, scale = "weight", "weight_scale"
     variants = (
         FormatVariant(
-            "compressed-tensors int-quantized, naive-quantized", "llmcompressor, compressed-tensors",
+            "compressed-tensors int-quantized, naive-quantized",
+            "llmcompressor, compressed-tensors",
             "weight I8, weight_scale, weight_zero_point I8",
-            ("int-quantized-channel", "int-quantized-group-asym"), ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
+            ("int-quantized-channel", "int-quantized-group-asym"),
+            ("llmcompressor-w8a8-int-asym", "llmcompressor-w4afp8"),
             is_emitted=True,
         ),
-    )  # fmt: skip
+    )
     scheme: ActivationScheme | None = None
 
     @classmethod
@@ -81,14 +84,21 @@ class IntQuantized(ScaledCodes):
             others=other_tensors(tensors, ("input_scale", "input_zero_point", "output_scale")),
             scheme=read_activations(group.get("input_activations"), tensors),
         )
-        hinted = bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module)
-        groups = detected.scale_shape[1] if detected.strategy == "group" and len(detected.scale_shape) == 2 else 1
+        hinted = bounded_int(
+            weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module
+        )
+        groups = (
+            detected.scale_shape[1] if detected.strategy == "group" and len(detected.scale_shape) == 2 else 1
+        )
         if hinted and hinted > 0 and weight.shape[1] != hinted * groups:
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
-                tensor=f"{module}.weight_scale", expected=f"groups of {hinted}", found=str(scale),
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=weight.range.file,
+                tensor=f"{module}.weight_scale",
+                expected=f"groups of {hinted}",
+                found=str(scale),
                 fix="correct group_size in config_groups of config.json",
-            )  # fmt: skip
+            )
         return detected
 
 
@@ -113,15 +123,21 @@ class PackQuantized(PackShards, PackOrder):
     name = "pack-quantized"
     variants = (
         FormatVariant(
-            "compressed-tensors pack-quantized", "llmcompressor, compressed-tensors",
+            "compressed-tensors pack-quantized",
+            "llmcompressor, compressed-tensors",
             "weight_packed I32, weight_scale, weight_zero_point I32, weight_shape I64, weight_g_idx",
             (
-                "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-channel", "pack-quantized-w8",
-                "pack-quantized-w3-words", "pack-quantized-g-idx",
+                "pack-quantized-w4",
+                "pack-quantized-w4-asym",
+                "pack-quantized-w3-channel",
+                "pack-quantized-w8",
+                "pack-quantized-w3-words",
+                "pack-quantized-g-idx",
             ),
-            ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"), is_emitted=True,
+            ("llmcompressor-w4a16-g32-asym", "llmcompressor-w3a16-g32-asym"),
+            is_emitted=True,
         ),
-    )  # fmt: skip
+    )
     num_bits: int = 4
     is_straddling: bool = True
     scale_shape: tuple[int, ...] = (1, 1)
@@ -152,7 +168,9 @@ class PackQuantized(PackShards, PackOrder):
             is_symmetric=zero is None and weights.get("symmetric") is not False,
             zero_dtype=zero.dtype if zero is not None and zero.dtype == "I8" else "I32",
             has_g_idx="weight_g_idx" in tensors or weights.get("actorder") == "group",
-            group_size=bounded_int(weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module),
+            group_size=bounded_int(
+                weights, "group_size", lambda size: size == -1 or size > 0, "a group size", module
+            ),
             scheme=read_activations(group.get("input_activations"), tensors),
             others=other_tensors(tensors, ("input_scale", "input_zero_point", "input_global_scale")),
         )
@@ -162,36 +180,47 @@ class PackQuantized(PackShards, PackOrder):
         groups = self._groups(in_features)
         if not groups:
             raise FormatError(
-                "A layer has no scales.", expected="at least one group", found=f"weight_scale {list(self.scale_shape)}",
+                "A layer has no scales.",
+                expected="at least one group",
+                found=f"weight_scale {list(self.scale_shape)}",
                 fix="the checkpoint is damaged: download it again",
-            )  # fmt: skip
+            )
         is_grouped = groups > 1 or (self.group_size or -1) > 0
         if is_grouped and not self.has_g_idx:
             check_divides(in_features, self.group_size or in_features // groups or 1, "pack-quantized")
             if in_features != groups * (self.group_size or in_features // groups):
                 raise FormatError(
-                    "The scales of a layer contradict the config.", expected=f"groups of {self.group_size or 'one size'}",
-                    found=f"{groups} groups of {in_features} channels", fix="correct group_size in config_groups of config.json",
-                )  # fmt: skip
+                    "The scales of a layer contradict the config.",
+                    expected=f"groups of {self.group_size or 'one size'}",
+                    found=f"{groups} groups of {in_features} channels",
+                    fix="correct group_size in config_groups of config.json",
+                )
         candidates = [self.num_bits] if self.num_bits else list(range(1, 9))
         layouts = [(bits, True) for bits in candidates] + [(bits, False) for bits in candidates if 32 % bits]
         fitting = [(bits, way) for bits, way in layouts if self.width == _words(in_features, bits, way)]
         is_told = len({bits for bits, _ in fitting}) == 1 and (fitting[0][1] or self.is_symmetric)
         if is_told:
             bits, way = fitting[0]
-            return dataclasses.replace(self, num_bits=bits, is_straddling=way, size=(out_features, in_features))
+            return dataclasses.replace(
+                self, num_bits=bits, is_straddling=way, size=(out_features, in_features)
+            )
         raise FormatError(
-            "The packed codes of a layer do not fit its input.", expected=f"{in_features} codes of "
+            "The packed codes of a layer do not fit its input.",
+            expected=f"{in_features} codes of "
             + (f"{self.num_bits} bits, as config.json says" if self.num_bits else "1 to 8 bits"),
-            found=f"{self.width} words of 32 bits in a row", fix="correct num_bits in config_groups of config.json",
-        )  # fmt: skip
+            found=f"{self.width} words of 32 bits in a row",
+            fix="correct num_bits in config_groups of config.json",
+        )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         groups = self._groups(in_features)
         scale = self.scale_shape if self.scale_shape in ((), (1,)) else (out_features, groups)
         specs = [
             TensorSpec(
-                "weight_packed", ("I32",), (out_features, _words(in_features, self.num_bits, self.is_straddling)), "codes"
+                "weight_packed",
+                ("I32",),
+                (out_features, _words(in_features, self.num_bits, self.is_straddling)),
+                "codes",
             ),
             TensorSpec("weight_scale", FLOATS, scale, "scale"),
             TensorSpec("weight_shape", ("I64", "I32"), (2,), "meta", optional=True),
@@ -201,7 +230,11 @@ class PackQuantized(PackShards, PackOrder):
             specs.append(TensorSpec("weight_zero_point", (self.zero_dtype,), zero, "zero_point"))
         if self.has_g_idx:
             specs.append(TensorSpec("weight_g_idx", ("I32",), (in_features,), "index", bound=groups))
-        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (
+            *specs,
+            *other_specs(self.others),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
 
     @property
     def codes_name(self) -> str:
@@ -227,9 +260,12 @@ class PackQuantized(PackShards, PackOrder):
         stored = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(self.size)
         if stored != list(self.size):
             raise FormatError(
-                "The stored shape of a layer is not its shape in the model; nothing was loaded.", tensor=f"{module}.weight_shape",
-                expected=list(self.size), found=stored, fix="check the model's config against the checkpoint",
-            )  # fmt: skip
+                "The stored shape of a layer is not its shape in the model; nothing was loaded.",
+                tensor=f"{module}.weight_shape",
+                expected=list(self.size),
+                found=stored,
+                fix="check the model's config against the checkpoint",
+            )
         if self.has_g_idx:
             check_index(module, "weight_g_idx", tensors["weight_g_idx"], self._groups(0))
         return self
@@ -256,9 +292,11 @@ class PackQuantized(PackShards, PackOrder):
         groups, half = self._groups(in_features), 1 << (self.num_bits - 1)
         if in_features % groups:
             raise FormatError(
-                "The groups of a layer do not divide its input.", expected=f"a multiple of {groups} groups",
-                found=f"{in_features} input channels", fix="choose another group_size",
-            )  # fmt: skip
+                "The groups of a layer do not divide its input.",
+                expected=f"a multiple of {groups} groups",
+                found=f"{in_features} input channels",
+                fix="choose another group_size",
+            )
         grouped = weight.detach().to(torch.float32).reshape(out_features, groups, -1)
         if self.is_symmetric:
             scale, zero = grouped.abs().amax(2) / (half - 0.5), torch.zeros(out_features, groups)
@@ -269,12 +307,17 @@ class PackQuantized(PackShards, PackOrder):
             scale = torch.where(scale == 0, 1, scale)
             zero = (-half - low / scale).round().clamp(-half, half - 1)
         codes = (
-            (grouped / scale[:, :, None] + zero[:, :, None]).round().clamp(-half, half - 1).reshape(out_features, in_features)
+            (grouped / scale[:, :, None] + zero[:, :, None])
+            .round()
+            .clamp(-half, half - 1)
+            .reshape(out_features, in_features)
         )
         pack = pack_stream if self.is_straddling else pack_words
         stored = {
             "weight_packed": pack((codes + half).to(torch.int32).t(), self.num_bits).t().contiguous(),
-            "weight_scale": scale.reshape(self.scale_shape if self.scale_shape in ((), (1,)) else scale.shape),
+            "weight_scale": scale.reshape(
+                self.scale_shape if self.scale_shape in ((), (1,)) else scale.shape
+            ),
             "weight_shape": torch.tensor([out_features, in_features]),
         }
         if not self.is_symmetric:

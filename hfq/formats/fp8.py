@@ -1,15 +1,16 @@
 """FP8 weights in nn.Linear's own orientation with one tensor of scales: every writer's dialect of it.
 
     weight            F8_E4M3 or F8_E5M2 [out, in]
-    weight_scale_inv  the name of transformers, DeepSeek, Qwen; a multiplier in spite of its name (but see `reciprocal`)
-    weight_scale      the name of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8, ModelOpt
+    weight_scale_inv  the name of transformers, DeepSeek, Qwen; a multiplier in spite of its name (but see
+    `reciprocal`) weight_scale      the name of compressed-tensors, AutoFP8 and vLLM, fbgemm_fp8, ModelOpt
     activation_scale, input_scale   the static scale of the activations, optional
 
     W[n, k] = weight[n, k] * scale[…]
 
-The shape of the scale tells its strategy: [] or [1] one for the tensor, [out] or [out, 1] one for each row, a grid of
-ceil(out / b0) × ceil(in / b1) blocks (also as ModelOpt's [n, 1, k, 1]), or [out, in / group_size]. Only a grid needs the
-config's word on the size of a block. A scale is F32, BF16 or F16, or a power of two as F8_E8M0 or U8 (OCP MX: 2**(u - 127)).
+The shape of the scale tells its strategy: [] or [1] one for the tensor, [out] or [out, 1] one for each row, a
+grid of ceil(out / b0) × ceil(in / b1) blocks (also as ModelOpt's [n, 1, k, 1]), or [out, in / group_size].
+Only a grid needs the config's word on the size of a block. A scale is F32, BF16 or F16, or a power of two as
+F8_E8M0 or U8 (OCP MX: 2**(u - 127)).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Fp8(Fp8Shards, Fp8Order):
         group_size: Channels of a group, for `strategy="group"`.
         scale_name: The scale's name on disk.
         scale_shape: The scale's shape on disk; None for the strategy's usual one.
-        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float; BF16 to quantize with.
+        scale_dtype: F8_E8M0 or U8 for powers of two, else F32, which stands for any float; BF16 to quantize
+            with.
         reciprocal: Whether the stored scale divides (gptqmodel's `weight_scale_semantics="inverse"`).
         input_scale_name: The static activation scale's name on disk, None where there is none.
         input_scale_shape: Its shape.
@@ -69,27 +71,47 @@ class Fp8(Fp8Shards, Fp8Order):
     name = "fp8"
     variants = (
         FormatVariant(
-            "FP8 fine-grained (fp32, bf16 or ue8m0 scales)", "transformers, DeepSeek, Qwen, auto-round", "weight, weight_scale_inv",
-            ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"), ("hf-fp8-block128", "transformers-fp8-ragged"), is_emitted=True,
+            "FP8 fine-grained (fp32, bf16 or ue8m0 scales)",
+            "transformers, DeepSeek, Qwen, auto-round",
+            "weight, weight_scale_inv",
+            ("fp8-block", "fp8-block-ragged", "fp8-block-ue8m0"),
+            ("hf-fp8-block128", "transformers-fp8-ragged"),
+            is_emitted=True,
         ),
         FormatVariant(
-            "compressed-tensors float-quantized, mxfp8-quantized", "llmcompressor, compressed-tensors, auto-round",
-            "weight, weight_scale, input_scale", ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
+            "compressed-tensors float-quantized, mxfp8-quantized",
+            "llmcompressor, compressed-tensors, auto-round",
+            "weight, weight_scale, input_scale",
+            ("fp8-tensor", "fp8-channel", "fp8-group", "fp8-mxfp8"),
             (
-                "ct-fp8-static-tensor", "ct-fp8-dynamic-channel", "llmcompressor-fp8-block-ragged", "llmcompressor-mxfp8",
+                "ct-fp8-static-tensor",
+                "ct-fp8-dynamic-channel",
+                "llmcompressor-fp8-block-ragged",
+                "llmcompressor-mxfp8",
                 "autoround-fp8-static",
-            ), is_emitted=True,
+            ),
+            is_emitted=True,
         ),
-        FormatVariant("AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)),
+        FormatVariant(
+            "AutoFP8, vLLM", "AutoFP8", "weight, weight_scale, input_scale", ("fp8-autofp8-static",)
+        ),
         FormatVariant("fbgemm_fp8", "transformers (on CUDA)", "weight, weight_scale", ("fp8-fbgemm",)),
         FormatVariant(
-            "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8", "nvidia-modelopt", "weight, weight_scale, input_scale",
-            ("fp8-modelopt-tensor",), ("modelopt-fp8-2d-blockwise",),
+            "ModelOpt FP8 (tensor, channel, 2-D blocks), MXFP8",
+            "nvidia-modelopt",
+            "weight, weight_scale, input_scale",
+            ("fp8-modelopt-tensor",),
+            ("modelopt-fp8-2d-blockwise",),
         ),
-        FormatVariant("gptqmodel FP8 (reciprocal scales)", "gptqmodel", "weight, weight_scale_inv", ("fp8-gptqmodel-reciprocal",),
-                ("gptqmodel-fp8-row",)),
+        FormatVariant(
+            "gptqmodel FP8 (reciprocal scales)",
+            "gptqmodel",
+            "weight, weight_scale_inv",
+            ("fp8-gptqmodel-reciprocal",),
+            ("gptqmodel-fp8-row",),
+        ),
         FormatVariant("FP8 e5m2", "several", "weight, weight_scale", ("fp8-e5m2",)),
-    )  # fmt: skip
+    )
     codes_dtype: str = "F8_E4M3"
     strategy: Strategy = "channel"
     block_structure: tuple[int, int] | None = None
@@ -113,7 +135,8 @@ class Fp8(Fp8Shards, Fp8Order):
             return None
         hints = read_hints(module, config)
         scale_name = next(
-            (name for name in _SCALE_NAMES if name in tensors), _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1]
+            (name for name in _SCALE_NAMES if name in tensors),
+            _SCALE_NAMES[0 if hints.block or hints.reciprocal else 1],
         )
         scale = tensors.get(scale_name)
         input_scale_name = next((name for name in _INPUT_SCALE_NAMES if name in tensors), None)
@@ -124,7 +147,9 @@ class Fp8(Fp8Shards, Fp8Order):
             reciprocal=hints.reciprocal and scale_name == "weight_scale_inv",
             input_scale_name=input_scale_name or ("input_scale" if hints.is_static else None),
             input_scale_shape=tensors[input_scale_name].shape if input_scale_name else (),
-            scheme=ActivationScheme("tensor", scale_name=input_scale_name) if input_scale_name else hints.scheme,
+            scheme=ActivationScheme("tensor", scale_name=input_scale_name)
+            if input_scale_name
+            else hints.scheme,
             is_declared=hints.is_declared,
             is_power=hints.is_power,
             others=other_tensors(tensors, ("input_scale_ub", "output_scale")),
@@ -139,7 +164,11 @@ class Fp8(Fp8Shards, Fp8Order):
         if self.input_scale_name:
             shape = self.input_scale_shape if self.input_scale_shape in ((), (1,)) else (1,)
             specs.append(TensorSpec(self.input_scale_name, FLOATS, shape, "scale"))
-        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (
+            *specs,
+            *other_specs(self.others),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
 
     @property
     def codes_name(self) -> str:
@@ -153,7 +182,10 @@ class Fp8(Fp8Shards, Fp8Order):
         sizes = {"block": f" {self.block_structure}", "group": f" g{self.group_size}"}.get(self.strategy, "")
         reading = " reciprocal" if self.reciprocal else ""
         codes = self.codes_dtype.removeprefix("F8_").lower()
-        return f"fp8 {codes} {self.strategy}{sizes.replace(', ', 'x').replace('(', '').replace(')', '')}{reading}"
+        return (
+            f"fp8 {codes} "
+            f"{self.strategy}{sizes.replace(', ', 'x').replace('(', '').replace(')', '')}{reading}"
+        )
 
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Fp8:
         scale = scale_as_float(tensors[self.scale_name])
@@ -162,23 +194,31 @@ class Fp8(Fp8Shards, Fp8Order):
         if self.input_scale_name:
             check_finite(module, self.input_scale_name, tensors[self.input_scale_name])
             check_positive(module, self.input_scale_name, tensors[self.input_scale_name])
-        if self.is_power and self.scale_dtype not in _POWERS and not bool((torch.frexp(scale)[0].abs() == 0.5).all()):
+        if (
+            self.is_power
+            and self.scale_dtype not in _POWERS
+            and not bool((torch.frexp(scale)[0].abs() == 0.5).all())
+        ):
             raise FormatError(
                 "A scale is no power of two, which the config calls all of them; nothing was loaded.",
-                tensor=f"{module}.{self.scale_name}", found=scale.flatten()[:4].tolist(),
+                tensor=f"{module}.{self.scale_name}",
+                found=scale.flatten()[:4].tolist(),
                 expected="powers of two, as U8 or F8_E8M0 or the same values as floats",
                 fix="the checkpoint was rewritten by a tool that cast its exponents: download the original",
-            )  # fmt: skip
+            )
         undeclared = self.scale_name == "weight_scale_inv" and not self.reciprocal and not self.is_declared
         if undeclared and float(scale.median()) > 1 and self.strategy != "channel":
             raise FormatError(
                 "Whether the scales of a layer multiply or divide cannot be told; nothing was loaded.",
-                tensor=f"{module}.{self.scale_name}", expected="scales below 1, or weight_scale_semantics in quantization_config",
+                tensor=f"{module}.{self.scale_name}",
+                expected="scales below 1, or weight_scale_semantics in quantization_config",
                 found=f"a median of {float(scale.median()):g}",
                 fix="restore the checkpoint's own weight_scale_semantics in config.json",
-            )  # fmt: skip
+            )
         if undeclared and float(scale.median()) > 1:
-            logger.warning("%s: its scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module)
+            logger.warning(
+                "%s: its scales are above 1, as gptqmodel's reciprocal ones are; read as reciprocals.", module
+            )
             return dataclasses.replace(self, reciprocal=True)
         return self
 
@@ -205,9 +245,11 @@ class Fp8(Fp8Shards, Fp8Order):
         shape = self._scale_shape(in_features, out_features)
         if self.strategy == "group" and in_features % (self.group_size or 1):
             raise FormatError(
-                "The group size does not divide the input.", found=f"{in_features} input channels", expected="a multiple of "
-                f"group_size={self.group_size}", fix="choose another group_size",
-            )  # fmt: skip
+                "The group size does not divide the input.",
+                found=f"{in_features} input channels",
+                expected=f"a multiple of group_size={self.group_size}",
+                fix="choose another group_size",
+            )
         scale = self._amax(weight).reshape(shape) / top
         scale = torch.where(scale == 0, 1, scale)
         if self.scale_dtype in _POWERS:
@@ -240,19 +282,25 @@ class Fp8(Fp8Shards, Fp8Order):
             group_size = hints.group_size or -(-in_features // grid[1])
             if in_features != group_size * grid[1] and -(-in_features // group_size) == grid[1]:
                 raise FormatError(
-                    f"The groups of {module} do not divide its input; nothing was loaded.", file=scale.range.file,
-                    tensor=scale.name, expected=f"groups of {group_size} in {in_features} channels", found=str(scale),
+                    f"The groups of {module} do not divide its input; nothing was loaded.",
+                    file=scale.range.file,
+                    tensor=scale.name,
+                    expected=f"groups of {group_size} in {in_features} channels",
+                    found=str(scale),
                     fix="correct group_size in config.json, or re-export with one that divides the input",
-                )  # fmt: skip
+                )
             return dataclasses.replace(self, strategy="group", group_size=group_size, scale_shape=None)
         block = hints.block or guess_block(module, weight, scale, is_grid_of_4)
         shape = scale.shape if is_grid_of_4 else None
         if is_grid_of_4 and grid != _grid(out_features, in_features, block):
             raise FormatError(
-                f"The scale grid of {module} does not match its weight; nothing was loaded.", file=scale.range.file,
-                tensor=f"{module}.{scale.name.rpartition('.')[2]}", found=str(scale),
-                expected=f"{_grid(out_features, in_features, block)} blocks of {block}", fix="correct the block size in config.json",
-            )  # fmt: skip
+                f"The scale grid of {module} does not match its weight; nothing was loaded.",
+                file=scale.range.file,
+                tensor=f"{module}.{scale.name.rpartition('.')[2]}",
+                found=str(scale),
+                expected=f"{_grid(out_features, in_features, block)} blocks of {block}",
+                fix="correct the block size in config.json",
+            )
         return dataclasses.replace(self, strategy="block", block_structure=block, scale_shape=shape)
 
     def _scale_shape(self, in_features: int, out_features: int) -> tuple[int, ...]:
@@ -266,8 +314,12 @@ class Fp8(Fp8Shards, Fp8Order):
             return (out_features, -(-in_features // (self.group_size or 1)))
         return _grid(out_features, in_features, self.block_structure or (128, 128))
 
-    def _apply_blocks(self, apply: Callable[..., object], panel: torch.Tensor, scale: torch.Tensor, start: int) -> None:
-        """Applies its scales to each row of blocks in the panel; the last block of a row or column may be ragged."""
+    def _apply_blocks(
+        self, apply: Callable[..., object], panel: torch.Tensor, scale: torch.Tensor, start: int
+    ) -> None:
+        """Applies its scales to each row of blocks in the panel; the last block of a row or column may be
+        ragged.
+        """
         block_out, block_in = self.block_structure or (128, 128)
         if scale.dim() == 4:
             scale = scale.reshape(scale.shape[0], scale.shape[2])

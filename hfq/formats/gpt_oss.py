@@ -1,11 +1,12 @@
 """The MXFP4 experts of gpt-oss: all experts of a layer fused in tensors of one more dimension.
 
-    experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16]   two codes a byte, the even channel in the low nibble
-    experts.gate_up_proj_scales U8 [experts, out, in / 32]       2**(u - 127)
+    experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16]   two codes a byte, the even channel in the low
+    nibble experts.gate_up_proj_scales U8 [experts, out, in / 32]       2**(u - 127)
     experts.gate_up_proj_bias   [experts, out]
     and the same of down_proj
 
-`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, with tensors `blocks`, `scales`, `bias`.
+`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, with tensors
+`blocks`, `scales`, `bias`.
 
 Source: openai/gpt-oss, transformers' `integrations/mxfp4.py`.
 """
@@ -33,9 +34,14 @@ class GptOssMxfp4(PackedFp4):
     name = "mxfp4-blocks"
     group_size = 32
     variants = (
-        FormatVariant("MXFP4 experts of gpt-oss", "transformers, OpenAI", "…_blocks U8, …_scales U8, …_bias", ("mxfp4-blocks",),
-                ("transformers-mxfp4-gptoss",)),
-    )  # fmt: skip
+        FormatVariant(
+            "MXFP4 experts of gpt-oss",
+            "transformers, OpenAI",
+            "…_blocks U8, …_scales U8, …_bias",
+            ("mxfp4-blocks",),
+            ("transformers-mxfp4-gptoss",),
+        ),
+    )
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> GptOssMxfp4 | None:

@@ -1,16 +1,19 @@
-"""GPTQ as AutoGPTQ, gptqmodel and auto-round store it: int32 words packed along the input, scales and zeros by group.
+"""GPTQ as AutoGPTQ, gptqmodel and auto-round store it: int32 words packed along the input, scales and zeros
+by group.
 
     qweight  I32 [in * bits / 32, out]    codes, a bit stream along the input
     qzeros   I32 [groups, out * bits / 32]  zero points, a bit stream along the output
     scales   F16 [groups, out]
-    g_idx    I32 [in]                     the group of each input channel; absent or of length 1 where it is trivial
+    g_idx    I32 [in]                     the group of each input channel; absent or of length 1 where it is
+    trivial
 
     W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
-Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores z. `"gptq_p"`
-(gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place of one stream. How v1 adds the
-one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on the masked field for 3 bits),
-AutoGPTQ on each field without a mask.
+Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores
+    z. `"gptq_p"`
+(gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place of one stream.
+How v1 adds the one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on
+the masked field for 3 bits), AutoGPTQ on each field without a mask.
 """
 
 from __future__ import annotations
@@ -71,24 +74,47 @@ class Gptq(GptqShards, GptqOrder):
     name = "gptq"
     variants = (
         FormatVariant(
-            "GPTQ v1 (checkpoint_format gptq)", "gptqmodel, AutoGPTQ, auto-round (auto_gptq)", "qweight, qzeros, scales, g_idx",
-            ("gptq-v1-w4-sym", "gptq-v1-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w2-sym", "gptq-v1-w8-channel", "gptq-autogptq-w4"),
+            "GPTQ v1 (checkpoint_format gptq)",
+            "gptqmodel, AutoGPTQ, auto-round (auto_gptq)",
+            "qweight, qzeros, scales, g_idx",
             (
-                "gptqmodel-gptq-w4g128-sym-v1", "gptqmodel-gptq-w3g128-sym", "gptqmodel-gptq-w4g64-descact",
+                "gptq-v1-w4-sym",
+                "gptq-v1-w4-asym",
+                "gptq-v1-w3-sym",
+                "gptq-v1-w2-sym",
+                "gptq-v1-w8-channel",
+                "gptq-autogptq-w4",
+            ),
+            (
+                "gptqmodel-gptq-w4g128-sym-v1",
+                "gptqmodel-gptq-w3g128-sym",
+                "gptqmodel-gptq-w4g64-descact",
                 "gptqmodel-gptq-w2g32-sym",
-                "gptqmodel-gptq-w4g32-asym-v1", "gptqmodel-gptq-w3g32-zero0-v1", "gptqmodel-gptq-w4g32-zero0-v1",
-                "gptqmodel-gptq-w8gall-zero0-v1", "gptqmodel-gptq-dynamic-lmhead", "autoround-w2g32",
-            ), is_emitted=True,
+                "gptqmodel-gptq-w4g32-asym-v1",
+                "gptqmodel-gptq-w3g32-zero0-v1",
+                "gptqmodel-gptq-w4g32-zero0-v1",
+                "gptqmodel-gptq-w8gall-zero0-v1",
+                "gptqmodel-gptq-dynamic-lmhead",
+                "autoround-w2g32",
+            ),
+            is_emitted=True,
         ),
         FormatVariant(
-            "GPTQ v2 (gptq_v2)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-v2-w4-asym",),
-            ("gptqmodel-gptq-w4g32-asym-v2", "gptqmodel-gptq-w4g32-zero0-v2"), is_emitted=True,
+            "GPTQ v2 (gptq_v2)",
+            "gptqmodel",
+            "qweight, qzeros, scales, g_idx",
+            ("gptq-v2-w4-asym",),
+            ("gptqmodel-gptq-w4g32-asym-v2", "gptqmodel-gptq-w4g32-zero0-v2"),
+            is_emitted=True,
         ),
         FormatVariant(
-            "GPTQ planar (gptq_p)", "gptqmodel", "qweight, qzeros, scales, g_idx", ("gptq-planar-w3", "gptq-planar-w5"),
+            "GPTQ planar (gptq_p)",
+            "gptqmodel",
+            "qweight, qzeros, scales, g_idx",
+            ("gptq-planar-w3", "gptq-planar-w5"),
             ("gptqmodel-gptqp-w3g32", "gptqmodel-gptqp-w5g32", "gptqmodel-gptqp-w7g32"),
         ),
-    )  # fmt: skip
+    )
     num_bits: int = 4
     group_size: int = 128
     symmetric: bool = True
@@ -112,10 +138,12 @@ class Gptq(GptqShards, GptqOrder):
         if stored is not None and hinted is not None and stored != hinted:
             raise FormatError(
                 f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
-                file=tensors["qweight"].range.file, tensor=f"{module}.qzeros", expected=f"{hinted} bits, as config.json says",
+                file=tensors["qweight"].range.file,
+                tensor=f"{module}.qzeros",
+                expected=f"{hinted} bits, as config.json says",
                 found=f"{stored} bits: qzeros {tensors['qzeros']} beside scales {tensors['scales']}",
                 fix="correct `bits` (or `dynamic`) in config.json",
-            )  # fmt: skip
+            )
         num_bits = stored or hinted
         if num_bits is None:
             return None
@@ -136,16 +164,20 @@ class Gptq(GptqShards, GptqOrder):
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         if in_features * self.num_bits % 32:
             raise FormatError(
-                "GPTQ cannot hold a layer of this input size.", expected=f"whole 32-bit words of {self.num_bits}-bit codes",
-                found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",
-            )  # fmt: skip
+                "GPTQ cannot hold a layer of this input size.",
+                expected=f"whole 32-bit words of {self.num_bits}-bit codes",
+                found=f"{in_features} input channels",
+                fix="check the config's sizes, or leave this layer dense",
+            )
         groups = 1 if self.group_size == -1 else -(-in_features // self.group_size)
         is_trivial = self.g_idx_length in (None, 0, 1) and not self.needs_g_idx
         if is_trivial and groups > 1 and in_features % self.group_size:
             raise FormatError(
-                "The groups of a GPTQ layer without g_idx do not divide its input.", found=f"{in_features} input channels",
-                expected=f"a multiple of group_size={self.group_size}", fix="correct group_size in config.json",
-            )  # fmt: skip
+                "The groups of a GPTQ layer without g_idx do not divide its input.",
+                found=f"{in_features} input channels",
+                expected=f"a multiple of group_size={self.group_size}",
+                fix="correct group_size in config.json",
+            )
         words_in, words_out = self._words(in_features), self._words(out_features)
         needs_g_idx = self.needs_g_idx and groups > 1
         g_idx = self.g_idx_length if self.g_idx_length in (0, 1) and not needs_g_idx else in_features
@@ -178,12 +210,15 @@ class Gptq(GptqShards, GptqOrder):
     def resolve(self, module: str, tensors: Mapping[str, torch.Tensor]) -> Gptq:
         check_finite(module, "scales", tensors["scales"])
         resolved = dataclasses.replace(
-            self, zero_reading=self._checked_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1])
+            self,
+            zero_reading=self._checked_zero_reading(module, tensors["qzeros"], tensors["scales"].shape[1]),
         )
         g_idx = tensors.get("g_idx")
         if g_idx is None or g_idx.numel() <= 1 or self.act_order:
             return resolved  # without an index, or cut from a layer whose index was checked
-        return dataclasses.replace(resolved, act_order=self._is_scattered(module, g_idx, tensors["scales"].shape[0]))
+        return dataclasses.replace(
+            resolved, act_order=self._is_scattered(module, g_idx, tensors["scales"].shape[0])
+        )
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop, in_features = start + panel.shape[0], panel.shape[1]
@@ -209,10 +244,11 @@ class Gptq(GptqShards, GptqOrder):
         span = in_features if self.group_size == -1 else self.group_size
         if in_features * self.num_bits % 32 or out_features * self.num_bits % 32 or in_features % span:
             raise FormatError(
-                "GPTQ cannot hold a weight of this shape.", found=f"[{out_features}, {in_features}]",
+                "GPTQ cannot hold a weight of this shape.",
+                found=f"[{out_features}, {in_features}]",
                 expected=f"sizes divisible by 32 and an input divisible by group_size={self.group_size}",
                 fix="choose another group_size, or leave this layer dense",
-            )  # fmt: skip
+            )
         grouped = weight.detach().to(torch.float32).t().reshape(in_features // span, span, out_features)
         scales, zeros = self.scales_and_zeros(grouped.amin(1), grouped.amax(1))
         codes = (grouped / scales[:, None] + zeros[:, None]).round().clamp(0, (1 << self.num_bits) - 1)
@@ -220,7 +256,8 @@ class Gptq(GptqShards, GptqOrder):
         return self.pack(codes.reshape(in_features, out_features), scales, zeros, g_idx)
 
     def scales_and_zeros(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero points.
+        """The scales of ranges `[low, high]` of weights, as float32 values that F16 holds, and their zero
+        points.
 
         Raises:
             FormatError: A range is too wide for F16.
@@ -231,17 +268,27 @@ class Gptq(GptqShards, GptqOrder):
         scales = torch.where(scales == 0, 1, scales).to(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise FormatError(
-                "The weight is out of the range of F16 scales.", found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
-                expected=f"at most about {torch.finfo(torch.float16).max * top / 2:g}", fix="leave this layer dense",
-            )  # fmt: skip
-        least = 1 if self.zero_reading == "field_plus_one" else 0  # AutoGPTQ's reading knows no zero point of 0
+                "The weight is out of the range of F16 scales.",
+                found=f"amplitudes up to {torch.maximum(-low, high).max():g}",
+                expected=f"at most about {torch.finfo(torch.float16).max * top / 2:g}",
+                fix="leave this layer dense",
+            )
+        least = (
+            1 if self.zero_reading == "field_plus_one" else 0
+        )  # AutoGPTQ's reading knows no zero point of 0
         middle = torch.full_like(scales, 1 << (self.num_bits - 1))
         return scales, middle if self.symmetric else (-low / scales).round().clamp(least, top)
 
     def pack(
-        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, g_idx: torch.Tensor | None = None
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a layer: from codes [in, out], scales and zero points [groups, out] and each channel's group [in]."""
+        """The tensors of a layer: from codes [in, out], scales and zero points [groups, out] and each
+        channel's group [in].
+        """
         tensors = {"qweight": self._pack(codes), "qzeros": self._store_zeros(zeros.to(torch.int32))}
         tensors["scales"] = scales.to(torch.float16)
         return tensors if g_idx is None else {**tensors, "g_idx": g_idx.to(torch.int32)}
@@ -277,17 +324,23 @@ class Gptq(GptqShards, GptqOrder):
 
     def _checked_zero_reading(self, module: str, qzeros: torch.Tensor, count: int) -> ZeroReading:
         """Symmetric zero points are one constant, which tells v1 from v2 whatever the label says."""
-        differing = qzeros[:1] if bool((qzeros == qzeros[:1]).all()) else qzeros  # one group tells what equal groups hold
+        differing = (
+            qzeros[:1] if bool((qzeros == qzeros[:1]).all()) else qzeros
+        )  # one group tells what equal groups hold
         middle, stored = 1 << (self.num_bits - 1), self._unpack(differing.t(), count)
         check_zero_points(module, stored, self)
         if not self.symmetric or self.is_planar:
             return self.zero_reading
         labelled_v2 = self.zero_reading == "stored"
         if labelled_v2 and bool((stored == middle - 1).all()):
-            logger.warning("%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module)
+            logger.warning(
+                "%s: labelled gptq_v2, but its zero points are stored as in v1; read as v1.", module
+            )
             return "masked_plus_one"
         if not labelled_v2 and bool((stored == middle).all()):
-            logger.warning("%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module)
+            logger.warning(
+                "%s: labelled gptq (v1), but its zero points are stored as in v2; read as v2.", module
+            )
             return "stored"
         return self.zero_reading
 

@@ -1,12 +1,12 @@
 """HQQ's own files (`AutoHQQHFModel.save_to_safetensors`): 1, 2, 3, 4 or 8 bits, and no quantization_config.
 
-    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows; with view_as_float its bytes as floats
-    scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
+    W_q         U8 (I32 for 3 bits)  the matrix M below, packed along its rows; with view_as_float its bytes
+    as floats scale, zero [rows, 1] for axis 1, [1, columns] for axis 0
     shape I64 [2], and scalars and strings as tensors: nbits, group_size, axis, packing, …
 
     M is the flattened weight as [out * in / g, g] (axis 1) or [g, out * in / g] (axis 0).
-    Packing splits M into slabs of rows: the first lies in the highest bits. Three bits go ten to an int32, with rows of padding.
-    W.flat = ((M - zero) * scale).flat
+    Packing splits M into slabs of rows: the first lies in the highest bits. Three bits go ten to an int32,
+    with rows of padding. W.flat = ((M - zero) * scale).flat
 
 Format: hqq's `Quantizer` and `BitPack`.
 """
@@ -33,12 +33,28 @@ _PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8
 _STORED_BITS = {8: (8, 7, 6, 5), 4: (4,), 3: (3,), 2: (2,), 1: (1,)}
 """hqq stores 5 to 7 bits as bytes."""
 _META: dict[str, tuple[tuple[str, ...], tuple[int, ...] | None]] = {
-    "nbits": (("I32", "I64"), ()), "group_size": (("I32", "I64"), ()), "axis": (("I32", "I64"), ()),
-    "shape": (("I64", "I32"), (2,)), "packing": (("U8",), None), "compute_dtype": (("U8",), None),
+    "nbits": (("I32", "I64"), ()),
+    "group_size": (("I32", "I64"), ()),
+    "axis": (("I32", "I64"), ()),
+    "shape": (("I64", "I32"), (2,)),
+    "packing": (("U8",), None),
+    "compute_dtype": (("U8",), None),
     "unpack_view_dtype": (("U8",), None),
-    **dict.fromkeys(("channel_wise", "encoded_state_dict", "offload_meta", "optimize", "quant_scale", "quant_zero", "round_zero",
-                     "stores_quant_config", "view_as_float"), (("U8", "BOOL", "I32"), ())),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "channel_wise",
+            "encoded_state_dict",
+            "offload_meta",
+            "optimize",
+            "quant_scale",
+            "quant_zero",
+            "round_zero",
+            "stores_quant_config",
+            "view_as_float",
+        ),
+        (("U8", "BOOL", "I32"), ()),
+    ),
+}
 """What hqq stores of itself: the dtypes, and the shape, which is any length for a text."""
 
 
@@ -59,10 +75,22 @@ class Hqq(Format):
 
     name = "hqq"
     variants = (
-        FormatVariant("HQQ (8, 4, 3, 2, 1 bits)", "hqq", "W_q, scale, zero, shape, nbits, …",
-                ("hqq-4bit", "hqq-8bit", "hqq-3bit", "hqq-2bit", "hqq-1bit", "hqq-4bit-axis0",
-                 "hqq-4bit-as-float"), ("hqq-4bit-g64", "hqq-3bit-g64", "hqq-2bit-g64-axis0")),
-    )  # fmt: skip
+        FormatVariant(
+            "HQQ (8, 4, 3, 2, 1 bits)",
+            "hqq",
+            "W_q, scale, zero, shape, nbits, …",
+            (
+                "hqq-4bit",
+                "hqq-8bit",
+                "hqq-3bit",
+                "hqq-2bit",
+                "hqq-1bit",
+                "hqq-4bit-axis0",
+                "hqq-4bit-as-float",
+            ),
+            ("hqq-4bit-g64", "hqq-3bit-g64", "hqq-2bit-g64-axis0"),
+        ),
+    )
     num_bits: int = 4
     axis: int = 1
     group_size: int = 64
@@ -77,24 +105,45 @@ class Hqq(Format):
         packed, scale = tensors.get("W_q"), tensors.get("scale")
         if packed is None or len(packed.shape) != 2:
             return None
-        axis = 0 if scale is not None and len(scale.shape) == 2 and scale.shape[0] == 1 != scale.shape[1] else 1
-        nested = [name for name in tensors if name.startswith(("zero.", "scale.")) or name in ("zero_scale", "meta")]
+        axis = (
+            0 if scale is not None and len(scale.shape) == 2 and scale.shape[0] == 1 != scale.shape[1] else 1
+        )
+        nested = [
+            name for name in tensors if name.startswith(("zero.", "scale.")) or name in ("zero_scale", "meta")
+        ]
         if nested or packed.dtype not in ("U8", "I32", *FLOATS):
             raise FormatError(
-                "An HQQ layer of a kind that hfq does not read; nothing was loaded.", file=packed.range.file, tensor=packed.name,
-                expected="codes in U8, I32 or floats, with plain scales", found=", ".join(nested) or str(packed),
-                fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and quant_scale=False",
-            )  # fmt: skip
+                "An HQQ layer of a kind that hfq does not read; nothing was loaded.",
+                file=packed.range.file,
+                tensor=packed.name,
+                expected="codes in U8, I32 or floats, with plain scales",
+                found=", ".join(nested) or str(packed),
+                fix="quantize the model again with hqq 0.2.8 or later, quant_zero=False and "
+                "quant_scale=False",
+            )
         meta = other_tensors(tensors, tuple(_META))
         if "nbits" not in tensors:
             meta = (("nbits", "I32", ()), *meta)  # always written, so its specs miss it
         groups = scale.shape[0] if scale is not None and axis == 1 and scale.shape else 0
-        fitting = [bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)]
-        likely = next((bits for bits in fitting if packed.dtype in FLOATS or (bits == 3) == (packed.dtype == "I32")), 0)
-        return cls(num_bits=likely, axis=axis, groups=groups, meta=meta, packed_shape=packed.shape, codes_dtype=packed.dtype)
+        fitting = [
+            bits for bits, slabs in _SLABS.items() if groups and packed.shape[0] == -(-groups // slabs)
+        ]
+        likely = next(
+            (bits for bits in fitting if packed.dtype in FLOATS or (bits == 3) == (packed.dtype == "I32")), 0
+        )
+        return cls(
+            num_bits=likely,
+            axis=axis,
+            groups=groups,
+            meta=meta,
+            packed_shape=packed.shape,
+            codes_dtype=packed.dtype,
+        )
 
     def sized(self, in_features: int, out_features: int) -> Hqq:
-        """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in `resolve`."""
+        """Settles bits and group size by the shape of the codes; the stored scalars are compared with them in
+        `resolve`.
+        """
         numel, (rows, width) = in_features * out_features, self.packed_shape
         for bits, slabs in _SLABS.items():
             columns = width * DTYPE_BITS[self.codes_dtype] // (32 if bits == 3 else 8)
@@ -104,11 +153,15 @@ class Hqq(Format):
             real = numel // columns
             if numel % columns == 0 and rows == -(-real // slabs) and self.groups in (0, real):
                 group_size = columns if self.axis == 1 else real
-                return dataclasses.replace(self, num_bits=bits, group_size=group_size, size=(out_features, in_features))
+                return dataclasses.replace(
+                    self, num_bits=bits, group_size=group_size, size=(out_features, in_features)
+                )
         raise FormatError(
-            "The packed codes of a layer do not fit its size.", expected=f"{numel} codes of 1, 2, 3, 4 or 8 bits",
-            found=f"W_q {self.codes_dtype} {list(self.packed_shape)}", fix="check the model's config against the checkpoint",
-        )  # fmt: skip
+            "The packed codes of a layer do not fit its size.",
+            expected=f"{numel} codes of 1, 2, 3, 4 or 8 bits",
+            found=f"W_q {self.codes_dtype} {list(self.packed_shape)}",
+            fix="check the model's config against the checkpoint",
+        )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         groups = in_features * out_features // self.group_size
@@ -137,13 +190,21 @@ class Hqq(Format):
         check_finite(module, "scale", tensors["scale"])
         check_finite(module, "zero", tensors["zero"])
         expected = {
-            "axis": [self.axis], "group_size": [self.group_size], "shape": list(self.size),
-            "packing": list(_PACKINGS[self.num_bits].encode()), "quant_zero": [0], "quant_scale": [0],
+            "axis": [self.axis],
+            "group_size": [self.group_size],
+            "shape": list(self.size),
+            "packing": list(_PACKINGS[self.num_bits].encode()),
+            "quant_zero": [0],
+            "quant_scale": [0],
             "view_as_float": [int(self.codes_dtype in FLOATS)],
-        }  # fmt: skip
-        stored = {name: tensors[name].to(torch.int64).flatten().tolist() for name in expected if name in tensors}
+        }
+        stored = {
+            name: tensors[name].to(torch.int64).flatten().tolist() for name in expected if name in tensors
+        }
         wrong = [
-            f"{name}: expected {expected[name]}, found {found}" for name, found in stored.items() if found != expected[name]
+            f"{name}: expected {expected[name]}, found {found}"
+            for name, found in stored.items()
+            if found != expected[name]
         ]
         if self.codes_dtype in FLOATS and "view_as_float" not in stored:
             wrong.append(f"W_q: expected U8 or I32, found {self.codes_dtype} without view_as_float")
@@ -152,9 +213,11 @@ class Hqq(Format):
             wrong.append(f"nbits: expected {self.num_bits}, found {nbits:g}")
         if wrong:
             raise FormatError(
-                "What an HQQ layer says of itself contradicts its tensors; nothing was loaded.", tensor=f"{module}.W_q",
-                problems=wrong, fix="quantize the model again with quant_zero=False and quant_scale=False",
-            )  # fmt: skip
+                "What an HQQ layer says of itself contradicts its tensors; nothing was loaded.",
+                tensor=f"{module}.W_q",
+                problems=wrong,
+                fix="quantize the model again with quant_zero=False and quant_scale=False",
+            )
         return self
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
@@ -177,9 +240,11 @@ class Hqq(Format):
         out_features, in_features = weight.shape
         if weight.numel() % self.group_size:
             raise FormatError(
-                "The group size does not divide the weight.", expected=f"a multiple of {self.group_size}",
-                found=f"{weight.numel()} weights", fix="choose another group_size",
-            )  # fmt: skip
+                "The group size does not divide the weight.",
+                expected=f"a multiple of {self.group_size}",
+                found=f"{weight.numel()} weights",
+                fix="choose another group_size",
+            )
         shape = (-1, self.group_size) if self.axis == 1 else (self.group_size, -1)
         matrix = weight.detach().to(torch.float32).reshape(shape)
         top, slabs = (1 << self.num_bits) - 1, _SLABS[self.num_bits]

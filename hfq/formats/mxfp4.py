@@ -3,9 +3,11 @@
     weight_packed U8 [out, in / 2] (ModelOpt: `weight`), weight_scale U8 or F8_E8M0 [out, in / 32]
     W[n, k] = code[n, k] * 2**(weight_scale[n, k // 32] - 127)
 
-A code is E2M1, or for auto-round's data_type mx_int sign and magnitude in quarters. The experts of gpt-oss are in gpt_oss.py.
+A code is E2M1, or for auto-round's data_type mx_int sign and magnitude in quarters. The experts of gpt-oss
+are in gpt_oss.py.
 
-Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt. Format: OCP Microscaling Formats 1.0.
+Writers: compressed-tensors (mxfp4-pack-quantized), auto-round, ModelOpt. Format: OCP Microscaling Formats
+    1.0.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from hfq.errors import FormatError
 from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite
-from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.configs.compressed_tensors_config import (
+    format_of,
+    group_of,
+    read_activations,
+    refuse_transforms,
+)
 from hfq.formats.configs.gptq_config import module_options
 from hfq.formats.detection.unsupported import refused
 from hfq.formats.layouts.fp4 import E2M1, OTHERS, PackedFp4, powers, store_powers
@@ -46,12 +53,24 @@ class Mxfp4(PackedFp4):
     name = "mxfp4"
     variants = (
         FormatVariant(
-            "MXFP4 (compressed-tensors mxfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
-            "weight_packed U8, weight_scale U8", ("mxfp4",), ("llmcompressor-mxfp4a16",), is_emitted=True,
+            "MXFP4 (compressed-tensors mxfp4-pack-quantized)",
+            "llmcompressor, compressed-tensors, auto-round",
+            "weight_packed U8, weight_scale U8",
+            ("mxfp4",),
+            ("llmcompressor-mxfp4a16",),
+            is_emitted=True,
         ),
-        FormatVariant("MXINT4 (auto-round mx_int)", "auto-round", "weight_packed U8, weight_scale U8", ("mxint4",), ("autoround-mxint4",)),
-        FormatVariant("MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)),
-    )  # fmt: skip
+        FormatVariant(
+            "MXINT4 (auto-round mx_int)",
+            "auto-round",
+            "weight_packed U8, weight_scale U8",
+            ("mxint4",),
+            ("autoround-mxint4",),
+        ),
+        FormatVariant(
+            "MXFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale U8", ("mxfp4-modelopt",)
+        ),
+    )
     scale_dtype: str = "U8"
     stored_codes_name: str = "weight_packed"
     is_integer: bool = False
@@ -63,7 +82,11 @@ class Mxfp4(PackedFp4):
         codes, scale = tensors.get(codes_name), tensors.get("weight_scale")
         if codes is None or codes.dtype != "U8" or len(codes.shape) != 2:
             return None
-        kinds = str(config.get("data_type") or ""), format_of(module, config), str(config.get("quant_algo")).lower()
+        kinds = (
+            str(config.get("data_type") or ""),
+            format_of(module, config),
+            str(config.get("quant_algo")).lower(),
+        )
         is_named = any(kind.startswith(("mx_", "mxfp4")) for kind in kinds)
         if scale is None and not is_named:
             return None
@@ -121,16 +144,22 @@ def _is_mxint4(module: str, codes: TensorInfo, config: Mapping) -> bool:
     kind = str(module_options(module, config).get("data_type") or "")
     weights = group_of(module, config).get("weights") or {}
     says_float = (
-        kind.startswith("mx_fp") or "mxfp4" in format_of(module, config) or weights.get("type") == "float"
+        kind.startswith("mx_fp")
+        or "mxfp4" in format_of(module, config)
+        or weights.get("type") == "float"
         or str(config.get("quant_algo")).lower().startswith(("mxfp4", "w4a8_mxfp4"))
-    )  # fmt: skip
+    )
     if kind.startswith("mx_int") or says_float:
         return kind.startswith("mx_int")
     raise FormatError(
-        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same; nothing was loaded.",
-        file=codes.range.file, tensor=codes.name, expected="data_type, or a format, in quantization_config", found=str(codes),
+        "The config does not say whether 4-bit codes are MXFP4 or MXINT4, whose tensors look the same; "
+        "nothing was loaded.",
+        file=codes.range.file,
+        tensor=codes.name,
+        expected="data_type, or a format, in quantization_config",
+        found=str(codes),
         fix="restore the checkpoint's own quantization_config in config.json",
-    )  # fmt: skip
+    )
 
 
 def _refuse_mxfp6(module: str, codes: TensorInfo, config: Mapping) -> None:

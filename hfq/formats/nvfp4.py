@@ -4,8 +4,8 @@ compressed-tensors (nvfp4-pack-quantized), auto-round:
     weight_packed U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16], weight_global_scale F32 [1]
     W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] / weight_global_scale)
 ModelOpt:
-    weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32), weight_scale_2 F32 []
-    W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
+    weight U8 [out, in / 2], weight_scale F8_E4M3 [out, in / 16] (W4A8_NVFP4_FP8: in / 32), weight_scale_2 F32
+    [] W[n, k] = e2m1(code[n, k]) * (weight_scale[n, k // 16] * weight_scale_2)
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import torch
 from hfq.formats.base import FormatVariant
 from hfq.formats.codecs.groups import check_divides
 from hfq.formats.codecs.value_checks import check_finite, check_positive
-from hfq.formats.configs.compressed_tensors_config import format_of, group_of, read_activations, refuse_transforms
+from hfq.formats.configs.compressed_tensors_config import (
+    format_of,
+    group_of,
+    read_activations,
+    refuse_transforms,
+)
 from hfq.formats.layouts.fp4 import OTHERS, PackedFp4
 from hfq.formats.layouts.scaled import other_tensors
 from hfq.tensor_spec import TensorInfo, TensorSpec
@@ -39,14 +44,20 @@ class Nvfp4(PackedFp4):
     name = "nvfp4"
     variants = (
         FormatVariant(
-            "NVFP4 (compressed-tensors nvfp4-pack-quantized)", "llmcompressor, compressed-tensors, auto-round",
-            "weight_packed U8, weight_scale F8_E4M3, weight_global_scale", ("nvfp4",), ("llmcompressor-nvfp4",),
+            "NVFP4 (compressed-tensors nvfp4-pack-quantized)",
+            "llmcompressor, compressed-tensors, auto-round",
+            "weight_packed U8, weight_scale F8_E4M3, weight_global_scale",
+            ("nvfp4",),
+            ("llmcompressor-nvfp4",),
         ),
         FormatVariant(
-            "NVFP4 (ModelOpt)", "nvidia-modelopt", "weight U8, weight_scale F8_E4M3, weight_scale_2", ("nvfp4-modelopt",),
+            "NVFP4 (ModelOpt)",
+            "nvidia-modelopt",
+            "weight U8, weight_scale F8_E4M3, weight_scale_2",
+            ("nvfp4-modelopt",),
             ("modelopt-nvfp4",),
         ),
-    )  # fmt: skip
+    )
     stored_codes_name: str = "weight_packed"
     global_shape: tuple[int, ...] = (1,)
     group_size: int = 16
@@ -101,8 +112,15 @@ class Nvfp4(PackedFp4):
         return self
 
     def _multiplier(self, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        scale, shared = tensors["weight_scale"][start:stop].to(torch.float32), tensors[self.global_name].to(torch.float32)
-        return scale / shared.reshape(1, 1) if self.global_name == "weight_global_scale" else scale * shared.reshape(1, 1)
+        scale, shared = (
+            tensors["weight_scale"][start:stop].to(torch.float32),
+            tensors[self.global_name].to(torch.float32),
+        )
+        return (
+            scale / shared.reshape(1, 1)
+            if self.global_name == "weight_global_scale"
+            else scale * shared.reshape(1, 1)
+        )
 
     def _quantize_scales(self, amax: torch.Tensor) -> dict[str, torch.Tensor]:
         shared = amax.amax().clamp(min=1e-12) / (448 * 6)

@@ -1,4 +1,5 @@
-"""NVFP4 with scales in UE5M3, as auto-round writes it (data_type nvfp4_v2): no sign, five bits of exponent, three of mantissa.
+"""NVFP4 with scales in UE5M3, as auto-round writes it (data_type nvfp4_v2): no sign, five bits of exponent,
+three of mantissa.
 
 weight_packed U8 [out, in / 2]    E2M1, the even channel in the low nibble
 weight_scale  U8 [out, in / 16]   2**(e - 15) * (1 + m / 8), for e = 0 2**-14 * m / 8; 255 is NaN
@@ -31,10 +32,13 @@ class Nvfp4E5m3(PackedFp4):
     group_size = 16
     variants = (
         FormatVariant(
-            "NVFP4 with UE5M3 scales", "auto-round (nvfp4_v2)", "weight_packed U8, weight_scale U8", ("nvfp4-e5m3",),
+            "NVFP4 with UE5M3 scales",
+            "auto-round (nvfp4_v2)",
+            "weight_packed U8, weight_scale U8",
+            ("nvfp4-e5m3",),
             ("autoround-nvfp4-e5m3",),
         ),
-    )  # fmt: skip
+    )
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Nvfp4E5m3 | None:
@@ -44,8 +48,14 @@ class Nvfp4E5m3(PackedFp4):
         if scale is None:
             is_of_sixteen = config.get("data_type") == "nvfp4_v2"
         else:
-            is_of_sixteen = scale.dtype == "U8" and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
-        return cls(others=other_tensors(tensors, ("input_scale", "input_global_scale"))) if is_of_sixteen else None
+            is_of_sixteen = (
+                scale.dtype == "U8" and len(scale.shape) == 2 and scale.shape[1] * 8 == codes.shape[1]
+            )
+        return (
+            cls(others=other_tensors(tensors, ("input_scale", "input_global_scale")))
+            if is_of_sixteen
+            else None
+        )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "NVFP4")
@@ -83,6 +93,8 @@ def _table(device: torch.device) -> torch.Tensor:
     """The value of each byte, float32 [256]."""
     byte = torch.arange(256, device=device)
     exponent, mantissa = byte >> 3, (byte & 7).to(torch.float32) / 8
-    values = torch.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 15).to(torch.float32), mantissa * 2.0**-14)
+    values = torch.where(
+        exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 15).to(torch.float32), mantissa * 2.0**-14
+    )
     values[255] = float("nan")
     return values

@@ -1,11 +1,12 @@
-"""optimum-quanto's own files (`QuantizedModelForCausalLM.save_pretrained`): model.safetensors beside quanto_qmap.json.
+"""optimum-quanto's own files (`QuantizedModelForCausalLM.save_pretrained`): model.safetensors beside
+quanto_qmap.json.
 
 qint8, qfloat8 (e4m3), qfloat8_e5m2:
     <m>.weight._data I8 or F8 [out, in], <m>.weight._scale [out, 1]
     W[n, k] = data[n, k] * scale[n]
 qint4, qint2, in groups of `g` consecutive weights of the flattened matrix [out * in / g, g]:
-    <m>.weight._data._data U8 [rows / (8 / bits), g]   the low bits hold the first slab of rows, the next bits the second, …
-    <m>.weight._scale, <m>.weight._shift [rows, 1]
+    <m>.weight._data._data U8 [rows / (8 / bits), g]   the low bits hold the first slab of rows, the next bits
+    the second, … <m>.weight._scale, <m>.weight._shift [rows, 1]
     W = data * scale - shift
 Both have <m>.input_scale and <m>.output_scale, which no weight depends on.
 
@@ -41,9 +42,14 @@ class QuantoBytes(ScaledCodes):
     name = "quanto-8bit"
     codes, scale = "weight._data", "weight._scale"
     variants = (
-        FormatVariant("optimum-quanto qint8, qfloat8", "optimum-quanto", "weight._data, weight._scale, quanto_qmap.json",
-                ("quanto-qint8", "quanto-qfloat8"), ("quanto-qfloat8-e5m2",)),
-    )  # fmt: skip
+        FormatVariant(
+            "optimum-quanto qint8, qfloat8",
+            "optimum-quanto",
+            "weight._data, weight._scale, quanto_qmap.json",
+            ("quanto-qint8", "quanto-qfloat8"),
+            ("quanto-qfloat8-e5m2",),
+        ),
+    )
     scheme: ActivationScheme | None = None
 
     @classmethod
@@ -53,9 +59,13 @@ class QuantoBytes(ScaledCodes):
             return None
         if codes.dtype not in ("I8", "F8_E4M3", "F8_E5M2"):
             raise FormatError(
-                "A tensor of optimum-quanto is of a kind that hfq does not read; nothing was loaded.", file=codes.range.file,
-                tensor=codes.name, expected="I8, F8_E4M3 or F8_E5M2", found=str(codes), fix="quantize the model as qint8 or qfloat8",
-            )  # fmt: skip
+                "A tensor of optimum-quanto is of a kind that hfq does not read; nothing was loaded.",
+                file=codes.range.file,
+                tensor=codes.name,
+                expected="I8, F8_E4M3 or F8_E5M2",
+                found=str(codes),
+                fix="quantize the model as qint8 or qfloat8",
+            )
         _check_qmap(module, codes, config, _KINDS[codes.dtype])
         return cls(
             codes_dtype=codes.dtype,
@@ -79,9 +89,14 @@ class QuantoBits(Format):
 
     name = "quanto-bits"
     variants = (
-        FormatVariant("optimum-quanto qint4, qint2", "optimum-quanto", "weight._data._data U8, weight._scale, weight._shift",
-                ("quanto-qint4", "quanto-qint2"), ("quanto-qint4", "quanto-qint2-g32")),
-    )  # fmt: skip
+        FormatVariant(
+            "optimum-quanto qint4, qint2",
+            "optimum-quanto",
+            "weight._data._data U8, weight._scale, weight._shift",
+            ("quanto-qint4", "quanto-qint2"),
+            ("quanto-qint4", "quanto-qint2-g32"),
+        ),
+    )
     num_bits: int = 4
     group_size: int = 128
     packed_rows: int = 0
@@ -112,18 +127,26 @@ class QuantoBits(Format):
         if len(fitting) == 1:
             return dataclasses.replace(self, num_bits=fitting[0], size=(out_features, in_features))
         raise FormatError(
-            "The packed codes of a layer do not fit its size.", expected=f"{rows} groups in 4 or 2 bits",
-            found=f"{self.packed_rows} packed rows of {self.group_size}", fix="check the model's config against the checkpoint",
-        )  # fmt: skip
+            "The packed codes of a layer do not fit its size.",
+            expected=f"{rows} groups in 4 or 2 bits",
+            found=f"{self.packed_rows} packed rows of {self.group_size}",
+            fix="check the model's config against the checkpoint",
+        )
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         rows = in_features * out_features // self.group_size
         specs = [
-            TensorSpec("weight._data._data", ("U8",), (-(-rows * self.num_bits // 8), self.group_size), "codes"),
+            TensorSpec(
+                "weight._data._data", ("U8",), (-(-rows * self.num_bits // 8), self.group_size), "codes"
+            ),
             TensorSpec("weight._scale", FLOATS, (rows, 1), "scale"),
             TensorSpec("weight._shift", FLOATS, (rows, 1), "zero_point"),
         ]
-        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (
+            *specs,
+            *other_specs(self.others),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
 
     @property
     def codes_name(self) -> str:
@@ -189,11 +212,17 @@ def _check_qmap(module: str, codes: TensorInfo, config: Mapping, kinds: tuple[st
     named = _qmap_entry(module, config).get("weights")
     if named is not None and named not in kinds:
         raise FormatError(
-            f"quanto_qmap.json contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
-            expected=f"weights of {named!r}", found=str(codes), fix="restore the checkpoint's own quanto_qmap.json",
-        )  # fmt: skip
+            f"quanto_qmap.json contradicts the tensors of {module}; nothing was loaded.",
+            file=codes.range.file,
+            tensor=codes.name,
+            expected=f"weights of {named!r}",
+            found=str(codes),
+            fix="restore the checkpoint's own quanto_qmap.json",
+        )
 
 
 def _scheme(module: str, config: Mapping) -> ActivationScheme | None:
     activations = _qmap_entry(module, config).get("activations")
-    return None if activations in (None, "none") else ActivationScheme("tensor", dtype=f"quanto {activations}")
+    return (
+        None if activations in (None, "none") else ActivationScheme("tensor", dtype=f"quanto {activations}")
+    )

@@ -3,12 +3,14 @@
     <m>._weight_qdata       F8_E4M3, F8_E5M2 or I8 [out, in]    also for 1 to 7 bits: one byte a code
     <m>._weight_scale       [out, 1], [1, 1], [] or [out, groups]
     <m>._weight_zero_point  I8, of the scale's shape
-    metadata "<m>.weight"   JSON {"_type": "Float8Tensor" | "Int8Tensor" | "IntxUnpackedToInt8Tensor", "_data": {…},
+    metadata "<m>.weight"   JSON {"_type": "Float8Tensor" | "Int8Tensor" | "IntxUnpackedToInt8Tensor",
+    "_data": {…},
                             "_tensor_data_names": [...]}
 
     W[n, k] = (qdata[n, k] - zero_point[n, g]) * scale[n, g]
 
-Without its metadata a file does not say what it holds, and is refused. Format: torchao's `prototype/safetensors`.
+Without its metadata a file does not say what it holds, and is refused. Format: torchao's
+`prototype/safetensors`.
 """
 
 from __future__ import annotations
@@ -40,11 +42,21 @@ class Torchao(ScaledCodes):
     name = "torchao"
     codes, scale, zero = "_weight_qdata", "_weight_scale", "_weight_zero_point"
     variants = (
-        FormatVariant("torchao float8 (e4m3, e5m2)", "torchao, transformers", "_weight_qdata F8, _weight_scale, metadata",
-                ("torchao-float8",), ("torchao-float8wo-e4m3-row",)),
-        FormatVariant("torchao int8, intx", "torchao, transformers", "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
-                ("torchao-int8", "torchao-intx-asym"), ("torchao-int8wo", "torchao-intx3-g32-asym")),
-    )  # fmt: skip
+        FormatVariant(
+            "torchao float8 (e4m3, e5m2)",
+            "torchao, transformers",
+            "_weight_qdata F8, _weight_scale, metadata",
+            ("torchao-float8",),
+            ("torchao-float8wo-e4m3-row",),
+        ),
+        FormatVariant(
+            "torchao int8, intx",
+            "torchao, transformers",
+            "_weight_qdata I8, _weight_scale, _weight_zero_point, metadata",
+            ("torchao-int8", "torchao-intx-asym"),
+            ("torchao-int8wo", "torchao-intx3-g32-asym"),
+        ),
+    )
     scheme: ActivationScheme | None = None
 
     @classmethod
@@ -58,30 +70,44 @@ class Torchao(ScaledCodes):
         codes, scale, zero = (tensors.get(_PREFIX + part) for part in _PARTS[:3])
         if kind not in _TYPES or (codes is not None and codes.dtype not in _TYPES[kind]):
             raise FormatError(
-                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.", file=file,
-                tensor=codes.name if codes is not None else module, expected=" or ".join(_TYPES), found=f"{kind}: {codes}",
-                fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or intx config",
-            )  # fmt: skip
+                "A tensor of torchao is of a kind that hfq does not read; nothing was loaded.",
+                file=file,
+                tensor=codes.name if codes is not None else module,
+                expected=" or ".join(_TYPES),
+                found=f"{kind}: {codes}",
+                fix="load it with torchao, or quantize the model again with a weight-only float8, int8 or "
+                "intx config",
+            )
         data = schema.get("_data")
         names = schema.get("_tensor_data_names")
         block = data.get("block_size") if isinstance(data, Mapping) else None
         if codes is not None and scale is not None and not _fits(block, codes.shape, scale.shape):
             raise FormatError(
-                f"The metadata of {module}.weight contradicts its tensors; nothing was loaded.", file=file, tensor=scale.name,
-                expected=f"scales of blocks {block}", found=str(scale), fix="download the original file",
-            )  # fmt: skip
-        is_dynamic = isinstance(data, Mapping) and (data.get("act_quant_kwargs") or data.get("activation_quantization"))
+                f"The metadata of {module}.weight contradicts its tensors; nothing was loaded.",
+                file=file,
+                tensor=scale.name,
+                expected=f"scales of blocks {block}",
+                found=str(scale),
+                fix="download the original file",
+            )
+        is_dynamic = isinstance(data, Mapping) and (
+            data.get("act_quant_kwargs") or data.get("activation_quantization")
+        )
         return cls(
             codes_dtype=codes.dtype if codes is not None else _TYPES[kind][0],
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (1, 1),
-            zero_dtype="I8" if zero is not None or (isinstance(names, list) and "zero_point" in names) else None,
+            zero_dtype="I8"
+            if zero is not None or (isinstance(names, list) and "zero_point" in names)
+            else None,
             others=other_tensors(tensors, tuple(_PREFIX + part for part in _PARTS[3:])),
             scheme=ActivationScheme("token", dtype=f"torchao {kind}") if is_dynamic else None,
         )
 
 
 def _fits(block: object, codes: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    """Whether scales of this shape are those of blocks of whole rows, or of groups of a row; the metadata may not say."""
+    """Whether scales of this shape are those of blocks of whole rows, or of groups of a row; the metadata may
+    not say.
+    """
     if len(codes) != 2 or len(scale) > 2:
         return True  # not of a linear layer: the shapes themselves are refused
     rows, groups = (*scale, 1, 1)[:2] if len(scale) != 0 else (1, 1)
@@ -98,8 +124,11 @@ def _read_schema(module: str, config: Mapping, file: str) -> Mapping:
         schema = None
     if not isinstance(schema, Mapping):
         raise FormatError(
-            "A file of torchao has lost its metadata; nothing was loaded.", file=file, tensor=f"{module}.weight",
-            expected=f'an entry "{module}.weight" in __metadata__', found=repr(stored)[:80] if stored else "none",
+            "A file of torchao has lost its metadata; nothing was loaded.",
+            file=file,
+            tensor=f"{module}.weight",
+            expected=f'an entry "{module}.weight" in __metadata__',
+            found=repr(stored)[:80] if stored else "none",
             fix="download the original file: a tool that rewrote it dropped its __metadata__",
-        )  # fmt: skip
+        )
     return schema

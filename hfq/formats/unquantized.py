@@ -1,4 +1,6 @@
-"""Float weights as a format of their own: an expert that a checkpoint leaves unpacked among packed ones, or by itself."""
+"""Float weights as a format of their own: an expert that a checkpoint leaves unpacked among packed ones, or
+by itself.
+"""
 
 from __future__ import annotations
 

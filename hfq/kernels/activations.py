@@ -1,4 +1,6 @@
-"""Quantizes activations as a checkpoint asks (`quantize_activations=True`): rounded to FP8 e4m3 or int8, and back."""
+"""Quantizes activations as a checkpoint asks (`quantize_activations=True`): rounded to FP8 e4m3 or int8, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ def quantize_activations(
 
     Args:
         activations: [..., in_features].
-        scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448, or / 127.5, of what shares a scale). With an
-            `outlier_threshold` the channels that `outlier_channels` names stay as they are, and the others are divided by
-            amax / 127: LLM.int8() (Dettmers et al. 2022, section 3).
+        scheme: Static (the tensor `scheme.scale_name`) or dynamic (amax / 448, or / 127.5, of what shares a
+            scale). With an `outlier_threshold` the channels that `outlier_channels` names stay as they are,
+            and the others are divided by amax / 127: LLM.int8() (Dettmers et al. 2022, section 3).
         tensors: The module's tensors by local name.
     """
     if not activations.numel():
@@ -58,9 +60,13 @@ def quantize_activations(
 
 
 def activation_codes(
-    activations: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor], scale: torch.Tensor | None = None
+    activations: torch.Tensor,
+    scheme: ActivationScheme,
+    tensors: Mapping[str, torch.Tensor],
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of activations, and their scales: float32, of a shape that broadcasts over [..., in_features].
+    """The codes of activations, and their scales: float32, of a shape that broadcasts over [...,
+    in_features].
 
     Args:
         activations: [..., in_features], not empty; outliers are not looked for.
@@ -69,18 +75,25 @@ def activation_codes(
         scale: The scale, where it is known.
 
     Returns:
-        float8_e4m3fn or int8 [..., in_features]; their products with the scales are what `quantize_activations` gives.
+        float8_e4m3fn or int8 [..., in_features]; their products with the scales are what
+        `quantize_activations` gives.
     """
     values = activations.to(torch.float32)
     scale = _scale(values, scheme, tensors) if scale is None else scale
-    return _codes(values, scale, scheme).to(torch.int8 if scheme.dtype == "int8" else torch.float8_e4m3fn), scale
+    return _codes(values, scale, scheme).to(
+        torch.int8 if scheme.dtype == "int8" else torch.float8_e4m3fn
+    ), scale
 
 
 def outlier_channels(activations: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor | None:
-    """The input channels in which an activation of this call reaches the scheme's threshold: bool [in_features]; None without one."""
+    """The input channels in which an activation of this call reaches the scheme's threshold: bool
+    [in_features]; None without one.
+    """
     if not scheme.outlier_threshold:
         return None
-    low, high = torch.aminmax(activations.reshape(-1, activations.shape[-1]), dim=0)  # no copy of all, as abs() makes
+    low, high = torch.aminmax(
+        activations.reshape(-1, activations.shape[-1]), dim=0
+    )  # no copy of all, as abs() makes
     return torch.maximum(-low, high) >= scheme.outlier_threshold
 
 
@@ -116,7 +129,9 @@ class OutlierTally:
             self.channels += found.numel()
 
 
-def _scale(values: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _scale(
+    values: torch.Tensor, scheme: ActivationScheme, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     shared = shared_scale(values, scheme, tensors)
     return _dynamic(values.abs().amax(-1, keepdim=True), scheme) if shared is None else shared
 

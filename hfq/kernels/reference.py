@@ -1,7 +1,8 @@
-"""The reference kernel: plain torch, right for every format on every device, and the measure of every other kernel.
+"""The reference kernel: plain torch, right for every format on every device, and the measure of every other
+kernel.
 
-The weight is dequantized panel by panel into one buffer per thread that is reused by every call, so that no call allocates
-the weight as floats.
+The weight is dequantized panel by panel into one buffer per thread that is reused by every call, so that no
+call allocates the weight as floats.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ACCELERATOR_PANEL_NBYTES = 16 << 20
 """The same on any other device, where each panel is several launches. Unmeasured."""
 
 
-def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+def linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
     """`activations @ W.T (+ bias)`, with W rounded once to the activations' dtype.
 
     Args:
@@ -35,7 +38,9 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     """
     rows = activations.reshape(-1, activations.shape[-1])
     out_features, _ = weight_format.shape(tensors)
-    result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
+    result = rows.new_empty(
+        *activations.shape[:-1], out_features
+    )  # no view: code after a layer may write into its output
     flat = result.view(rows.shape[0], out_features)
     for start, panel in _panels(tensors, weight_format, activations.dtype):
         torch.mm(rows, panel.t(), out=flat[:, start : start + panel.shape[0]])
@@ -45,7 +50,9 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
     return result
 
 
-def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+def linear_grad(
+    grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
     """The gradient of `linear` with respect to its activations: `grad @ W`, summed over panels in float32.
 
     Args:
@@ -67,7 +74,9 @@ def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_
 def _panels(
     tensors: Mapping[str, torch.Tensor], weight_format: Format, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first output row, [rows, in_features] in `dtype`) of each panel; a panel is overwritten by the next."""
+    """(first output row, [rows, in_features] in `dtype`) of each panel; a panel is overwritten by the
+    next.
+    """
     out_features, in_features = weight_format.shape(tensors)
     device = next(iter(tensors.values())).device
     multiple = weight_format.row_multiple
@@ -78,5 +87,7 @@ def _panels(
         panel = thread_buffer("panel", torch.float32, device, rows * in_features).view(rows, in_features)
         weight_format.dequantize_into(panel, tensors, start)
         if dtype != torch.float32:
-            panel = thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features).copy_(panel)
+            panel = (
+                thread_buffer("panel", dtype, device, rows * in_features).view(rows, in_features).copy_(panel)
+            )
         yield start, panel

@@ -32,17 +32,21 @@ class Kernel:
 
     Attributes:
         name: What `HfqConfig(kernel=…)` calls it.
-        linear: See `hfq.kernels.reference.linear`; with `refuses_scheme`, it is given the scheme as well, and rounds itself.
+        linear: See `hfq.kernels.reference.linear`; with `refuses_scheme`, it is given the scheme as well, and
+            rounds itself.
         linear_grad: See `hfq.kernels.reference.linear_grad`.
         devices: The types of devices that it computes on.
         capability: The least compute capability of a CUDA device.
         dtypes: The activations that it takes.
         priority: `"auto"` takes the kernel of the highest priority that can run.
         lacks: Why this machine cannot run it; None where it can. May wait for a build.
-        refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it can.
-        refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features, out_features) → why it
-            cannot; None where it can. None for a kernel that multiplies floats, rounded before or not.
-        grouped_linear: Rows times one layer after the other in one call, see `hfq.kernels.cpp.kernel.grouped_linear`; None if it has none.
+        refuses: (format, in_features, out_features) → why it cannot multiply by such a layer; None where it
+            can.
+        refuses_scheme: Of a kernel that multiplies rounded activations: (format, scheme, in_features,
+            out_features) → why it cannot; None where it can. None for a kernel that multiplies floats,
+            rounded before or not.
+        grouped_linear: Rows times one layer after the other in one call, see
+            `hfq.kernels.cpp.kernel.grouped_linear`; None if it has none.
     """
 
     name: str
@@ -133,21 +137,28 @@ def check_kernel(preference: str) -> None:
     names = ["auto", *KERNELS]
     if not isinstance(preference, str) or preference not in names:
         raise SetupError(
-            f"There is no kernel {preference!r}{nearest(str(preference), names)}.", expected=" or ".join(map(repr, names)),
-            found=repr(preference), fix='pass kernel="auto"',
-        )  # fmt: skip
+            f"There is no kernel {preference!r}{nearest(str(preference), names)}.",
+            expected=" or ".join(map(repr, names)),
+            found=repr(preference),
+            fix='pass kernel="auto"',
+        )
     if preference in ("auto", "cpp"):
         start()
 
 
 def choose_kernel(
-    preference: str, weight_format: Format | None = None, in_features: int = 0, out_features: int = 0, device: str = "cpu",
+    preference: str,
+    weight_format: Format | None = None,
+    in_features: int = 0,
+    out_features: int = 0,
+    device: str = "cpu",
     scheme: ActivationScheme | None = None,
-) -> Kernel:  # fmt: skip
+) -> Kernel:
     """The kernel that a preference means for a layer.
 
     Args:
-        preference: A kernel's name, or `"auto"`. What the named kernel cannot read is left to the next that can.
+        preference: A kernel's name, or `"auto"`. What the named kernel cannot read is left to the next that
+            can.
         weight_format: The layer's format; None for any layer.
         in_features: The size of an input.
         out_features: The size of an output.
@@ -162,9 +173,11 @@ def choose_kernel(
         missing = KERNELS[preference].lacks()
         if missing is not None:
             raise SetupError(
-                f"The kernel {preference!r} cannot run here.", expected="what it needs", found=missing,
+                f"The kernel {preference!r} cannot run here.",
+                expected="what it needs",
+                found=missing,
                 fix='pass kernel="auto" for the best kernel that can',
-            )  # fmt: skip
+            )
         if weight_format is None:
             return KERNELS[preference]
     reasons = explain_kernels(preference, weight_format, in_features, out_features, device, scheme)
@@ -172,12 +185,18 @@ def choose_kernel(
 
 
 def explain_kernels(
-    preference: str, weight_format: Format | None, in_features: int = 0, out_features: int = 0, device: str = "cpu",
+    preference: str,
+    weight_format: Format | None,
+    in_features: int = 0,
+    out_features: int = 0,
+    device: str = "cpu",
     scheme: ActivationScheme | None = None,
-) -> dict[str, str | None]:  # fmt: skip
-    """Why each kernel is not the one for a layer, in the order in which they are asked; None for the one that is.
+) -> dict[str, str | None]:
+    """Why each kernel is not the one for a layer, in the order in which they are asked; None for the one that
+    is.
 
-    Kernels for other devices, and for rounded activations where they are not rounded, are left out unless they are named.
+    Kernels for other devices, and for rounded activations where they are not rounded, are left out unless
+    they are named.
 
     Args:
         preference: A kernel's name, or `"auto"`.
@@ -197,7 +216,12 @@ def explain_kernels(
         reason = f"{chosen} comes first" if chosen else _reason_against(kernel, device, scheme)
         if reason is None and weight_format is not None:
             reason = kernel.refuses(weight_format, in_features, out_features)
-        if reason is None and weight_format is not None and kernel.refuses_scheme is not None and scheme is not None:
+        if (
+            reason is None
+            and weight_format is not None
+            and kernel.refuses_scheme is not None
+            and scheme is not None
+        ):
             reason = kernel.refuses_scheme(weight_format, scheme, in_features, out_features)
         chosen = chosen or (kernel.name if reason is None else "")
         reasons[kernel.name] = reason

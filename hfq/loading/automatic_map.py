@@ -28,7 +28,9 @@ logger = logging.get_logger("hfq")
 
 
 def computing_device(max_memory: Mapping[int | str, int]) -> int | str | None:
-    """The key of `max_memory` that computes: its accelerator, else `"cpu"`; None where several accelerators share a model."""
+    """The key of `max_memory` that computes: its accelerator, else `"cpu"`; None where several accelerators
+    share a model.
+    """
     accelerators = [key for key, limit in max_memory.items() if key not in ("cpu", "disk") and limit > 0]
     return None if len(accelerators) > 1 else next(iter(accelerators), "cpu")
 
@@ -46,7 +48,8 @@ def plan_map(
         model: The skeleton with its packed modules, on meta.
         match: Where its tensors are stored.
         dtypes: The dtype of each dense tensor once loaded.
-        max_memory: The bytes that each device may hold, by transformers' keys; at most one accelerator among them.
+        max_memory: The bytes that each device may hold, by transformers' keys; at most one accelerator among
+            them.
         expert_cache_nbytes: What the cache of routed experts takes where they are offloaded.
 
     Returns:
@@ -57,7 +60,11 @@ def plan_map(
     """
     computing = computing_device(max_memory)
     main = check_device(computing)
-    capacities = {check_device(key): int(limit) for key, limit in max_memory.items() if key in (computing, "cpu", "disk")}
+    capacities = {
+        check_device(key): int(limit)
+        for key, limit in max_memory.items()
+        if key in (computing, "cpu", "disk")
+    }
     budget = plan_devices(gather_units(model, match, dtypes), capacities, main, expert_cache_nbytes)
     logger.info("hfq: placed by max_memory: %s", budget)
     return map_of(budget, model, computing), budget
@@ -85,12 +92,14 @@ class _Part:
     stored: list[TensorInfo] = field(default_factory=list)
 
 
-def gather_units(model: PreTrainedModel, match: CheckpointMatch, dtypes: Mapping[str, torch.dtype]) -> list[Unit]:
+def gather_units(
+    model: PreTrainedModel, match: CheckpointMatch, dtypes: Mapping[str, torch.dtype]
+) -> list[Unit]:
     """The parts of a model that have a home of their own, in the order of its modules, with their bytes.
 
-    The root, `""`, stands for the buffers, which stay where the model computes. What cannot be offloaded (a new head, a
-    parameter that transformers makes of several stored tensors) is fixed. Tied weights are one unit under the name of their
-    source, at the place of the module that reads them whole.
+    The root, `""`, stands for the buffers, which stay where the model computes. What cannot be offloaded (a
+    new head, a parameter that transformers makes of several stored tensors) is fixed. Tied weights are one
+    unit under the name of their source, at the place of the module that reads them whole.
 
     Args:
         model: The skeleton with its packed modules, on meta.
@@ -147,7 +156,9 @@ def _walk(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, K
 
 
 def _places_of_tied(model: PreTrainedModel) -> dict[str, str]:
-    """The name at which the one copy of tied weights is counted: the last that is read whole, if any. By their source."""
+    """The name at which the one copy of tied weights is counted: the last that is read whole, if any. By
+    their source.
+    """
     return {
         source: target
         for target, source in model.all_tied_weights_keys.items()

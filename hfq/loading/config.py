@@ -42,27 +42,31 @@ class HfqConfig(QuantizationConfigMixin):
         modules_to_not_convert: Modules that must stay unquantized. Naming a module that the checkpoint stores
             quantized is an error.
         quantize_activations: True to round activations as the checkpoint's config declares.
-        llm_int8_threshold: For 8-bit checkpoints of bitsandbytes with `quantize_activations`: the amplitude from
-            which LLM.int8() leaves an input channel unrounded. None takes the checkpoint's own, 0 rounds all.
-        kernel: `"auto"` for the best kernel of each layer, `"reference"` for plain torch and results that are the
-            same on every machine with the same torch, or another name of `hfq.kernels.registry.KERNELS`.
-        cpu_memory: How weights on the CPU are held. `"mmap"` maps the checkpoint, `"private"` reads it into memory
-            of this process, `"shared"` into memory that all processes of the node share. `"auto"` maps every tensor
-            that is aligned and on a local file system, and nothing while a DeepSpeed config is active; it reads the
-            rest, into shared memory where a launcher has started several processes.
-        disk_io: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses it if all offloaded units
-            fit into half of the available memory.
-        disk_checksum: Compares weights read from disk with checksums taken while loading, which reads all of them
+        llm_int8_threshold: For 8-bit checkpoints of bitsandbytes with `quantize_activations`: the amplitude
+            from which LLM.int8() leaves an input channel unrounded. None takes the checkpoint's own, 0 rounds
+            all.
+        kernel: `"auto"` for the best kernel of each layer, `"reference"` for plain torch and results that are
+            the same on every machine with the same torch, or another name of `hfq.kernels.registry.KERNELS`.
+        cpu_memory: How weights on the CPU are held. `"mmap"` maps the checkpoint, `"private"` reads it into
+            memory of this process, `"shared"` into memory that all processes of the node share. `"auto"` maps
+            every tensor that is aligned and on a local file system, and nothing while a DeepSpeed config is
+            active; it reads the rest, into shared memory where a launcher has started several processes.
+        disk_io: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses it if all offloaded
+            units fit into half of the available memory.
+        disk_checksum: Compares weights read from disk with checksums taken while loading, which reads all of
+            them
             once: `"off"`, at the `"first"` read of each unit, or `"always"`.
-        expert_cache_size: Memory for routed experts that are kept on the execution device while they are offloaded:
-            bytes, or text with a unit such as `"4GiB"`. None takes what an automatic device map leaves free, else a
+        expert_cache_size: Memory for routed experts that are kept on the execution device while they are
+            offloaded: bytes, or text with a unit such as `"4GiB"`. None takes what an automatic device map
+                leaves free, else a
             tenth of the available memory.
-        execute_cpu_layers_on: Where quantized layers on the CPU compute next to an accelerator: `"accelerator"`
-            copies their weights, `"cpu"` moves their activations, `"auto"` chooses for each call.
-        reader_ranks: Under ZeRO-3: `"all"` ranks read their own shards, or `"rank0"` reads and scatters them, for
-            clusters in which one node alone has the files.
-        nvme_source: Under ZeRO-3 with `offload_param.device` `nvme`: reads shards from the `"checkpoint"` itself, or
-            from `"swap_files"` that DeepSpeed writes to `nvme_path`.
+        execute_cpu_layers_on: Where quantized layers on the CPU compute next to an accelerator:
+            `"accelerator"` copies their weights, `"cpu"` moves their activations, `"auto"` chooses for each
+            call.
+        reader_ranks: Under ZeRO-3: `"all"` ranks read their own shards, or `"rank0"` reads and scatters them,
+            for clusters in which one node alone has the files.
+        nvme_source: Under ZeRO-3 with `offload_param.device` `nvme`: reads shards from the `"checkpoint"`
+            itself, or from `"swap_files"` that DeepSpeed writes to `nvme_path`.
 
     Raises:
         SetupError: An option is unknown or has an unusable value.
@@ -119,7 +123,9 @@ class HfqConfig(QuantizationConfigMixin):
         return copy.deepcopy(self._source if self._source is not None else self._options())
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
         """Returns the config of a dict that `to_dict` or `hfq.pretrained_config` made."""
         options = {**config_dict, **kwargs}
         source = options.pop(_SOURCE, None)
@@ -131,7 +137,9 @@ class HfqConfig(QuantizationConfigMixin):
         return self._options().get(key, default)
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self._options().items() if name not in ("quant_method", _SOURCE)}
+        given = {
+            name: value for name, value in self._options().items() if name not in ("quant_method", _SOURCE)
+        }
         return f"HfqConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def _options(self) -> dict[str, Any]:

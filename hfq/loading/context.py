@@ -38,7 +38,8 @@ class LoadContext:
     page_cache_reads: PageCacheReads | None = None
 
 
-_current: ContextVar[LoadContext] = ContextVar("hfq_load_context", default=LoadContext())  # noqa: B039  # frozen
+# frozen
+_current: ContextVar[LoadContext] = ContextVar("hfq_load_context", default=LoadContext())  # noqa: B039
 
 
 def load_context() -> LoadContext:

@@ -20,7 +20,15 @@ from hfq.placement.estimate.best_format import Shapes
 from hfq.placement.estimate.estimate import Estimate, ModelSizes
 from hfq.placement.plan import Plan
 
-__all__ = ["PlannedModel", "count_calls", "count_products", "kind_of_weight", "measure_sizes", "open_model", "routed_share"]
+__all__ = [
+    "PlannedModel",
+    "count_calls",
+    "count_products",
+    "kind_of_weight",
+    "measure_sizes",
+    "open_model",
+    "routed_share",
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,9 @@ class PlannedModel:
         return [asdict(module) for module in self.plan(device_map).modules(order)]
 
     def weights_by_home(self, device_map: Mapping[str, Any], main: str) -> dict[str, int]:
-        """The bytes of the plan in each home, and of the buffers that no file holds where the model computes."""
+        """The bytes of the plan in each home, and of the buffers that no file holds where the model
+        computes.
+        """
         plan, model = self.plan(device_map), self.loading.model
         planned = {entry.name for entry in plan.entries}
         computed = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in planned)
@@ -86,17 +96,23 @@ class PlannedModel:
         """What the checkpoint is, as JSON-ready data."""
         loading = self.loading
         return {
-            "path": loading.checkpoint.root, "class": type(loading.model).__name__, "formats": loading.describe_formats(),
-            "file_nbytes": loading.checkpoint.nbytes, "packed_modules": len(loading.packed), "dtype": self.sizes.dtype,
-            "layers": self.sizes.layers, "layers_with_an_uncounted_state": self.uncounted,
-        }  # fmt: skip
+            "path": loading.checkpoint.root,
+            "class": type(loading.model).__name__,
+            "formats": loading.describe_formats(),
+            "file_nbytes": loading.checkpoint.nbytes,
+            "packed_modules": len(loading.packed),
+            "dtype": self.sizes.dtype,
+            "layers": self.sizes.layers,
+            "layers_with_an_uncounted_state": self.uncounted,
+        }
 
 
 def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
     """A checkpoint, from its config and headers alone.
 
     Args:
-        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`); it must stay as long as the model is planned.
+        path: Its folder, with weights or with headers alone (`hfq.integrations.hub.find`); it must stay as
+            long as the model is planned.
         dtype: The dtype that it will be loaded in, as in `from_pretrained`.
 
     Raises:
@@ -108,7 +124,9 @@ def open_model(path: str | os.PathLike, dtype: Any = "auto") -> PlannedModel:
 
 
 def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
-    """The sizes of a model whose load has come to its skeleton or further, and how many layers have a state that is not counted."""
+    """The sizes of a model whose load has come to its skeleton or further, and how many layers have a state
+    that is not counted.
+    """
     model = loading.model
     layers, uncounted = kv_layers(model)
     dtype = str(model.dtype).removeprefix("torch.")
@@ -121,7 +139,8 @@ def measure_sizes(loading: ModelLoader) -> tuple[ModelSizes, int]:
 
 
 def count_products(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, tuple[int, int]]:
-    """{kind of weight: (weights, bytes)} that a step multiplies by: packed and dense linear layers, of experts a share.
+    """{kind of weight: (weights, bytes)} that a step multiplies by: packed and dense linear layers, of
+    experts a share.
 
     Args:
         model: The model or its skeleton.
@@ -144,14 +163,26 @@ def count_calls(model: nn.Module, dtype: str, routed: float = 1.0) -> dict[str, 
 
 
 def _products(model: nn.Module, dtype: str, routed: float) -> Iterator[tuple[str, float, int, int]]:
-    """(kind of weight, share of it that a step computes, weights, bytes) of each linear layer, packed or dense."""
+    """(kind of weight, share of it that a step computes, weights, bytes) of each linear layer, packed or
+    dense.
+    """
     for name, module in model.named_modules():
         share = routed if ".experts." in f".{name}." else 1.0
         if isinstance(module, QuantizedLinear):
             nbytes = sum(info.nbytes for info in module.infos.values())
-            yield kind_of_weight(module.weight_format, dtype), share, module.in_features * module.out_features, nbytes
+            yield (
+                kind_of_weight(module.weight_format, dtype),
+                share,
+                module.in_features * module.out_features,
+                nbytes,
+            )
         elif isinstance(module, nn.Linear):
-            yield f"dense {dtype}", share, module.weight.numel(), module.weight.numel() * module.weight.element_size()
+            yield (
+                f"dense {dtype}",
+                share,
+                module.weight.numel(),
+                module.weight.numel() * module.weight.element_size(),
+            )
 
 
 def kind_of_weight(weight_format: Format, dtype: str) -> str:

@@ -1,6 +1,7 @@
 """What each layer of a model caches, from its config and its skeleton.
 
-transformers decides which layers keep a window (`DynamicCache`); the sizes of keys and values are those of the layers that make them.
+transformers decides which layers keep a window (`DynamicCache`); the sizes of keys and values are those of
+the layers that make them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ __all__ = ["activation_sizes", "kv_layers"]
 
 
 def kv_layers(model: PreTrainedModel) -> tuple[list[KvLayer], int]:
-    """What each layer of the decoder caches, and how many layers keep a state that is not counted (convolutions, recurrences).
+    """What each layer of the decoder caches, and how many layers keep a state that is not counted
+    (convolutions, recurrences).
 
     Args:
         model: The model, or its skeleton on meta; its projections may be packed.
@@ -44,10 +46,22 @@ def activation_sizes(model: PreTrainedModel) -> Activations:
     hidden = int(config.hidden_size)
     widest = hidden
     for module in model.modules():
-        outs = [_out(child) for name, child in module.named_children() if name in ("gate_proj", "up_proj", "w1", "w3")]
-        attention = [_out(child) for name, child in module.named_children() if name in ("q_proj", "k_proj", "v_proj")]
-        one = [_out(child) for _, child in module.named_children() if not (outs or attention) and _out(child) > hidden]
-        widest = max(widest, sum(outs), sum(attention), *[size for size in one if size != config.vocab_size], 0)
+        outs = [
+            _out(child)
+            for name, child in module.named_children()
+            if name in ("gate_proj", "up_proj", "w1", "w3")
+        ]
+        attention = [
+            _out(child) for name, child in module.named_children() if name in ("q_proj", "k_proj", "v_proj")
+        ]
+        one = [
+            _out(child)
+            for _, child in module.named_children()
+            if not (outs or attention) and _out(child) > hidden
+        ]
+        widest = max(
+            widest, sum(outs), sum(attention), *[size for size in one if size != config.vocab_size], 0
+        )
     return Activations(hidden, widest, int(config.vocab_size), int(config.num_hidden_layers))
 
 

@@ -25,6 +25,8 @@ def loader_of(model: nn.Module) -> ModelLoader:
         if loading is not None:
             return loading
     raise SetupError(
-        "This model was not loaded by hfq.", expected="a model loaded with quantization_config=HfqConfig()",
-        found=type(model).__name__, fix="load it with from_pretrained(..., quantization_config=HfqConfig())",
-    )  # fmt: skip
+        "This model was not loaded by hfq.",
+        expected="a model loaded with quantization_config=HfqConfig()",
+        found=type(model).__name__,
+        fix="load it with from_pretrained(..., quantization_config=HfqConfig())",
+    )

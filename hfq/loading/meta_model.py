@@ -1,7 +1,8 @@
-"""A model as a load sees it before its first weight byte: transformers' skeleton on meta, matched with the headers, packed modules in.
+"""A model as a load sees it before its first weight byte: transformers' skeleton on meta, matched with the
+headers, packed modules in.
 
-It is reached by the loader's own way, so that what is planned is what is loaded: `from_pretrained` runs until the skeleton stands, and
-is left there by an exception that no `except Exception` takes.
+It is reached by the loader's own way, so that what is planned is what is loaded: `from_pretrained` runs until
+the skeleton stands, and is left there by an exception that no `except Exception` takes.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ def load_meta_model(path: str | os.PathLike, dtype: Any = "auto") -> ModelLoader
     except MetaModelReached as reached:
         return reached.loading
     raise SetupError(
-        "transformers loaded a model and did not ask hfq.", file=folder, expected="a call of HfqQuantizer", found=cls.__name__,
+        "transformers loaded a model and did not ask hfq.",
+        file=folder,
+        expected="a call of HfqQuantizer",
+        found=cls.__name__,
         fix="report this; the versions of transformers that hfq is tested with are in constraints.txt",
-    )  # fmt: skip
+    )
 
 
 def _model_class(folder: str) -> Any:
@@ -66,8 +70,11 @@ def _model_class(folder: str) -> Any:
     names = config.get("architectures") or []
     if config.get("auto_map") and not hasattr(transformers, str(next(iter(names), ""))):
         raise SetupError(
-            "This model brings code of its own, which hfq plan does not run.", file=folder, found=", ".join(map(str, names)),
-            expected="a model class of transformers", fix="plan a model that transformers knows",
-        )  # fmt: skip
+            "This model brings code of its own, which hfq plan does not run.",
+            file=folder,
+            found=", ".join(map(str, names)),
+            expected="a model class of transformers",
+            fix="plan a model that transformers knows",
+        )
     known = [getattr(transformers, str(name)) for name in names if hasattr(transformers, str(name))]
     return next((cls for cls in known if hasattr(cls, "from_pretrained")), transformers.AutoModelForCausalLM)

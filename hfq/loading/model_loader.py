@@ -1,9 +1,11 @@
-"""One load, from the skeleton on meta to the placed model: matching, plan, packed rows, and what transformers must not see.
+"""One load, from the skeleton on meta to the placed model: matching, plan, packed rows, and what transformers
+must not see.
 
-transformers loads the dense tensors that rest where they compute. Everything else (packed rows, and whatever rests on disk)
-is hidden from it: hidden tensors stand in the skeleton, so that sizes and homes are computed from them, and are left out of
-`state_dict` until `finish`, which is where transformers looks for what to load. It is handed a device map of the devices that
-compute, so that neither it nor accelerate offloads anything itself.
+transformers loads the dense tensors that rest where they compute. Everything else (packed rows, and whatever
+rests on disk) is hidden from it: hidden tensors stand in the skeleton, so that sizes and homes are computed
+from them, and are left out of `state_dict` until `finish`, which is where transformers looks for what to
+load. It is handed a device map of the devices that compute, so that neither it nor accelerate offloads
+anything itself.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ logger = logging.get_logger("hfq")
 
 
 class ModelLoader(LoadState):
-    """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and to save.
+    """The state of one load; afterwards what a loaded model keeps of it (reader, plan, streamer) to run and
+    to save.
 
     Args:
         model: The skeleton on meta.
@@ -63,7 +66,9 @@ class ModelLoader(LoadState):
         dtype: The dtype of dense tensors.
     """
 
-    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None
+    ) -> None:
         self._started = time.perf_counter()
         self.load_seconds: float | None = None
         self.model = model
@@ -76,7 +81,9 @@ class ModelLoader(LoadState):
         if config.recipe is None:
             check_not_converted(config.modules_to_not_convert, self.match, model)
         self.packed = replace_modules(model, self.match, self.config, self._dtypes)
-        self._packed_names = {f"{name}.{local}" for name, module in self.packed.items() for local in module.infos}
+        self._packed_names = {
+            f"{name}.{local}" for name, module in self.packed.items() for local in module.infos
+        }
         self.plan = Plan(())
         self.budget: Budget | None = None
         self.devices = {}
@@ -93,7 +100,8 @@ class ModelLoader(LoadState):
 
         Args:
             device_map: The user's map, or the one that transformers inferred.
-            max_memory: The bytes that each device may hold. If given, hfq plans the map in place of `device_map`.
+            max_memory: The bytes that each device may hold. If given, hfq plans the map in place of
+                `device_map`.
 
         Returns:
             The map of the devices that compute, for transformers; None if there is no device map.
@@ -124,7 +132,9 @@ class ModelLoader(LoadState):
     ) -> list[str]:
         """Sets the device of every tensor and the execution device; returns the names of the tensors."""
         names = self._tensor_names()
-        devices = resolve_devices(device_map, names, (name for name, _ in self.model.named_modules()), check=check)
+        devices = resolve_devices(
+            device_map, names, (name for name, _ in self.model.named_modules()), check=check
+        )
         for target, source in self.model.all_tied_weights_keys.items():
             devices[target] = devices.get(source, devices[target])
         self.devices, self.main = devices, execution_device(devices.values())
@@ -154,20 +164,28 @@ class ModelLoader(LoadState):
         if self._user_map is not None:
             self.model.hf_device_map = self._user_map
         if self.match.unused:
-            logger.warning("hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20]))
+            logger.warning(
+                "hfq: no place in %s for %s", type(self.model).__name__, ", ".join(self.match.unused[:20])
+            )
         self.load_seconds = time.perf_counter() - self._started
         self._log_summary()
 
     def _complete_model(self) -> None:
-        """Attaches the offloader to the modules whose weights are on another device than the one that computes."""
+        """Attaches the offloader to the modules whose weights are on another device than the one that
+        computes.
+        """
         moving = self._moving()
         staying = self._staying(moving)
         experts = {name for name in moving if self.match.packed[name].slot.kind == "expert"}
         brought = {name: module for name, module in moving.items() if name not in staying or name in experts}
-        units = find_offload_units(self.model, self.match, brought, self._hidden - self._packed_names, self.devices)
+        units = find_offload_units(
+            self.model, self.match, brought, self._hidden - self._packed_names, self.devices
+        )
         on_demand = [module for name, module in brought.items() if name in experts]
         if units or on_demand:
-            self.offloader = Offloader(units, self.reader, self.main, on_demand, self._stream_options(), self.model)
+            self.offloader = Offloader(
+                units, self.reader, self.main, on_demand, self._stream_options(), self.model
+            )
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
                     module.prefetch = self.offloader.experts.prefetch
@@ -188,39 +206,61 @@ class ModelLoader(LoadState):
         return OffloadOptions(self.config.disk_io, self.config.disk_checksum, threads, cache, read_ahead)
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files' metadata."""
+        """Every tensor by its name in the checkpoint, packed ones as their on-disk bytes; and the files'
+        metadata.
+        """
         state = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions)
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
-        """During this, `save_pretrained` writes what the source had, and nothing that it had not: see `saving.like_source`."""
+    def saved_like_source(
+        self, model: nn.Module, folder: Any, is_main_process: bool
+    ) -> AbstractContextManager[bool]:
+        """During this, `save_pretrained` writes what the source had, and nothing that it had not: see
+        `saving.like_source`.
+        """
         return like_source(model, self.checkpoint, folder, is_main_process)
 
     def _moving(self) -> dict[str, QuantizedModule]:
         """The packed modules that do not rest where they compute."""
-        devices = {name: self.devices[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()}
-        return {name: self.packed[name] for name, home in devices.items() if home == "disk" or (home == "cpu" != self.main)}
+        devices = {
+            name: self.devices[f"{name}.{next(iter(module.infos))}"] for name, module in self.packed.items()
+        }
+        return {
+            name: self.packed[name]
+            for name, home in devices.items()
+            if home == "disk" or (home == "cpu" != self.main)
+        }
 
     def _staying(self, moving: dict[str, QuantizedModule]) -> dict[str, QuantizedLinear]:
         """Of these, the packed layers that may compute where they rest, in memory beside an accelerator."""
         if self.main == "cpu" or self.config.execute_cpu_layers_on == "accelerator":
             return {}
         layers = {name: module for name, module in moving.items() if isinstance(module, QuantizedLinear)}
-        return {name: layer for name, layer in layers.items() if self.devices[f"{name}.{next(iter(layer.infos))}"] == "cpu"}
+        return {
+            name: layer
+            for name, layer in layers.items()
+            if self.devices[f"{name}.{next(iter(layer.infos))}"] == "cpu"
+        }
 
     def _check_ties(self) -> None:
-        """Two loads at once can leave transformers' tying switched off (see the import hook's patches); a head would then be random."""
+        """Two loads at once can leave transformers' tying switched off (see the import hook's patches); a
+        head would then be random.
+        """
         tensor = self.model.get_parameter_or_buffer
         for target, source in self.model.all_tied_weights_keys.items():
             is_tied = target not in self.match.dense and target not in self._hidden
             if is_tied and tensor(target) is not tensor(source):
                 raise SetupError(
-                    f"transformers did not tie {target} to {source}; no model was returned.", expected="one parameter",
-                    found="two", fix="do not load another model in a second thread at the same time; restart the process",
-                )  # fmt: skip
+                    f"transformers did not tie {target} to {source}; no model was returned.",
+                    expected="one parameter",
+                    found="two",
+                    fix="do not load another model in a second thread at the same time; restart the process",
+                )
 
     def _cast_dense(self) -> None:
-        """transformers 5.17 leaves a dense tensor whose name it changed in its stored dtype (core_model_loading.py:1697)."""
+        """transformers 5.17 leaves a dense tensor whose name it changed in its stored dtype
+        (core_model_loading.py:1697).
+        """
         for name, dtype in self._dtypes.items():
             if name in self.match.dense and name not in self._hidden:
                 tensor = self.model.get_parameter_or_buffer(name)
@@ -229,7 +269,8 @@ class ModelLoader(LoadState):
 
     def _hide_packed(self) -> None:
         self._hidden = self._packed_names | {f"{name}.flat_buffer" for name in self.packed}
-        # hfq has judged every stored tensor itself: transformers must not report the hidden ones as unexpected
+        # hfq has judged every stored tensor itself: transformers must not report the hidden ones as
+        # unexpected
         self.model._keys_to_ignore_on_load_unexpected = {".*"}
 
     def _hide(self, module: nn.Module, state_dict: dict, prefix: str, _: Any) -> None:
@@ -253,12 +294,15 @@ class ModelLoader(LoadState):
         return local in self.model.get_submodule(module)._buffers
 
     def _prepare(self, name: str) -> None:
-        """Gives a hidden dense parameter the dtype it will be read in; it is frozen, and initialised by nobody."""
+        """Gives a hidden dense parameter the dtype it will be read in; it is frozen, and initialised by
+        nobody.
+        """
         module, _, local = name.rpartition(".")
         owner = self.model.get_submodule(module)
         parameter = owner._parameters.get(local)
         if parameter is not None:
-            # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer reads what is on meta
+            # on meta even where the model made it on the CPU (XLNet's legacy constructors): the streamer
+            # reads what is on meta
             blank = torch.empty(parameter.shape, dtype=self._dtypes.get(name, parameter.dtype), device="meta")
             parameter = OffloadedParameter(blank, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -270,14 +314,20 @@ class ModelLoader(LoadState):
         offloaded = {home for home in self.devices.values() if home in ("cpu", "disk")}
         if len(accelerators) > 1 and offloaded:
             raise PlacementError(
-                "hfq cannot offload a model that is spread over several accelerators yet; nothing was loaded.",
+                "hfq cannot offload a model that is spread over several accelerators yet; nothing was "
+                "loaded.",
                 expected="one accelerator with cpu and disk, or several accelerators alone",
-                found=", ".join(sorted(accelerators | offloaded)), fix="use one accelerator, or leave cpu and disk out",
-            )  # fmt: skip
+                found=", ".join(sorted(accelerators | offloaded)),
+                fix="use one accelerator, or leave cpu and disk out",
+            )
 
     def _make_plan(self, names: Iterable[str]) -> Plan:
         entries = []
-        stored = {f"{name}.{local}": info for name, module in self.packed.items() for local, info in module.infos.items()}
+        stored = {
+            f"{name}.{local}": info
+            for name, module in self.packed.items()
+            for local, info in module.infos.items()
+        }
         state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name in names:
             home = self.devices[name]

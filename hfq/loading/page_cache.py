@@ -1,4 +1,6 @@
-"""Early reading: what a load will map is brought into the page cache while transformers still builds the skeleton."""
+"""Early reading: what a load will map is brought into the page cache while transformers still builds the
+skeleton.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +78,17 @@ class PageCacheReads:
 
 @contextmanager
 def filling_page_cache(checkpoint: Checkpoint | None, device_map: Any, cpu_memory: str) -> Iterator[None]:
-    """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however that ends.
+    """During this, a checkpoint that will be mapped whole is read; it stops when the load is over, however
+    that ends.
 
-    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`cpu_memory`: the page cache would keep a
-    second copy), on a network file system, or beyond the available memory.
+    Nothing is read early where a part rests elsewhere than on the CPU, where rows are copied (`cpu_memory`:
+    the page cache would keep a second copy), on a network file system, or beyond the available memory.
     """
-    if checkpoint is None or cpu_memory in ("private", "shared") or not _is_mapped_whole(checkpoint, device_map):
+    if (
+        checkpoint is None
+        or cpu_memory in ("private", "shared")
+        or not _is_mapped_whole(checkpoint, device_map)
+    ):
         yield
         return
     early = PageCacheReads(checkpoint)

@@ -1,4 +1,6 @@
-"""What the ranks of one run say to each other while a model is loaded: who they are, what they found, and what failed."""
+"""What the ranks of one run say to each other while a model is loaded: who they are, what they found, and
+what failed.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def failing_together(start: Callable[[], object]) -> Iterator[None]:
         yield
     except Exception as error:
         if not _has_met.get():
-            with contextlib.suppress(HfqError, OSError, RuntimeError, ValueError):  # there may be nobody to tell
+            with contextlib.suppress(
+                HfqError, OSError, RuntimeError, ValueError
+            ):  # there may be nobody to tell
                 start()
                 exchange(_failure(error))
         raise
@@ -112,11 +116,15 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception |
 
 
 def no_copy(found: str) -> SetupError:
-    """The error of a deep copy of a model that ranks share: what makes it one model is bound to the modules it was made for."""
+    """The error of a deep copy of a model that ranks share: what makes it one model is bound to the modules
+    it was made for.
+    """
     return SetupError(
-        "A model that several ranks share cannot be copied.", expected="a model that one process holds", found=found,
+        "A model that several ranks share cannot be copied.",
+        expected="a model that one process holds",
+        found=found,
         fix="load it a second time instead, on all ranks",
-    )  # fmt: skip
+    )
 
 
 def _failure(error: Exception) -> _Failure:
@@ -127,6 +135,9 @@ def _check_others(found: list[Any], outcome: str = "nothing was loaded") -> None
     for rank, failure in enumerate(found):
         if isinstance(failure, _Failure):
             raise PlacementError(
-                f"Another rank of this run failed; {outcome}.", rank=rank, found=failure.text.replace("\n", "; "),
-                expected="ranks that all do their parts", fix=failure.fix,
-            )  # fmt: skip
+                f"Another rank of this run failed; {outcome}.",
+                rank=rank,
+                found=failure.text.replace("\n", "; "),
+                expected="ranks that all do their parts",
+                fix=failure.fix,
+            )

@@ -1,8 +1,10 @@
-"""How packed rows reach their homes: the read plan of a load, carried out; and what a load says of itself at the end.
+"""How packed rows reach their homes: the read plan of a load, carried out; and what a load says of itself at
+the end.
 
-A row on disk is left there, and only its small tensors are looked at. A row in CPU memory is mapped where it can be used as it lies,
-else read into one arena for all. A row on an accelerator is read through a staging buffer of bounded size. What is mapped and
-not in the page cache is brought in, so that a load that has returned has its bytes in memory.
+A row on disk is left there, and only its small tensors are looked at. A row in CPU memory is mapped where it
+can be used as it lies, else read into one arena for all. A row on an accelerator is read through a staging
+buffer of bounded size. What is mapped and not in the page cache is brought in, so that a load that has
+returned has its bytes in memory.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _LOCAL_COUNTS = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
-"""Where launchers (torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI) say how many processes they have started on the node."""
+"""Where launchers (torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI) say how many processes they have
+started on the node.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,22 @@ def load_quantized_weights(loading: LoadState, hidden: Collection[str]) -> tuple
             loading.packed[row.name].hold(map_tensors(reader, row.infos))
     counters, mapped = reader.counters, sum(source.nbytes for source in plan.mapped)
     seconds = time.perf_counter() - started
-    return plan, ReadReport(seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads)
+    return plan, ReadReport(
+        seconds, mapped, counters.populated, counters.bytes_read, filler.shared_nbytes, threads
+    )
 
 
 def log_summary(loading: LoadState, seconds: float) -> None:
     """One line about the whole load, at level info."""
     logger.info(
-        "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s", loading.checkpoint.root, seconds, len(loading.packed),
-        loading.describe_formats(), loading.plan, loading.read_report,
-    )  # fmt: skip
+        "hfq: loaded %s in %.2f s: %d packed modules (%s); %s; %s",
+        loading.checkpoint.root,
+        seconds,
+        len(loading.packed),
+        loading.describe_formats(),
+        loading.plan,
+        loading.read_report,
+    )
 
 
 def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bool = False) -> ReadPlan:
@@ -136,18 +147,30 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
         PlacementError: `cpu_memory="mmap"` asks for what cannot be.
     """
     rows: list[ModuleRead] = []
-    is_sharing = loading.config.cpu_memory == "shared" or (loading.config.cpu_memory == "auto" and _local_processes() > 1)
+    is_sharing = loading.config.cpu_memory == "shared" or (
+        loading.config.cpu_memory == "auto" and _local_processes() > 1
+    )
     copies = _SHARED if is_sharing else _PRIVATE
     why_read = (
-        "on a network file system" if is_remote else "DeepSpeed casts tensors that lie one by one" if is_deepspeed() else ""
+        "on a network file system"
+        if is_remote
+        else "DeepSpeed casts tensors that lie one by one"
+        if is_deepspeed()
+        else ""
     )
     for name, module in loading.packed.items():
         home = loading.devices[f"{name}.{next(iter(module.infos))}"]
         row = _planned(name, home, module, loading.config.cpu_memory, why_read, copies)
         rows.append(row)
         if row.how != "read":
-            small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
-            rows.append(ModuleRead(name, home, "read", "its values are checked while loading", small, _CHECKS))
+            small = {
+                local: info
+                for local, info in module.infos.items()
+                if local != module.weight_format.codes_name
+            }
+            rows.append(
+                ModuleRead(name, home, "read", "its values are checked while loading", small, _CHECKS)
+            )
     accelerators = sorted({row.home for row in rows} - {"cpu", "disk"})
     arenas = [
         Arena(_CHECKS, 0, "staging", gap=0),  # between small tensors lie codes, which are not to be read
@@ -158,7 +181,9 @@ def plan_weight_reads(loading: LoadState, hidden: Collection[str], is_remote: bo
     return plan_reads([*_dense_rows(loading, hidden), *rows], arenas)
 
 
-def _planned(name: str, home: str, module: QuantizedModule, cpu_memory: str, why_read: str, copies: str) -> ModuleRead:
+def _planned(
+    name: str, home: str, module: QuantizedModule, cpu_memory: str, why_read: str, copies: str
+) -> ModuleRead:
     infos, is_aligned = module.infos, is_mappable(module.infos)
     if home == "disk":
         return ModuleRead(name, home, "disk", "read when it computes", infos)
@@ -166,11 +191,13 @@ def _planned(name: str, home: str, module: QuantizedModule, cpu_memory: str, why
         return ModuleRead(name, home, "read", f"moved to {home} from a staging buffer", infos, home)
     if cpu_memory == "mmap" and not is_aligned:
         raise PlacementError(
-            "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=name,
-            file=next(iter(infos.values())).range.file, expected="tensors aligned to their own dtype",
+            "A packed row cannot be used where it lies in the file; nothing was loaded.",
+            tensor=name,
+            file=next(iter(infos.values())).range.file,
+            expected="tensors aligned to their own dtype",
             found=", ".join(f"{i.name} at byte {i.range.offset}" for i in infos.values()),
             fix='pass HfqConfig(cpu_memory="auto")',
-        )  # fmt: skip
+        )
     if cpu_memory in ("private", "shared"):
         return ModuleRead(name, home, "read", f'cpu_memory="{cpu_memory}"', infos, copies)
     if cpu_memory == "auto" and not is_aligned:
@@ -196,9 +223,12 @@ def _dense_rows(loading: LoadState, hidden: Collection[str]) -> Iterator[ModuleR
 class _Filler:
     """Fills the arenas of a plan one after another, and gives each row to its module."""
 
-    def __init__(self, loading: LoadState, plan: ReadPlan, threads: int, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self, loading: LoadState, plan: ReadPlan, threads: int, progress: Callable[[int], object]
+    ) -> None:
         self._loading, self._plan, self._threads, self._progress = loading, plan, threads, progress
-        self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        # numpy arrays are buffers
+        self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]
         self.shared_nbytes = 0
 
     def fill(self, arena: Arena) -> None:
@@ -215,12 +245,19 @@ class _Filler:
 
     def _shared(self, arena: Arena) -> memoryview:
         key = _identity(self._plan, arena, self._loading.reader)
-        shared = SharedMemory.open(key, arena.nbytes, lambda memory: self._read(arena, memory)) if arena.nbytes else None
+        shared = (
+            SharedMemory.open(key, arena.nbytes, lambda memory: self._read(arena, memory))
+            if arena.nbytes
+            else None
+        )
         if shared is None and arena.nbytes and self._loading.config.cpu_memory == "shared":
             raise PlacementError(
-                "The rows cannot be kept in shared memory; nothing was loaded.", file="/dev/shm", found="no room, or no shared memory",
-                expected=f"{arena.nbytes} free bytes", fix='free shared memory, or pass HfqConfig(cpu_memory="auto")',
-            )  # fmt: skip
+                "The rows cannot be kept in shared memory; nothing was loaded.",
+                file="/dev/shm",
+                found="no room, or no shared memory",
+                expected=f"{arena.nbytes} free bytes",
+                fix='free shared memory, or pass HfqConfig(cpu_memory="auto")',
+            )
         if shared is None:
             return self._own(arena)
         if not shared.was_filled:  # another process has read it
@@ -236,10 +273,16 @@ class _Filler:
         with torch.inference_mode(
             False
         ):  # each row is a storage of its own, so that a copy of one module copies its row alone
-            buffer = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=row.offset) if nbytes else _nothing()
+            buffer = (
+                torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=row.offset)
+                if nbytes
+                else _nothing()
+            )
             held = FlatBuffer(buffer, segments)
             tensors = held.tensors()
-            small = {local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name}
+            small = {
+                local: tensor for local, tensor in tensors.items() if local != module.weight_format.codes_name
+            }
             module.weight_format = module.weight_format.resolve(row.name, small)
             check_bias(row.name, small.get("bias"), self._loading.match.packed[row.name].slot.has_bias)
             if stays:
@@ -266,8 +309,12 @@ def _identity(plan: ReadPlan, arena: Arena, reader: Reader) -> str:
     requests = plan.requests[arena.name]
     files = sorted({request.source.file for request in requests})
     identities = [(os.path.realpath(file), *reader.identity(file)) for file in files]
-    places = [(files.index(request.source.file), request.source.offset, request.targets) for request in requests]
-    return hashlib.sha256(repr((arena.nbytes, identities, places)).encode(errors="surrogateescape")).hexdigest()[:32]
+    places = [
+        (files.index(request.source.file), request.source.offset, request.targets) for request in requests
+    ]
+    return hashlib.sha256(
+        repr((arena.nbytes, identities, places)).encode(errors="surrogateescape")
+    ).hexdigest()[:32]
 
 
 def _local_processes() -> int:

@@ -10,7 +10,13 @@ __all__ = ["report_device"]
 def report_device(model: Any, device: Any) -> None:
     """Patch 4, for one model that is streamed: `model.device` is where it computes, and not `meta`."""
     for module in model.modules():
-        if hasattr(module, "base_model_prefix") and any(parameter.is_meta for parameter in module.parameters()):
+        if hasattr(module, "base_model_prefix") and any(
+            parameter.is_meta for parameter in module.parameters()
+        ):
             cls = type(module)
-            own = {"device": property(lambda _: device), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            own = {
+                "device": property(lambda _: device),
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+            }
             module.__class__ = type(cls.__name__, (cls,), own)

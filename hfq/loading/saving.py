@@ -1,4 +1,6 @@
-"""What `save_pretrained` writes: the checkpoint's own names, and the checkpoint's own bytes where they are packed."""
+"""What `save_pretrained` writes: the checkpoint's own names, and the checkpoint's own bytes where they are
+packed.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ def stored_state(
 ) -> dict[str, torch.Tensor]:
     """Every tensor of a loaded model by its name in the checkpoint.
 
-    What rests on disk, or packed in the shards of ranks, is given as a view of the mapped checkpoint (a dense tensor: cast to the
-    model's dtype). Tensors that the checkpoint does not know get the names that transformers' own conversions give them.
+    What rests on disk, or packed in the shards of ranks, is given as a view of the mapped checkpoint (a dense
+    tensor: cast to the model's dtype). Tensors that the checkpoint does not know get the names that
+        transformers' own conversions give them.
 
     Args:
         model: The loaded model.
@@ -60,8 +63,12 @@ def stored_state(
         place = match.dense.get(name)
         if tensor.is_meta and place is not None:
             tensor = map_tensor(reader, place).to(tensor.dtype)
-        if place is not None and name not in match.merged:  # both names of a tie are written where both are stored
-            stored[place.name] = tensor.clone() if name in getattr(model, "all_tied_weights_keys", {}) else tensor
+        if (
+            place is not None and name not in match.merged
+        ):  # both names of a tie are written where both are stored
+            stored[place.name] = (
+                tensor.clone() if name in getattr(model, "all_tied_weights_keys", {}) else tensor
+            )
         elif not tensor.is_meta and not _is_tied(name, model, match):
             others[name] = tensor
     stored |= _reverted(model, others, conversions)
@@ -69,8 +76,11 @@ def stored_state(
 
 
 @contextlib.contextmanager
-def like_source(model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True) -> Iterator[bool]:
-    """While a model is saved: copies the side files, and keeps a config.json that named no quantization from naming one.
+def like_source(
+    model: Any, checkpoint: Checkpoint, folder: Any, is_main_process: bool = True
+) -> Iterator[bool]:
+    """While a model is saved: copies the side files, and keeps a config.json that named no quantization from
+    naming one.
 
     Gives True: what is saved is written by this process.
 
@@ -98,7 +108,11 @@ def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in SIDE_FILES:
         source = Path(checkpoint.root, name)
-        if source.is_file() and checkpoint.side_file(name) is not None and not _is_same(source, folder / name):
+        if (
+            source.is_file()
+            and checkpoint.side_file(name) is not None
+            and not _is_same(source, folder / name)
+        ):
             shutil.copyfile(source, folder / name)
 
 
@@ -109,11 +123,16 @@ def _is_same(source: Path, target: Path) -> bool:
 def _is_tied(name: str, model: nn.Module, match: CheckpointMatch) -> bool:
     """Whether a tensor that the checkpoint does not store is one with a tensor that it does."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    others = {ties.get(name, name), *(target for target, source in ties.items() if source == ties.get(name, name))}
+    others = {
+        ties.get(name, name),
+        *(target for target, source in ties.items() if source == ties.get(name, name)),
+    }
     return any(other in match.dense for other in others - {name})
 
 
-def _reverted(model: Any, state: dict[str, torch.Tensor], conversions: list[Any] | None) -> dict[str, torch.Tensor]:
+def _reverted(
+    model: Any, state: dict[str, torch.Tensor], conversions: list[Any] | None
+) -> dict[str, torch.Tensor]:
     if not state or not conversions:
         return state
     kept = model._weight_conversions

@@ -15,11 +15,20 @@ from hfq.loading.context import opened_checkpoint
 from hfq.loading.matching.match import CheckpointMatch
 from hfq.modules.quantized_module import QuantizedModule
 
-__all__ = ["check_bias", "check_merged", "check_not_converted", "check_one_device", "open_files", "planned_dtypes"]
+__all__ = [
+    "check_bias",
+    "check_merged",
+    "check_not_converted",
+    "check_one_device",
+    "open_files",
+    "planned_dtypes",
+]
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by name."""
+    """The dtype of each tensor once loaded: the skeleton's, but for what transformers keeps in float32 by
+    name.
+    """
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan = model._get_dtype_plan(dtype or model.dtype)
     if plan:
@@ -35,44 +44,64 @@ def check_bias(name: str, bias: torch.Tensor | None, is_expected: bool) -> None:
     """AutoGPTQ writes zeros beside layers that have no bias; anything else there is another model's."""
     if bias is not None and not is_expected and bool(bias.any()):
         raise FormatError(
-            "A bias is stored beside a layer that has none; nothing was loaded.", tensor=f"{name}.bias", expected="no bias, or zeros",
-            found=f"amplitudes up to {float(bias.abs().max()):g}", fix="check the model's config against the checkpoint",
-        )  # fmt: skip
+            "A bias is stored beside a layer that has none; nothing was loaded.",
+            tensor=f"{name}.bias",
+            expected="no bias, or zeros",
+            found=f"amplitudes up to {float(bias.abs().max()):g}",
+            fix="check the model's config against the checkpoint",
+        )
 
 
 def open_files(files: list[str] | None) -> Checkpoint:
     foreign = [file for file in files or () if not file.endswith(".safetensors")]
     if not files or foreign:
         raise FormatError(
-            "The checkpoint is not safetensors; nothing was loaded.", file=foreign[0] if foreign else None,
-            expected="*.safetensors", found=", ".join(foreign) or "no files",
+            "The checkpoint is not safetensors; nothing was loaded.",
+            file=foreign[0] if foreign else None,
+            expected="*.safetensors",
+            found=", ".join(foreign) or "no files",
             fix="convert the checkpoint to safetensors; hfq never opens a pickle",
-        )  # fmt: skip
+        )
     return opened_checkpoint(files)
 
 
 def check_not_converted(names: list[str] | None, match: CheckpointMatch, model: nn.Module) -> None:
     known = [name for name, _ in model.named_modules()]
     for name in names or ():
-        inside = [module for module in known if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")]
-        packed = [module for module in match.packed if any(module == i or module.startswith(f"{i}.") for i in inside)]
+        inside = [
+            module
+            for module in known
+            if module == name or module.endswith(f".{name}") or module.startswith(f"{name}.")
+        ]
+        packed = [
+            module
+            for module in match.packed
+            if any(module == i or module.startswith(f"{i}.") for i in inside)
+        ]
         if not inside or packed:
             what = "is stored packed" if packed else f"matches nothing in the model{nearest(name, known)}"
             raise SetupError(
-                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.", found=", ".join(packed[:5]) or name,
-                expected="modules that the checkpoint stores as floats", fix="remove it from modules_to_not_convert",
-            )  # fmt: skip
+                f"modules_to_not_convert names {name!r}, which {what}; nothing was loaded.",
+                found=", ".join(packed[:5]) or name,
+                expected="modules that the checkpoint stores as floats",
+                fix="remove it from modules_to_not_convert",
+            )
 
 
 def check_merged(match: CheckpointMatch, offloaded: Iterable[str]) -> None:
-    """Refuses to offload a dense parameter that transformers makes of several stored tensors: no file holds it as it is."""
+    """Refuses to offload a dense parameter that transformers makes of several stored tensors: no file holds
+    it as it is.
+    """
     for name in sorted(offloaded):
         if name in match.merged:
             raise PlacementError(
-                "device_map offloads a parameter that the checkpoint stores in parts or in another layout; nothing was loaded.",
-                tensor=name, expected="a home where it computes", found=", ".join(match.merged[name][:4]),
+                "device_map offloads a parameter that the checkpoint stores in parts or in another layout; "
+                "nothing was loaded.",
+                tensor=name,
+                expected="a home where it computes",
+                found=", ".join(match.merged[name][:4]),
                 fix="give the module of this parameter a home that computes, as the CPU or the GPU",
-            )  # fmt: skip
+            )
 
 
 def check_one_device(packed: Mapping[str, QuantizedModule], devices: Mapping[str, str]) -> None:
@@ -81,6 +110,9 @@ def check_one_device(packed: Mapping[str, QuantizedModule], devices: Mapping[str
         found = {devices[f"{name}.{local}"] for local in module.infos}
         if len(found) > 1:
             raise PlacementError(
-                "device_map splits a packed layer; nothing was loaded.", tensor=name, expected="one home for all its tensors",
-                found=", ".join(sorted(found)), fix="name modules in device_map, not tensors",
-            )  # fmt: skip
+                "device_map splits a packed layer; nothing was loaded.",
+                tensor=name,
+                expected="one home for all its tensors",
+                found=", ".join(sorted(found)),
+                fix="name modules in device_map, not tensors",
+            )

@@ -88,7 +88,9 @@ class DepthProbe:
         devices = {f"model.layers.{index}": "disk" for index in range(wide.layers)}
         for name, path in paths.items():
             started = time.perf_counter()
-            model = load_model(path, device_map={"": "cpu", **(devices if name == "away" else {})}, disk_io="buffered")
+            model = load_model(
+                path, device_map={"": "cpu", **(devices if name == "away" else {})}, disk_io="buffered"
+            )
             self._loads[name], self._decoders[name] = time.perf_counter() - started, Decoder(model)
         self._samples: dict[str, list[float]] = {name: [] for name in self._decoders}
 

@@ -15,8 +15,8 @@ __all__ = ["ConcatLinear"]
 class ConcatLinear(nn.ModuleDict):
     """Computes several quantized layers on the same input, and concatenates their outputs.
 
-    Each layer keeps its own flat buffer, so that it is placed, read, and saved by itself, under the checkpoint's name,
-    and the layers may have different formats.
+    Each layer keeps its own flat buffer, so that it is placed, read, and saved by itself, under the
+    checkpoint's name, and the layers may have different formats.
 
     Args:
         layers: The layers by local name, in the order of their outputs; all take the same input.

@@ -1,7 +1,9 @@
-"""Where a layer computes that rests in host memory beside an accelerator: where its bytes are, or where its activations are.
+"""Where a layer computes that rests in host memory beside an accelerator: where its bytes are, or where its
+activations are.
 
-At home, a forward reads the packed bytes once from memory and sends activations over the link in both directions; on the
-accelerator it sends the packed bytes over the link. So few rows, as in decoding, are cheaper at home, and many, as in a prefill, are
+At home, a forward reads the packed bytes once from memory and sends activations over the link in both
+directions; on the accelerator it sends the packed bytes over the link. So few rows, as in decoding, are
+cheaper at home, and many, as in a prefill, are
 not: there the host's arithmetic is what takes the time.
 """
 
@@ -17,8 +19,9 @@ from hfq.modules.quantized_module import QuantizedModule
 __all__ = ["CPU_ROWS", "CpuExecution"]
 
 CPU_ROWS = 8
-"""`"auto"` computes at most so many activation rows at home: those that the compiled kernel multiplies at about the speed of memory.
-Unmeasured beside an accelerator."""
+"""`"auto"` computes at most so many activation rows at home: those that the compiled kernel multiplies at
+about the speed of memory. Unmeasured beside an accelerator.
+"""
 
 
 @dataclass
@@ -38,7 +41,9 @@ class CpuExecution:
     fetches: int = 0
 
     def is_chosen(self, layer: QuantizedModule, activations: torch.Tensor) -> bool:
-        """Whether a layer computes at home: at most `CPU_ROWS` rows, and fewer bytes of activations than of the layer."""
+        """Whether a layer computes at home: at most `CPU_ROWS` rows, and fewer bytes of activations than of
+        the layer.
+        """
         if self.rule == "cpu":
             return True
         rows = activations.numel() // max(activations.shape[-1], 1)
@@ -51,7 +56,9 @@ class CpuExecution:
         return {local: tensor.to(self.device) for local, tensor in layer.resting_tensors().items()}
 
     def serve(self, layer: QuantizedModule) -> None:
-        """Has a layer ask here for every forward; a layer whose bytes others bring to the accelerator goes on fetching them there."""
+        """Has a layer ask here for every forward; a layer whose bytes others bring to the accelerator goes on
+        fetching them there.
+        """
         layer.on_cpu = self
         if layer.fetch is None:
             layer.fetch, layer.is_away, layer.brought_to = (lambda: self.fetch(layer)), True, self.device

@@ -25,7 +25,8 @@ class QuantizedEmbedding(QuantizedModule):
         infos: Where each tensor is stored, by local on-disk name.
 
     Attributes:
-        padding_idx: The token whose row an adapter leaves as it is, as in `nn.Embedding`; so are the four after it.
+        padding_idx: The token whose row an adapter leaves as it is, as in `nn.Embedding`; so are the four
+            after it.
     """
 
     padding_idx: int | None = None
@@ -57,9 +58,11 @@ class QuantizedEmbedding(QuantizedModule):
         wanted, places = tokens.reshape(-1).unique(return_inverse=True)
         if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
             raise SetupError(
-                f"{self.name} was given a token that it does not have.", expected=f"0 to {self.num_embeddings - 1}",
-                found=f"{int(wanted[0])} to {int(wanted[-1])}", fix="check the tokenizer against the checkpoint",
-            )  # fmt: skip
+                f"{self.name} was given a token that it does not have.",
+                expected=f"0 to {self.num_embeddings - 1}",
+                found=f"{int(wanted[0])} to {int(wanted[-1])}",
+                fix="check the tokenizer against the checkpoint",
+            )
         rows = self._rows(wanted)
         return rows[places].view(*tokens.shape, self.embedding_dim)
 

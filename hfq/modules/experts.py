@@ -1,4 +1,6 @@
-"""QuantizedExperts: a mixture of experts whose every projection is a packed layer of its own; only routed experts compute."""
+"""QuantizedExperts: a mixture of experts whose every projection is a packed layer of its own; only routed
+experts compute.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,22 @@ __all__ = ["QuantizedExperts", "SortedExperts"]
 
 
 class QuantizedExperts(nn.ModuleList):
-    """Replaces the fused experts of a transformers model, `forward(hidden_states, top_k_index, top_k_weights)`.
+    """Replaces the fused experts of a transformers model,
+    `forward(hidden_states, top_k_index, top_k_weights)`.
 
-    Expert e's layers are the modules `<e>.gate_proj`, `<e>.up_proj`, `<e>.down_proj`, or `<e>.gate_up_proj` where the checkpoint
-    fuses the first two; `<e>.up_proj`, `<e>.down_proj` where they have no gate. Each has its own packed row, so that each expert is
-    placed, read and saved by itself.
+    Expert e's layers are the modules `<e>.gate_proj`, `<e>.up_proj`, `<e>.down_proj`, or `<e>.gate_up_proj`
+    where the checkpoint fuses the first two; `<e>.up_proj`, `<e>.down_proj` where they have no gate. Each has
+    its own packed row, so that each expert is placed, read and saved by itself.
 
     Args:
         experts: The layers of each expert, by local name.
-        apply_gate: The model's own gating, [..., 2 * intermediate] → [..., intermediate]; or its activation, where it has none.
+        apply_gate: The model's own gating, [..., 2 * intermediate] → [..., intermediate]; or its activation,
+            where it has none.
         is_interleaved: Whether it takes gate and up channels in turns, and not one after the other.
 
     Attributes:
-        prefetch: Told the routed layers that rest elsewhere, in the order of their use, before the first of them computes.
+        prefetch: Told the routed layers that rest elsewhere, in the order of their use, before the first of
+            them computes.
     """
 
     def __init__(
@@ -46,7 +51,8 @@ class QuantizedExperts(nn.ModuleList):
 
         Args:
             hidden_states: [tokens, hidden].
-            top_k_index: The experts of each token, integers [tokens, k]; what is not in [0, experts) is left out.
+            top_k_index: The experts of each token, integers [tokens, k]; what is not in [0, experts) is left
+                out.
             top_k_weights: Their weights, [tokens, k].
 
         Returns:
@@ -60,7 +66,10 @@ class QuantizedExperts(nn.ModuleList):
         result = torch.zeros_like(hidden_states)
         if self.prefetch is not None:
             self.prefetch(
-                layer for expert in routed for layer in self[expert].values() if layer.is_away and layer.on_cpu is None
+                layer
+                for expert in routed
+                for layer in self[expert].values()
+                if layer.is_away and layer.on_cpu is None
             )
         for expert in routed:
             token, place = torch.where(top_k_index == expert)
@@ -69,21 +78,39 @@ class QuantizedExperts(nn.ModuleList):
         return result
 
     def _is_groupable(self, routed: Sequence[int], hidden_states: torch.Tensor) -> bool:
-        """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at hand."""
-        if not routed or hidden_states.device.type != "cpu" or (torch.is_grad_enabled() and hidden_states.requires_grad):
+        """Whether nothing but the kernel's products happens in the routed layers, and their bytes are all at
+        hand.
+        """
+        if (
+            not routed
+            or hidden_states.device.type != "cpu"
+            or (torch.is_grad_enabled() and hidden_states.requires_grad)
+        ):
             return False
         layers = [layer for expert in routed for layer in self[expert].values()]  # type: ignore[operator]
         kernel = getattr(layers[0], "kernel", None)
         return getattr(kernel, "grouped_linear", None) is not None and all(
-            type(layer) is QuantizedLinear and layer.kernel is kernel and layer.scheme is None and layer.fetch is None
-            and not layer.is_away and "forward" not in vars(layer) and not layer._forward_hooks and not layer._forward_pre_hooks
+            type(layer) is QuantizedLinear
+            and layer.kernel is kernel
+            and layer.scheme is None
+            and layer.fetch is None
+            and not layer.is_away
+            and "forward" not in vars(layer)
+            and not layer._forward_hooks
+            and not layer._forward_pre_hooks
             for layer in layers
-        )  # fmt: skip
+        )
 
     def _compute_grouped(
-        self, routed: Sequence[int], hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        routed: Sequence[int],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As the loop over experts, with tokens sorted by expert and one call for each projection; None where the kernel declines."""
+        """As the loop over experts, with tokens sorted by expert and one call for each projection; None where
+        the kernel declines.
+        """
         chosen, order = top_k_index.flatten().sort(stable=True)
         experts = torch.tensor(routed)
         start, stop = (int(torch.searchsorted(chosen, bound)) for bound in (0, len(self)))
@@ -125,9 +152,11 @@ class QuantizedExperts(nn.ModuleList):
 
 
 class SortedExperts(QuantizedExperts):
-    """Replaces the experts of Llama 4, `forward(hidden_states)`, which are given each token once for each of them.
+    """Replaces the experts of Llama 4, `forward(hidden_states)`, which are given each token once for each of
+    them.
 
-    A token is multiplied by the router's weight before, zero where it is not routed, and such an expert's output is zero.
+    A token is multiplied by the router's weight before, zero where it is not routed, and such an expert's
+    output is zero.
     """
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -139,7 +168,9 @@ class SortedExperts(QuantizedExperts):
         Returns:
             The same shape and dtype; nothing is computed where all of a row are zeros.
         """
-        expert = torch.arange(len(self), device=hidden_states.device).repeat_interleave(len(hidden_states) // len(self))
+        expert = torch.arange(len(self), device=hidden_states.device).repeat_interleave(
+            len(hidden_states) // len(self)
+        )
         routed = expert.masked_fill((hidden_states == 0).all(-1), len(self))[:, None]
         return super().forward(hidden_states, routed, torch.ones_like(routed, dtype=hidden_states.dtype))
 

@@ -1,4 +1,6 @@
-"""A packed row: the tensors of one module, lying in the mapped checkpoint or together in one aligned arena."""
+"""A packed row: the tensors of one module, lying in the mapped checkpoint or together in one aligned
+arena.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class FlatBuffer:
     segments: Mapping[str, Segment]
 
     @classmethod
-    def read(cls, reader: Reader, infos: Mapping[str, TensorInfo], buffer: torch.Tensor | None = None) -> FlatBuffer:
+    def read(
+        cls, reader: Reader, infos: Mapping[str, TensorInfo], buffer: torch.Tensor | None = None
+    ) -> FlatBuffer:
         """Reads a module's tensors into an arena in host memory: `buffer`, or a new one."""
         segments, nbytes = flat_layout(infos)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
@@ -47,7 +51,9 @@ def flat_layout(infos: Mapping[str, TensorInfo]) -> tuple[dict[str, Segment], in
 
 
 def is_mappable(infos: Mapping[str, TensorInfo]) -> bool:
-    """Whether every tensor lies on a multiple of its own element's size, so that it can be used where it is."""
+    """Whether every tensor lies on a multiple of its own element's size, so that it can be used where it
+    is.
+    """
     return all(info.range.offset % (DTYPE_BITS[info.dtype] // 8) == 0 for info in infos.values())
 
 

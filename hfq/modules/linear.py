@@ -31,7 +31,8 @@ class QuantizedLinear(QuantizedModule):
 
     Attributes:
         outliers: How many channels were outliers so far, where the scheme is LLM.int8()'s; else None.
-        local_in_features: The size of an input here: less than `in_features` where ranks hold slices of the layer.
+        local_in_features: The size of an input here: less than `in_features` where ranks hold slices of the
+            layer.
     """
 
     def __init__(
@@ -54,16 +55,19 @@ class QuantizedLinear(QuantizedModule):
         if activations.shape[-1] != self.local_in_features or not activations.is_floating_point():
             kind = "size" if activations.is_floating_point() else f"dtype, {activations.dtype}"
             raise SetupError(
-                f"{self.name} was given activations of the wrong {kind}.", expected=f"[..., {self.local_in_features}]",
-                found=str(list(activations.shape)), fix="check the model's config against the checkpoint",
-            )  # fmt: skip
+                f"{self.name} was given activations of the wrong {kind}.",
+                expected=f"[..., {self.local_in_features}]",
+                found=str(list(activations.shape)),
+                fix="check the model's config against the checkpoint",
+            )
         if torch.is_grad_enabled() and activations.requires_grad:
             return _Multiply.apply(activations, self)
         return _multiply(activations, self)
 
 
 class _Multiply(torch.autograd.Function):
-    """The multiplication as autograd sees it: it keeps the module, not the weight, and has a gradient for activations only.
+    """The multiplication as autograd sees it: it keeps the module, not the weight, and has a gradient for
+    activations only.
 
     Quantizing activations is passed straight through in the backward.
     """
@@ -92,8 +96,12 @@ def _multiply(activations: torch.Tensor, module: QuantizedLinear) -> torch.Tenso
     return result if values is activations else result.to(activations.device)
 
 
-def _where_it_computes(module: QuantizedLinear, values: torch.Tensor) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
-    """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the layer rests."""
+def _where_it_computes(
+    module: QuantizedLinear, values: torch.Tensor
+) -> tuple[Kernel, Mapping[str, torch.Tensor], torch.Tensor]:
+    """The kernel, and the layer's tensors and the values on one device: that of the values, or that where the
+    layer rests.
+    """
     home = module.on_cpu
     if home is not None and home.is_chosen(module, values):
         tensors = module.resting_tensors()

@@ -1,4 +1,6 @@
-"""The stand-in for a parameter that rests elsewhere: computing with it is an error, where torch would make up values."""
+"""The stand-in for a parameter that rests elsewhere: computing with it is an error, where torch would make up
+values.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,64 @@ from hfq.errors import PlacementError
 __all__ = ["OffloadedParameter", "check_stays"]
 
 _COMPUTES = {
-    F.linear, F.embedding, F.conv1d, F.conv2d, F.layer_norm, F.rms_norm, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.mul,
-    torch.add, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.mul, torch.Tensor.add,
-    torch.Tensor.__getitem__, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__add__, torch.Tensor.__radd__,
-    torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose, torch.Tensor.permute, torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    F.linear,
+    F.embedding,
+    F.conv1d,
+    F.conv2d,
+    F.layer_norm,
+    F.rms_norm,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.mul,
+    torch.add,
+    torch.einsum,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.mm,
+    torch.Tensor.mul,
+    torch.Tensor.add,
+    torch.Tensor.__getitem__,
+    torch.Tensor.__mul__,
+    torch.Tensor.__rmul__,
+    torch.Tensor.__add__,
+    torch.Tensor.__radd__,
+    torch.Tensor.t,
+    torch.t,
+    torch.Tensor.transpose,
+    torch.transpose,
+    torch.Tensor.permute,
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-}  # fmt: skip
+}
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _WITHOUT_VALUES = {
     torch.Tensor.grad.__get__,  # type: ignore[union-attr]
-    torch.Tensor.requires_grad_, torch.Tensor.copy_, torch.empty_like,
-    torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like, torch.Tensor.new_empty,
-    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.new_tensor,
-}  # fmt: skip
+    torch.Tensor.requires_grad_,
+    torch.Tensor.copy_,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.full_like,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+}
 """What takes no values from a weight, or is what an initialisation does with it."""
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it computes.
+    """A parameter on meta whose values are on disk, or in another memory, and are lent to its module while it
+    computes.
 
-    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both raise, as does all that
-    takes it, or what was made of it, together with values. Moving it to where it computes leaves it as it is: Trainer and Accelerate
-    move every model.
+    torch 2.13 gives uninitialised values for `F.linear(cpu, meta)`, and meta tensors for a lookup; here both
+    raise, as does all that takes it, or what was made of it, together with values. Moving it to where it
+    computes leaves it as it is: Trainer and Accelerate move every model.
 
     Attributes:
         name: Its name, for messages.
@@ -47,7 +85,9 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where its values are lent: code that takes an input to its weight takes it there. `is_meta` says where they rest."""
+        """Where its values are lent: code that takes an input to its weight takes it there. `is_meta` says
+        where they rest.
+        """
         return self.brought_to or torch.device("meta")
 
     @classmethod
@@ -58,7 +98,9 @@ class OffloadedParameter(nn.Parameter):
 
 
 class AwayValues(torch.Tensor):
-    """What was made of an `OffloadedParameter`, on meta: a view, a transpose, a sum. Computing with it is an error, too."""
+    """What was made of an `OffloadedParameter`, on meta: a view, a transpose, a sum. Computing with it is an
+    error, too.
+    """
 
     name: str = "A parameter"
 
@@ -75,16 +117,24 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     away = next(leaf for leaf in tensors if isinstance(leaf, (OffloadedParameter, AwayValues)))
-    is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("__set__", "__delete__", "__deepcopy__")
+    is_plain = func in _WITHOUT_VALUES or getattr(func, "__name__", "") in (
+        "__set__",
+        "__delete__",
+        "__deepcopy__",
+    )
     with torch._C.DisableTorchFunctionSubclass():
         is_moved = func in _MOVES and isinstance(args[0], AwayValues)
         if func in _COMPUTES or is_moved or (not is_plain and any(not leaf.is_meta for leaf in tensors)):
             raise _not_here(func, away.name)
         result = func(*args, **kwargs)
-        made_up = any(isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in _pytree.tree_leaves(result))
+        made_up = any(
+            isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in _pytree.tree_leaves(result)
+        )
         if made_up and not is_plain:
             raise _not_here(func, away.name)
-        is_kept = is_plain or func in _MOVES or isinstance(result, torch.Size)  # which a tree would make a tuple of
+        is_kept = (
+            is_plain or func in _MOVES or isinstance(result, torch.Size)
+        )  # which a tree would make a tuple of
         return result if is_kept else _pytree.tree_map(lambda leaf: _guard(leaf, away.name), result)
 
 
@@ -99,12 +149,16 @@ def _guard(leaf: Any, name: str) -> Any:
 def _not_here(func: Any, name: str) -> PlacementError:
     module = name.rpartition(".")[0]
     return PlacementError(
-        f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own module alone, "
+        f"{getattr(func, '__name__', func)} was given a weight that is not in memory: it is lent to its own "
+        f"module alone, "
         "while that computes.",
-        tensor=name if module else None, expected="a call of the module that owns the weight",
+        tensor=name if module else None,
+        expected="a call of the module that owns the weight",
         found="its weight, read by other code",
-        fix="give this module a home in memory in device_map" + (f' ({{"{module}": "cpu"}})' if module else "") + ", or call it",
-    )  # fmt: skip
+        fix="give this module a home in memory in device_map"
+        + (f' ({{"{module}": "cpu"}})' if module else "")
+        + ", or call it",
+    )
 
 
 def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
@@ -113,11 +167,15 @@ def check_stays(name: str, device: torch.device, asked: torch.device) -> None:
     Raises:
         PlacementError: Another device is asked for.
     """
-    if asked.type != device.type or (asked.index is not None and device.index is not None and asked.index != device.index):
+    if asked.type != device.type or (
+        asked.index is not None and device.index is not None and asked.index != device.index
+    ):
         raise PlacementError(
-            f"{name} rests elsewhere than where it computes, and cannot be moved.", expected=str(device), found=str(asked),
+            f"{name} rests elsewhere than where it computes, and cannot be moved.",
+            expected=str(device),
+            found=str(asked),
             fix="load the model with a device_map that names the device that computes",
-        )  # fmt: skip
+        )
 
 
 def _moved(parameter: OffloadedParameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor:

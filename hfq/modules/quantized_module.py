@@ -1,4 +1,6 @@
-"""What every packed module shares: it holds a packed row, in one of its backings, and never a float copy of its weight."""
+"""What every packed module shares: it holds a packed row, in one of its backings, and never a float copy of
+its weight.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,28 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedModule"]
 
 _ARENA = "flat_buffer"
-_RESERVED = (_ARENA, "kernel", "accelerated", "scheme", "outliers", "local_in_features", "num_embeddings", "embedding_dim")
+_RESERVED = (
+    _ARENA,
+    "kernel",
+    "accelerated",
+    "scheme",
+    "outliers",
+    "local_in_features",
+    "num_embeddings",
+    "embedding_dim",
+)
 """Attributes that subclasses set, which no stored tensor may take the name of."""
 
 
 class QuantizedModule(nn.Module):
     """Holds the tensors of one packed module.
 
-    They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets `stored_` before it), or
-    one flat frozen uint8 parameter `flat_buffer` (`hold_buffer`), or that parameter cut into shards by ZeRO-3 (`hold_shard`);
-    `state_dict` speaks on-disk names in every case. Before they are held they are on `meta`, as they are for a module that rests
-    on disk: then `onload` lends it a row for one forward and `offload` takes it back. Casting the module (`half()`, `to(dtype)`)
-    leaves every packed tensor as it is. Model code that reads `weight` is given it dequantized, anew each time.
+    They are frozen parameters under their on-disk names (`hold`; a dot becomes `__`, a taken name gets
+    `stored_` before it), or one flat frozen uint8 parameter `flat_buffer` (`hold_buffer`), or that parameter
+    cut into shards by ZeRO-3 (`hold_shard`); `state_dict` speaks on-disk names in every case. Before they are
+    held they are on `meta`, as they are for a module that rests on disk: then `onload` lends it a row for one
+    forward and `offload` takes it back. Casting the module (`half()`, `to(dtype)`) leaves every packed tensor
+    as it is. Model code that reads `weight` is given it dequantized, anew each time.
 
     Args:
         name: The module's name in the model, for messages.
@@ -46,7 +58,12 @@ class QuantizedModule(nn.Module):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, weight_format: Format, infos: Mapping[str, TensorInfo]
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        weight_format: Format,
+        infos: Mapping[str, TensorInfo],
     ) -> None:
         super().__init__()
         self.name, self.in_features, self.out_features = name, in_features, out_features
@@ -58,8 +75,12 @@ class QuantizedModule(nn.Module):
         self.fetch: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self.dtype, self.is_transposed = torch.float32, False
         self.is_away = False  # whether it is fetched for every forward, wherever it rests
-        self.brought_to: torch.device | None = None  # where a streamer brings it; None where it computes where it rests
-        self.on_cpu: CpuExecution | None = None  # decides whether it computes where it rests, beside an accelerator
+        self.brought_to: torch.device | None = (
+            None  # where a streamer brings it; None where it computes where it rests
+        )
+        self.on_cpu: CpuExecution | None = (
+            None  # decides whether it computes where it rests, beside an accelerator
+        )
         self._attributes: dict[str, str] = {}
         for local in self.infos:
             taken = {*vars(self), *self._attributes.values()}
@@ -79,11 +100,15 @@ class QuantizedModule(nn.Module):
         self._segments, self._is_gathered, self._resting = row.segments, None, None
         self._parameters[_ARENA] = _frozen(row.buffer)
 
-    def hold_shard(self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]) -> None:
-        """Keeps a row that others gather and let go of again: a flat parameter of the row's bytes, viewed as some dtype.
+    def hold_shard(
+        self, parameter: nn.Parameter, segments: Mapping[str, Segment], is_gathered: Callable[[], bool]
+    ) -> None:
+        """Keeps a row that others gather and let go of again: a flat parameter of the row's bytes, viewed as
+        some dtype.
 
         Args:
-            parameter: Frozen; its `data` is the whole row while it is gathered, and anything else while it is not.
+            parameter: Frozen; its `data` is the whole row while it is gathered, and anything else while it is
+                not.
             segments: Where each tensor lies in the row.
             is_gathered: Whether it is gathered.
         """
@@ -115,9 +140,11 @@ class QuantizedModule(nn.Module):
             return self.fetch()
         if is_meta:
             raise PlacementError(
-                f"{self.name} was used before its weights were loaded.", expected="loaded or onloaded weights",
-                found="weights on meta", fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
-            )  # fmt: skip
+                f"{self.name} was used before its weights were loaded.",
+                expected="loaded or onloaded weights",
+                found="weights on meta",
+                fix="load the model with from_pretrained(..., quantization_config=HfqConfig())",
+            )
         return tensors
 
     def _find_resting(self) -> tuple[Mapping[str, torch.Tensor], bool]:
@@ -125,14 +152,18 @@ class QuantizedModule(nn.Module):
 
         They are kept until one is replaced or moves; those of a shard are for this call alone.
         """
-        resting = None if self._is_gathered is not None else TensorCache(self._parameters)  # before the tensors: see there
+        resting = (
+            None if self._is_gathered is not None else TensorCache(self._parameters)
+        )  # before the tensors: see there
         with torch.inference_mode(False):  # what is kept is used outside of it, too
             tensors = self.resting_tensors()
         self._resting, is_meta = resting, any(tensor.is_meta for tensor in tensors.values())
         return (tensors, is_meta) if resting is None else resting.keep(tensors, is_meta)
 
     def resting_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in the shards of ranks."""
+        """The module's tensors by local on-disk name, where they rest; on meta where that is on disk or in
+        the shards of ranks.
+        """
         if self._is_gathered is not None and not self._is_gathered():
             return {local: _on_meta(info) for local, info in self.infos.items()}
         if self._is_gathered is not None and self._segments is not None:
@@ -153,20 +184,28 @@ class QuantizedModule(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where the module computes, wherever it rests."""
-        return self.brought_to or next(parameter.device for parameter in self._parameters.values() if parameter is not None)
+        return self.brought_to or next(
+            parameter.device for parameter in self._parameters.values() if parameter is not None
+        )
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in the model's dtype, as `weight` gives it; PEFT calls this of a layer that holds HQQ's `W_q`."""
+        """The weight in the model's dtype, as `weight` gives it; PEFT calls this of a layer that holds HQQ's
+        `W_q`.
+        """
         return self._dequantized()
 
     def __getattr__(self, name: str):
-        """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among the parameters."""
+        """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among
+        the parameters.
+        """
         if name == "weight":
             return self._dequantized()
         return self._copied_bias() if name == "bias" else super().__getattr__(name)
 
     def _copied_bias(self) -> torch.Tensor | None:
-        """The bias in the model's dtype, if any: a copy, since transformers' initialisation may write to it (SigLIP's does)."""
+        """The bias in the model's dtype, if any: a copy, since transformers' initialisation may write to it
+        (SigLIP's does).
+        """
         stored = self.resting_tensors().get("bias")
         if stored is None:
             return None
@@ -177,7 +216,9 @@ class QuantizedModule(nn.Module):
         return bias
 
     def _dequantized(self) -> torch.Tensor:
-        """The weight in the model's dtype, as the module that was replaced held it; on meta as long as nothing is loaded."""
+        """The weight in the model's dtype, as the module that was replaced held it; on meta as long as
+        nothing is loaded.
+        """
         is_away = any(tensor.is_meta for tensor in self.resting_tensors().values())
         if is_away and self.fetch is None and self._is_gathered is None:
             weight = self._blank_weight()
@@ -187,7 +228,9 @@ class QuantizedModule(nn.Module):
             except PlacementError:
                 if self._is_gathered is None:
                     raise
-                weight = OffloadedParameter(self._blank_weight(), requires_grad=False)  # for code that asks for its shape or dtype
+                weight = OffloadedParameter(
+                    self._blank_weight(), requires_grad=False
+                )  # for code that asks for its shape or dtype
         weight = weight.t() if self.is_transposed else weight
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
@@ -196,10 +239,15 @@ class QuantizedModule(nn.Module):
         return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight_format.describe()}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"format={self.weight_format.describe()}"
+        )
 
     def _apply(self, fn, recurse=True):
-        """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype touches."""
+        """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype
+        touches.
+        """
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.brought_to))
         self.dtype = probe.dtype if probe.is_floating_point() else self.dtype
         if self._is_gathered is not None:
@@ -234,11 +282,15 @@ class QuantizedModule(nn.Module):
             elif tensor.is_meta:
                 errors.append(f"{prefix + local}: rests on disk, where nothing is written")
             elif found.shape != tensor.shape or found.dtype != tensor.dtype:
-                errors.append(f"{prefix + local}: expected {tensor.dtype} {list(tensor.shape)}, found {found.dtype} "
-                              f"{list(found.shape)}; packed tensors are never cast")  # fmt: skip
+                errors.append(
+                    f"{prefix + local}: expected {tensor.dtype} {list(tensor.shape)}, found {found.dtype} "
+                    f"{list(found.shape)}; packed tensors are never cast"
+                )
             else:
                 tensor.copy_(found)
-        unexpected += [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors]
+        unexpected += [
+            key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in tensors
+        ]
 
 
 @functools.cache
@@ -248,7 +300,9 @@ def _names_of(cls: type) -> frozenset[str]:
 
 
 def _attribute(local: str, taken: set[str], reserved: frozenset[str]) -> str:
-    """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes are taken."""
+    """The name of the parameter that holds a tensor: torch allows no dots, and the module's own attributes
+    are taken.
+    """
     name = local.replace(".", "__")
     while name in taken or name in reserved:
         name = f"stored_{name}"
@@ -261,5 +315,6 @@ def _on_meta(info: TensorInfo) -> torch.Tensor:
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers never initialises a packed tensor
+    # transformers never initialises a packed tensor
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter

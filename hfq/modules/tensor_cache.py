@@ -15,10 +15,12 @@ __all__ = ["TensorCache"]
 
 
 class TensorCache:
-    """A module's tensors where they rest, remembered while the parameters that they are live, and are what and where they were.
+    """A module's tensors where they rest, remembered while the parameters that they are live, and are what
+    and where they were.
 
     Args:
-        parameters: The module's, before its tensors are looked for: one that another thread replaces meanwhile is then noticed.
+        parameters: The module's, before its tensors are looked for: one that another thread replaces
+            meanwhile is then noticed.
     """
 
     __slots__ = ("__weakref__", "_found", "_sources")
@@ -27,7 +29,14 @@ class TensorCache:
         self._found: tuple[LayerTensors, bool] | None = None
         forget = functools.partial(_forget, weakref.ref(self))
         self._sources = [
-            (name, weakref.ref(parameter, forget), parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
+            (
+                name,
+                weakref.ref(parameter, forget),
+                parameter.data_ptr(),
+                parameter.dtype,
+                parameter.shape,
+                parameter.stride(),
+            )
             for name, parameter in tuple(parameters.items())
             if parameter is not None
         ]
@@ -44,7 +53,14 @@ class TensorCache:
         found = self._found  # before the others are looked at: another thread may replace one meanwhile
         if len(parameters) != len(self._sources):
             return None
-        for name, source, place, dtype, shape, strides in self._sources:  # a generator takes several times as long
+        for (
+            name,
+            source,
+            place,
+            dtype,
+            shape,
+            strides,
+        ) in self._sources:  # a generator takes several times as long
             parameter = parameters.get(name)
             if parameter is None or source() is not parameter or parameter.data_ptr() != place:
                 return None
@@ -57,7 +73,9 @@ class TensorCache:
 
 
 def _forget(resting: weakref.ref[TensorCache], _: object) -> None:
-    """Lets go of the tensors with a parameter that is gone: they would keep its memory, until a next call or for ever."""
+    """Lets go of the tensors with a parameter that is gone: they would keep its memory, until a next call or
+    for ever.
+    """
     alive = resting()
     if alive is not None:
         alive._found = None

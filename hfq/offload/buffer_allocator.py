@@ -12,8 +12,8 @@ __all__ = ["BufferAllocator"]
 class BufferAllocator:
     """Gives blocks a place at one of the two ends of a buffer, or beside another block.
 
-    Two places of their own size suffice where blocks are large, and memory is better spent on parts that stay; a large block (an
-    `lm_head`) does not make the place of the others large.
+    Two places of their own size suffice where blocks are large, and memory is better spent on parts that
+    stay; a large block (an `lm_head`) does not make the place of the others large.
 
     Args:
         nbytes: The size of the buffer, a multiple of 4096.
@@ -36,13 +36,22 @@ class BufferAllocator:
             kept: The blocks that must not be overlapped.
 
         Returns:
-            The offset, a multiple of 4096, and the blocks that would be overlapped; None where there is no room beside `kept`.
+            The offset, a multiple of 4096, and the blocks that would be overlapped; None where there is no
+            room beside `kept`.
         """
         top = (self.nbytes - nbytes) // PAGE * PAGE
-        beside = [offset for start, size in self._places.values() for offset in (_up(start + size), start - _up(nbytes))]
+        beside = [
+            offset
+            for start, size in self._places.values()
+            for offset in (_up(start + size), start - _up(nbytes))
+        ]
         for offsets in ((0, top), beside):  # from an end, the other end is free for whatever comes next
-            candidates = [(offset, self._overlapped(unit, offset, nbytes)) for offset in offsets if 0 <= offset <= top]
-            possible = [(offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)]
+            candidates = [
+                (offset, self._overlapped(unit, offset, nbytes)) for offset in offsets if 0 <= offset <= top
+            ]
+            possible = [
+                (offset, lost) for offset, lost in candidates if not any(other in kept for other in lost)
+            ]
             if possible:
                 return min(possible, key=lambda choice: len(choice[1]))
         return None
@@ -61,7 +70,11 @@ class BufferAllocator:
 
     def _overlapped(self, unit: int, offset: int, nbytes: int) -> list[int]:
         end, others = offset + nbytes, self._places.items()
-        return [other for other, (start, size) in others if other != unit and start < end and offset < start + size]
+        return [
+            other
+            for other, (start, size) in others
+            if other != unit and start < end and offset < start + size
+        ]
 
 
 def _up(nbytes: int) -> int:

@@ -35,24 +35,30 @@ _SHARE_OF_MEMORY = 0.5
 class Source:
     """Reads page-aligned chunks of a checkpoint.
 
-    `"direct"` reads pass by the page cache: memory stays bounded, and a disk gives all it has. `"buffered"` reads fill the page
-    cache, so that a later pass finds the bytes there. `"auto"` is buffered where all that is streamed fits into half of the memory
-    that is available when a pass begins, and direct where it does not.
+    `"direct"` reads pass by the page cache: memory stays bounded, and a disk gives all it has. `"buffered"`
+    reads fill the page cache, so that a later pass finds the bytes there. `"auto"` is buffered where all that
+    is streamed fits into half of the memory that is available when a pass begins, and direct where it does
+    not.
 
     Args:
         reader: The checkpoint's reader.
         asked: `"auto"`, `"direct"`, `"buffered"`.
         nbytes: All that a pass streams.
-        verify: Which reads are checked against the CRC-32 that `record` took: none, the first of each chunk, or all.
-        names: The files that are streamed from; where one takes no direct reads, a warning says that reads are buffered.
+        verify: Which reads are checked against the CRC-32 that `record` took: none, the first of each chunk,
+            or all.
+        names: The files that are streamed from; where one takes no direct reads, a warning says that reads
+            are buffered.
 
     Attributes:
         mode: How the present pass reads.
         nbytes_read: What was read so far, without the bytes that `record` read.
-        on_read: Called in the thread that has read a chunk, with the times of `time.perf_counter` when it began and was done.
+        on_read: Called in the thread that has read a chunk, with the times of `time.perf_counter` when it
+            began and was done.
     """
 
-    def __init__(self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()) -> None:
+    def __init__(
+        self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()
+    ) -> None:
         self.reader, self.files = reader, DirectFiles(reader)
         self._asked, self._nbytes, self._verify = asked, nbytes, verify
         self._sums: dict[ByteRange, int] = {}
@@ -74,7 +80,10 @@ class Source:
         if self.mode == "direct" and not all(map(self.files.supports_direct, self._names)):
             self.mode = "buffered"
             if not self._has_warned:
-                logger.warning("hfq: the file system of this checkpoint takes no direct reads; they go through the page cache")
+                logger.warning(
+                    "hfq: the file system of this checkpoint takes no direct reads; they go through the page "
+                    "cache"
+                )
             self._has_warned = True
 
     def read(self, wanted: ByteRange, target: memoryview) -> None:
@@ -85,7 +94,8 @@ class Source:
             target: At an address that is a multiple of 4096; as long as the chunk, rounded up to 4096.
 
         Raises:
-            CheckpointError: The file was truncated, cannot be read, or (with `verify`) holds other bytes than it did.
+            CheckpointError: The file was truncated, cannot be read, or (with `verify`) holds other bytes than
+                it did.
         """
         is_direct = self.mode == "direct"
         with contextlib.nullcontext() if is_direct else self._copying:
@@ -125,9 +135,11 @@ class Source:
         found = zlib.crc32(target[: wanted.nbytes])
         if found != expected:
             raise CheckpointError(
-                "Bytes on disk changed after the model was loaded.", file=wanted.file, expected=f"CRC-32 {expected:08x}",
+                "Bytes on disk changed after the model was loaded.",
+                file=wanted.file,
+                expected=f"CRC-32 {expected:08x}",
                 found=f"CRC-32 {found:08x} in {wanted.nbytes} bytes from byte {wanted.offset}",
                 fix="check the disk; download this file again and load the model again",
-            )  # fmt: skip
+            )
         if self._verify == "first":
             self._sums.pop(wanted, None)

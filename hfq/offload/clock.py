@@ -1,4 +1,6 @@
-"""When copies and computation happened, on the host's clock, also where an accelerator does both later than it was asked to."""
+"""When copies and computation happened, on the host's clock, also where an accelerator does both later than
+it was asked to.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ logger = logging.getLogger("hfq")
 
 
 class CopyStream(Protocol):
-    """What moves bytes to the device that computes. A mark is a point in the order of the copies or of the computation."""
+    """What moves bytes to the device that computes. A mark is a point in the order of the copies or of the
+    computation.
+    """
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory: uint8 [nbytes]."""
@@ -49,7 +51,8 @@ class CopyStream(Protocol):
 class CudaCopyStream:
     """A CUDA stream of its own and events; memory is pinned once, nothing is allocated afterwards.
 
-    Written after the CUDA programming model and tested with a device that is made up; it was not measured on a GPU.
+    Written after the CUDA programming model and tested with a device that is made up; it was not measured on
+    a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,10 +67,17 @@ class CudaCopyStream:
         return memory
 
     def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) if memory.numel() else 0
+        status = (
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            if memory.numel()
+            else 0
+        )
         if int(status) != 0:
-            logger.warning("hfq: %d bytes of host memory could not be pinned (CUDA error %d); copies will not overlap",
-                           memory.numel(), int(status))  # fmt: skip
+            logger.warning(
+                "hfq: %d bytes of host memory could not be pinned (CUDA error %d); copies will not overlap",
+                memory.numel(),
+                int(status),
+            )
         elif memory.numel():
             self._pinned.append(memory)
         return memory

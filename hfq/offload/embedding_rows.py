@@ -1,4 +1,6 @@
-"""Embeddings that rest in a file are read by row: a forward needs as many rows as it has tokens, not the table."""
+"""Embeddings that rest in a file are read by row: a forward needs as many rows as it has tokens, not the
+table.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _ROWS_A_JOB = 64
 
 
 class RowTable:
-    """A table [rows, size] in a file; rows are cast to the dtype that the parameter has when they are looked up.
+    """A table [rows, size] in a file; rows are cast to the dtype that the parameter has when they are looked
+    up.
 
     Args:
         name: The module's name in the model, for messages.
@@ -31,7 +34,9 @@ class RowTable:
         pool: Threads that read together where there are many rows.
     """
 
-    def __init__(self, name: str, slot: DenseParameter, device: torch.device, files: DirectFiles, pool: Pool) -> None:
+    def __init__(
+        self, name: str, slot: DenseParameter, device: torch.device, files: DirectFiles, pool: Pool
+    ) -> None:
         self.name, self.info, self._slot, self._device = name, slot.info, slot, device
         self._files, self._pool = files, pool
         self._row_nbytes = slot.info.nbytes // max(slot.info.shape[0], 1)
@@ -50,9 +55,11 @@ class RowTable:
         numbers = wanted.tolist()
         if numbers and not 0 <= numbers[0] <= numbers[-1] < self.info.shape[0]:
             raise SetupError(
-                f"{self.name} was given a token that it does not have.", expected=f"0 to {self.info.shape[0] - 1}",
-                found=f"{numbers[0]} to {numbers[-1]}", fix="check the tokenizer against the checkpoint",
-            )  # fmt: skip
+                f"{self.name} was given a token that it does not have.",
+                expected=f"0 to {self.info.shape[0] - 1}",
+                found=f"{numbers[0]} to {numbers[-1]}",
+                fix="check the tokenizer against the checkpoint",
+            )
         try:
             rows = self._read(numbers).to(self._device, self._slot.dtype)
         except CheckpointError as error:
@@ -78,7 +85,9 @@ class RowTable:
 
 
 class _ReadByRow(nn.Embedding):
-    """`nn.Embedding.forward` with a table in a file; stands behind a module's own class, so that `super().forward` finds it."""
+    """`nn.Embedding.forward` with a table in a file; stands behind a module's own class, so that
+    `super().forward` finds it.
+    """
 
     hfq_table: RowTable
 
@@ -89,12 +98,17 @@ class _ReadByRow(nn.Embedding):
 def is_table(unit: OffloadUnit) -> bool:
     """Whether a block is an embedding alone, whose rows can be read one by one."""
     return (
-        not unit.packed and len(unit.dense) == 1 and unit.dense[0].module is unit.module and can_read_rows(unit.dense[0])
+        not unit.packed
+        and len(unit.dense) == 1
+        and unit.dense[0].module is unit.module
+        and can_read_rows(unit.dense[0])
     )
 
 
 def can_read_rows(slot: DenseParameter) -> bool:
-    """Whether a parameter is the table of an embedding that only looks rows up, itself or by `super().forward`."""
+    """Whether a parameter is the table of an embedding that only looks rows up, itself or by
+    `super().forward`.
+    """
     module = slot.module
     if not isinstance(module, nn.Embedding) or slot.local != "weight" or module.max_norm is not None:
         return False

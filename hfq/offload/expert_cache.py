@@ -1,4 +1,6 @@
-"""Routed experts that rest elsewhere: read once they are routed to, and kept as long as a budget of bytes lasts."""
+"""Routed experts that rest elsewhere: read once they are routed to, and kept as long as a budget of bytes
+lasts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class ExpertCache:
         module.fetch, module.is_away, module.brought_to = functools.partial(self.fetch, module), True, device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
-        """Begins to read the modules that are not there, as many as the budget holds, in the order of their use."""
+        """Begins to read the modules that are not there, as many as the budget holds, in the order of their
+        use.
+        """
         left = self.budget
         for module in modules:
             left -= _nbytes(module)
@@ -61,7 +65,9 @@ class ExpertCache:
                     self._kept.move_to_end(module)
                     continue
                 ticket = self._reading.get(module)
-                if ticket is None or (ticket.is_done() and ticket.error is not None):  # what failed is tried again
+                if ticket is None or (
+                    ticket.is_done() and ticket.error is not None
+                ):  # what failed is tried again
                     ticket = Ticket([functools.partial(self._bring, module)])
                     self._reading[module] = self._pool.submit(ticket)
 

@@ -1,7 +1,9 @@
-"""Large host buffers: private, aligned to 2 MiB, in huge pages where the system gives them, zeroed by the system.
+"""Large host buffers: private, aligned to 2 MiB, in huge pages where the system gives them, zeroed by the
+system.
 
-Direct reads into memory of 4 KiB pages reach half the speed of those into huge pages (one request then carries few pages), and the
-first touch of small pages costs about as much as a disk. A buffer is therefore made once and reused.
+Direct reads into memory of 4 KiB pages reach half the speed of those into huge pages (one request then
+carries few pages), and the first touch of small pages costs about as much as a disk. A buffer is therefore
+made once and reused.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ _TOUCHES = ContextVar("touches", default=True)
 
 
 def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
-    """A zeroed uint8 tensor [nbytes] that starts on a multiple of 2 MiB, and is unmapped when the last view of it is gone.
+    """A zeroed uint8 tensor [nbytes] that starts on a multiple of 2 MiB, and is unmapped when the last view
+    of it is gone.
 
-    Memory is taken when it is first written, or here if `is_touched`: a first read into memory that is not there yet takes several
-    times as long as a later one.
+    Memory is taken when it is first written, or here if `is_touched`: a first read into memory that is not
+    there yet takes several times as long as a later one.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -41,7 +44,9 @@ def huge_buffer(nbytes: int, is_touched: bool = False) -> torch.Tensor:
 
 
 def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
-    """How many bytes of the mapping that a buffer lies in rest in huge pages; None where the system does not tell."""
+    """How many bytes of the mapping that a buffer lies in rest in huge pages; None where the system does not
+    tell.
+    """
     address, is_inside = buffer.data_ptr(), False
     try:
         with open("/proc/self/smaps", encoding="utf-8") as lines:
@@ -59,7 +64,9 @@ def huge_page_nbytes(buffer: torch.Tensor) -> int | None:
 
 @contextlib.contextmanager
 def untouched_rings() -> Iterator[None]:
-    """Rings on the host that are made within take memory as they are used: for models whose blocks are brought by other means."""
+    """Rings on the host that are made within take memory as they are used: for models whose blocks are
+    brought by other means.
+    """
     token = _TOUCHES.set(False)
     try:
         yield

@@ -1,7 +1,9 @@
-"""Lockstep: several forwards that share every block that is read, each computing just what it would compute alone.
+"""Lockstep: several forwards that share every block that is read, each computing just what it would compute
+alone.
 
-Each job runs in a thread of its own and stops at the border of every streamed block. A block is brought to its device once, and
-all jobs that wait for it go through it, one after the other; only one of them runs at any time.
+Each job runs in a thread of its own and stops at the border of every streamed block. A block is brought to
+its device once, and all jobs that wait for it go through it, one after the other; only one of them runs at
+any time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _here = threading.local()
 
 
 def current_worker(offloader: Offloader) -> Worker | None:
-    """The job of this streamer that this thread runs, where it runs one; a job may call other models, which share nothing."""
+    """The job of this streamer that this thread runs, where it runs one; a job may call other models, which
+    share nothing.
+    """
     worker = _any_worker()
     return worker if worker is not None and worker.offloader is offloader else None
 
@@ -37,7 +41,9 @@ def _any_worker() -> Worker | None:
 
 
 def _forget_worker() -> None:
-    """A child of a fork has no other jobs, and nobody who hands it blocks: its thread runs the model as any thread does."""
+    """A child of a fork has no other jobs, and nobody who hands it blocks: its thread runs the model as any
+    thread does.
+    """
     vars(_here).clear()
 
 
@@ -57,7 +63,9 @@ class Worker:
         self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
         self._modes = _Modes()
         self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=self._context.run, args=(self._run,), name=f"hfq-lockstep-{index}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._context.run, args=(self._run,), name=f"hfq-lockstep-{index}", daemon=True
+        )
         self._region: torch.Tensor | None = None
         self._is_cancelled = False
         self.waits_for: int | None = None
@@ -112,12 +120,20 @@ class Worker:
 
 
 class _Modes:
-    """torch's modes of the thread that makes this, to be entered in another: gradients, inference, autocast."""
+    """torch's modes of the thread that makes this, to be entered in another: gradients, inference,
+    autocast.
+    """
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        devices = {"cpu", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(devices)]
+        devices = {
+            "cpu",
+            *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else []),
+        }  # type: ignore[union-attr]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(devices)
+        ]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -143,7 +159,9 @@ def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> 
     Raises:
         Exception: What the first job that failed raised; the others are unwound.
     """
-    if _any_worker() is not None:  # within a job: its blocks are shared already, or its other model would wait for this one
+    if (
+        _any_worker() is not None
+    ):  # within a job: its blocks are shared already, or its other model would wait for this one
         return [job() for job in jobs]
     workers = [Worker(offloader, job, index) for index, job in enumerate(jobs)]
     with offloader.lock:  # other threads' forwards wait for their blocks
@@ -161,7 +179,9 @@ def run_in_lockstep(offloader: Offloader, jobs: Sequence[Callable[[], Any]]) -> 
 
 
 def _serve(offloader: Offloader, workers: Sequence[Worker]) -> None:
-    """Brings the block that comes first in the order of the model, and lets every job through that waits for it."""
+    """Brings the block that comes first in the order of the model, and lets every job through that waits for
+    it.
+    """
     wanted = {worker.waits_for for worker in workers if worker.waits_for is not None}
     expected = offloader.schedule.expected(len(offloader.units))
     index = next((unit for unit in expected if unit in wanted), None)

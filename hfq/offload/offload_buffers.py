@@ -37,9 +37,13 @@ class OffloadBuffers(ABC):
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, make: Callable[[int], torch.Tensor],
+        self,
+        layouts: Sequence[UnitLayout],
+        source: Source,
+        pool: Pool,
+        make: Callable[[int], torch.Tensor],
         read_ahead_nbytes: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layouts, self.source, self.pool, self._make = layouts, source, pool, make
         self.ring = BufferAllocator(buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
         self.buffer = make(self.ring.nbytes)
@@ -56,7 +60,9 @@ class OffloadBuffers(ABC):
         return self.buffer.numel()
 
     def start(self, unit: int, kept: Collection[int]) -> bool:
-        """Begins to fill a region for a block, unless it has one; False where there is no room beside `kept`."""
+        """Begins to fill a region for a block, unless it has one; False where there is no room beside
+        `kept`.
+        """
         if self._is_started(unit):
             return True
         nbytes = self.layouts[unit].nbytes
@@ -66,7 +72,9 @@ class OffloadBuffers(ABC):
         for other in {*found[1], unit}:  # one step at a time: an interrupt may come at any
             self.drop(other)
         self.ring.give(unit, found[0], nbytes)
-        ticket = self._tickets[unit] = self._fill(unit, self._region(unit))  # known before anybody writes there
+        ticket = self._tickets[unit] = self._fill(
+            unit, self._region(unit)
+        )  # known before anybody writes there
         try:
             self.pool.submit(ticket)
         except BaseException:
@@ -75,7 +83,9 @@ class OffloadBuffers(ABC):
         return True
 
     def start_ahead(self, unit: int, kept: Collection[int]) -> bool:
-        """As `start`, for a block that is not needed yet: False where its reading would take more memory, too."""
+        """As `start`, for a block that is not needed yet: False where its reading would take more memory,
+        too.
+        """
         return self.start(unit, kept)
 
     def take(self, unit: int) -> torch.Tensor:
@@ -94,7 +104,9 @@ class OffloadBuffers(ABC):
         return self._region(unit)
 
     def take_apart(self, unit: int) -> torch.Tensor:
-        """A block in memory of its own, for one that has no room in the ring because another computes around it."""
+        """A block in memory of its own, for one that has no room in the ring because another computes around
+        it.
+        """
         region = self._make(self.layouts[unit].nbytes)
         ticket = self.pool.submit(self._fill(unit, region))
         try:
@@ -120,7 +132,9 @@ class OffloadBuffers(ABC):
         """Takes the checksum of every chunk of every block."""
         scratch = _memory(huge_buffer(CHUNK_NBYTES))
         for layout in self.layouts:
-            self.source.record([wanted for run in layout.runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch)
+            self.source.record(
+                [wanted for run in layout.runs for wanted, _ in run.chunks(CHUNK_NBYTES)], scratch
+            )
 
     def ticket_of(self, unit: int) -> Ticket | None:
         """The ticket of a block that has a region."""
@@ -151,8 +165,16 @@ class OffloadBuffers(ABC):
 class HostBuffers(OffloadBuffers):
     """Blocks compute where they are read."""
 
-    def __init__(self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0) -> None:
-        super().__init__(layouts, source, pool, functools.partial(huge_buffer, is_touched=touches_rings()), read_ahead_nbytes)
+    def __init__(
+        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, read_ahead_nbytes: int = 0
+    ) -> None:
+        super().__init__(
+            layouts,
+            source,
+            pool,
+            functools.partial(huge_buffer, is_touched=touches_rings()),
+            read_ahead_nbytes,
+        )
 
     def give_back(self, unit: int) -> None:
         """Nothing follows: who computed here is done with it."""
@@ -172,9 +194,11 @@ class HostBuffers(OffloadBuffers):
 
 
 class AcceleratorBuffers(OffloadBuffers):
-    """Blocks are read to pinned host memory and copied from there to the accelerator, each chunk as soon as it is read.
+    """Blocks are read to pinned host memory and copied from there to the accelerator, each chunk as soon as
+    it is read.
 
-    Blocks that rest in host memory are read once, when the model is loaded, and copied from there for every forward.
+    Blocks that rest in host memory are read once, when the model is loaded, and copied from there for every
+    forward.
 
     Args:
         layouts: The layout of each block.
@@ -186,9 +210,14 @@ class AcceleratorBuffers(OffloadBuffers):
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], source: Source, pool: Pool, lane: CopyStream, resident: Collection[int] = (),
+        self,
+        layouts: Sequence[UnitLayout],
+        source: Source,
+        pool: Pool,
+        lane: CopyStream,
+        resident: Collection[int] = (),
         read_ahead_nbytes: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(layouts, source, pool, lane.empty, read_ahead_nbytes)
         self._lane = lane
         read = [layout.nbytes for index, layout in enumerate(layouts) if index not in resident]
@@ -232,7 +261,9 @@ class AcceleratorBuffers(OffloadBuffers):
         self._host.clear()
 
     def _lost(self, unit: int) -> None:
-        self._copied[unit] = self._lane.mark()  # also after the copies of a ticket that was cancelled half-way
+        self._copied[unit] = (
+            self._lane.mark()
+        )  # also after the copies of a ticket that was cancelled half-way
         if unit in self._computed:
             self._lane.copy_after(self._computed.pop(unit))
 
@@ -253,10 +284,14 @@ class AcceleratorBuffers(OffloadBuffers):
                 jobs.append(self._moving(unit, wanted, offset, staging, memory, region))
         return Ticket(jobs, finish)
 
-    def _moving(self, unit: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor):
+    def _moving(
+        self, unit: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor
+    ):
         def job() -> None:
             self.source.read(wanted, memory[offset:])
-            self._copy(unit, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes])
+            self._copy(
+                unit, region[offset : offset + wanted.nbytes], staging[offset : offset + wanted.nbytes]
+            )
 
         return job
 

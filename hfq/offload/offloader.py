@@ -1,7 +1,9 @@
-"""The streamer: keeps the block that computes and the block that comes next on their device, and nothing else.
+"""The streamer: keeps the block that computes and the block that comes next on their device, and nothing
+else.
 
-Reader threads fill one end of a ring while the block at the other end computes, over the border between two blocks and over the
-end of a pass into the next one, so that a forward takes the longer of reading and computing and not their sum.
+Reader threads fill one end of a ring while the block at the other end computes, over the border between two
+blocks and over the end of a pass into the next one, so that a forward takes the longer of reading and
+computing and not their sum.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class OffloadOptions:
         mode: `"direct"`, `"buffered"`, or `"auto"`: see `Source`.
         verify: Which reads are checked: see `Source`.
         threads: Reader threads.
-        expert_cache_nbytes: The most bytes of routed experts that are kept; None takes a tenth of the memory available at first.
+        expert_cache_nbytes: The most bytes of routed experts that are kept; None takes a tenth of the memory
+            available at first.
         read_ahead_nbytes: How much is read ahead beyond the next block, where blocks are small.
     """
 
@@ -62,16 +65,18 @@ class OffloadOptions:
 
 
 class Offloader:
-    """Wraps the forward of every block, so that its offloaded parts are on `device` during it and nowhere after it.
+    """Wraps the forward of every block, so that its offloaded parts are on `device` during it and nowhere
+    after it.
 
-    The wrapper is put around `module.forward`, as accelerate's hooks are, because torch's own hooks are skipped when a forward
-    is interrupted from the keyboard.
+    The wrapper is put around `module.forward`, as accelerate's hooks are, because torch's own hooks are
+    skipped when a forward is interrupted from the keyboard.
 
     Args:
         units: The blocks, none within another.
         reader: Reads the checkpoint.
         device: Where the blocks compute.
-        on_demand: Packed modules that are fetched when they compute and belong to no block, as routed experts.
+        on_demand: Packed modules that are fetched when they compute and belong to no block, as routed
+            experts.
         options: How it reads.
         root: The whole model: its forward is one pass over the blocks.
 
@@ -85,9 +90,14 @@ class Offloader:
     """
 
     def __init__(
-        self, units: Sequence[OffloadUnit], reader: Reader, device: str, on_demand: Sequence[QuantizedModule] = (),
-        options: OffloadOptions = OffloadOptions(), root: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[OffloadUnit],
+        reader: Reader,
+        device: str,
+        on_demand: Sequence[QuantizedModule] = (),
+        options: OffloadOptions = OffloadOptions(),
+        root: nn.Module | None = None,
+    ) -> None:
         self._reader, self.device, self.options = reader, torch.device(device), options
         self.units = tuple(unit for unit in units if not is_table(unit))
         layouts = [lay_out(unit.infos(self.device)) for unit in self.units]
@@ -103,7 +113,9 @@ class Offloader:
         self._in_use: tuple[int, ...] = ()
         self.stall_seconds, self.buffer_overflows, self.passes = 0.0, 0, 0
         self.recorder: Recorder | None = None
-        self.experts = ExpertCache(self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand))
+        self.experts = ExpertCache(
+            self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand)
+        )
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
         _streamers.add(self)
         self._record()
@@ -118,10 +130,11 @@ class Offloader:
         self.source.files.close()
 
     def within(self, index: int, use: Callable[[torch.Tensor], T]) -> T:
-        """Brings a block to its region and gives it to `use`; other threads wait, and the next block is read meanwhile.
+        """Brings a block to its region and gives it to `use`; other threads wait, and the next block is read
+        meanwhile.
 
-        An interrupt from the keyboard may come within any call: what must be put right is put right without one, or by the next
-        forward of the block.
+        An interrupt from the keyboard may come within any call: what must be put right is put right without
+        one, or by the next forward of the block.
 
         Raises:
             CheckpointError: The block could not be read.
@@ -145,7 +158,9 @@ class Offloader:
         lane, read_ahead = copy_stream_to(self.device), self.options.read_ahead_nbytes
         return AcceleratorBuffers(layouts, self.source, self.pool, lane, resident, read_ahead)
 
-    def _wrap_all(self, units: Sequence[OffloadUnit], on_demand: Sequence[QuantizedModule], root: nn.Module | None) -> None:
+    def _wrap_all(
+        self, units: Sequence[OffloadUnit], on_demand: Sequence[QuantizedModule], root: nn.Module | None
+    ) -> None:
         for index, unit in enumerate(self.units):
             self._wrap(index, unit)
             for owner, slots in owners_within(unit).items():
@@ -223,7 +238,8 @@ class Offloader:
             refuse_meta(unit.name, args)
             return forward(*args, **kwargs)
 
-        looked_up.offloader = self  # type: ignore[attr-defined]  # its reader threads end with it, and the table needs them
+        # its reader threads end with it, and the table needs them
+        looked_up.offloader = self  # type: ignore[attr-defined]
         slot.module.forward = looked_up
 
     def _acquire(self, index: int) -> torch.Tensor:
@@ -256,7 +272,9 @@ class Offloader:
         self._prefetch(outer)
 
     def _prefetch(self, kept: Sequence[int]) -> None:
-        """Begins to read what comes next, as far as there is room beside what is in use and what comes sooner."""
+        """Begins to read what comes next, as far as there is room beside what is in use and what comes
+        sooner.
+        """
         kept = list(kept)
         if self._finalizer.alive:
             for index in self.schedule.expected(len(self.units)):
@@ -265,14 +283,26 @@ class Offloader:
                 kept.append(index)
 
     def _read(self, module: QuantizedModule) -> Mapping[str, torch.Tensor]:
-        """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it rests in memory."""
+        """A module's tensors on the device, in memory of their own: from the checkpoint, or from where it
+        rests in memory.
+        """
         if not is_on_disk(module):
             return {local: tensor.to(self.device) for local, tensor in module.resting_tensors().items()}
         started, recorder = time.perf_counter(), self.recorder
         row = FlatBuffer.read(self._reader, module.infos)
         if recorder is not None:
-            recorder.note("read", module.name, started, time.perf_counter(), sum(i.nbytes for i in module.infos.values()))
-        return row.tensors() if self.device.type == "cpu" else FlatBuffer(row.buffer.to(self.device), row.segments).tensors()
+            recorder.note(
+                "read",
+                module.name,
+                started,
+                time.perf_counter(),
+                sum(i.nbytes for i in module.infos.values()),
+            )
+        return (
+            row.tensors()
+            if self.device.type == "cpu"
+            else FlatBuffer(row.buffer.to(self.device), row.segments).tensors()
+        )
 
     def _record(self) -> None:
         """Takes the checksums of everything that is streamed, where reads are verified."""

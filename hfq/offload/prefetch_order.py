@@ -11,8 +11,9 @@ __all__ = ["PrefetchOrder"]
 class PrefetchOrder:
     """The order of the last complete pass; before the first one, the order of the model's modules.
 
-    A pass is one forward of the whole model, and the next pass is expected to follow at once, so that what comes after the last
-    block is the first one. A block that was not the expected one is counted, and the order is taken up again behind it.
+    A pass is one forward of the whole model, and the next pass is expected to follow at once, so that what
+    comes after the last block is the first one. A block that was not the expected one is counted, and the
+    order is taken up again behind it.
 
     Args:
         order: The blocks in the order of the modules.

@@ -18,7 +18,8 @@ _MOST_NBYTES = 1 << 30
 
 
 def measure_limit(source: Source, layouts: Sequence[UnitLayout]) -> float | None:
-    """Reads what is streamed (at most 1 GiB of it) past the page cache with eight threads, and computes nothing.
+    """Reads what is streamed (at most 1 GiB of it) past the page cache with eight threads, and computes
+    nothing.
 
     Returns:
         Bytes per second, or None where the file system has no direct reads or nothing is streamed.

@@ -53,9 +53,11 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the region.
+        """Drops the jobs that have not begun, and waits for those that have: afterwards nobody writes to the
+        region.
 
-        It may be called again where an interrupt ended it, and for a ticket of which not every job was handed to a pool.
+        It may be called again where an interrupt ended it, and for a ticket of which not every job was handed
+        to a pool.
         """
         self.is_cancelled = True
         self._drop()
@@ -68,7 +70,9 @@ class Ticket:
         self._drop()
 
     def run_next(self) -> None:
-        """Runs one of the jobs that have not begun, in a thread of the pool; nothing where they were dropped."""
+        """Runs one of the jobs that have not begun, in a thread of the pool; nothing where they were
+        dropped.
+        """
         self.started.set()
         with self._lock:
             if not self._waiting:
@@ -105,7 +109,8 @@ class Ticket:
 
 
 class Pool:
-    """A few daemon threads that take jobs in the order they were given; they start with the first job and end with `close`.
+    """A few daemon threads that take jobs in the order they were given; they start with the first job and end
+    with `close`.
 
     Attributes:
         busy_seconds: The time during which at least one job ran.
@@ -125,13 +130,17 @@ class Pool:
         with self._lock:
             if self._is_closed:
                 raise SetupError(
-                    "The reader threads of this model were closed.", expected="an open model", found="a model that was closed",
+                    "The reader threads of this model were closed.",
+                    expected="an open model",
+                    found="a model that was closed",
                     fix="load the model again",
-                )  # fmt: skip
+                )
             for _ in range(ticket.count):
                 self._queue.put(ticket)
             while ticket.count and len(self._threads) < self._count:
-                thread = threading.Thread(target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True)
+                thread = threading.Thread(
+                    target=_work, args=(self._queue, self._clock), name="hfq-reader", daemon=True
+                )
                 self._threads.append(thread)
                 try:
                     thread.start()
@@ -159,7 +168,9 @@ class Pool:
                     ticket.refuse(_closed())
         for _ in threads:
             self._queue.put(None)
-        if threading.current_thread() not in threads:  # a reader that drops the last reference may hold what another waits for
+        if (
+            threading.current_thread() not in threads
+        ):  # a reader that drops the last reference may hold what another waits for
             for thread in threads:
                 if thread.ident is not None:  # an interrupt may have come before it was started
                     thread.join()
@@ -201,16 +212,20 @@ def _work(jobs: queue.SimpleQueue, clock: _Clock) -> None:
 
 def _no_thread(error: RuntimeError) -> SetupError:
     return SetupError(
-        "No reader thread could be started.", expected="one thread or more", found=error,
+        "No reader thread could be started.",
+        expected="one thread or more",
+        found=error,
         fix="raise the limit of threads (ulimit -u, or the container's), or end other processes",
-    )  # fmt: skip
+    )
 
 
 def _closed() -> SetupError:
     return SetupError(
-        "A part of the model was dropped while it was read.", expected="a model in use", found="a model that was closed",
+        "A part of the model was dropped while it was read.",
+        expected="a model in use",
+        found="a model that was closed",
         fix="load the model again",
-    )  # fmt: skip
+    )
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

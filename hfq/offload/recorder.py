@@ -1,4 +1,6 @@
-"""What was read, copied, waited for and computed, and when: recorded while somebody asks for it, and nothing otherwise."""
+"""What was read, copied, waited for and computed, and when: recorded while somebody asks for it, and nothing
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ class Recorder:
         chunks: Which block each chunk of a file is read for.
     """
 
-    def __init__(self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None) -> None:
+    def __init__(
+        self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None
+    ) -> None:
         self._clock, self._blocks, self._chunks = clock, units, chunks or {}
         self._began = time.perf_counter()
         self._notes: list[tuple[str, str, Any, Any, int]] = []
         self._copying = threading.Lock()
 
     def note(self, lane: str, unit: int | str, start: float, end: float, nbytes: int = 0) -> None:
-        """Notes what took from one time of `time.perf_counter` to another; a block may be given by its number."""
+        """Notes what took from one time of `time.perf_counter` to another; a block may be given by its
+        number.
+        """
         self._notes.append((lane, unit if isinstance(unit, str) else self._blocks[unit], start, end, nbytes))
 
     def note_read(self, chunk: ByteRange, start: float, end: float) -> None:
@@ -50,7 +56,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def copying(self, unit: int, nbytes: int) -> Iterator[None]:
-        """Notes the copies that are begun within this; other threads' copies wait, so as not to be counted along."""
+        """Notes the copies that are begun within this; other threads' copies wait, so as not to be counted
+        along.
+        """
         with self._copying:
             start = self._clock.stamp_copies()
             yield
@@ -85,7 +93,10 @@ class Recorder:
         def seconds(stamp: Any) -> float:
             return (stamp if isinstance(stamp, float) else self._clock.seconds(stamp)) - self._began
 
-        found = [Span(lane, name, seconds(start), seconds(end), nbytes) for lane, name, start, end, nbytes in self._notes]
+        found = [
+            Span(lane, name, seconds(start), seconds(end), nbytes)
+            for lane, name, start, end, nbytes in self._notes
+        ]
         return sorted(found, key=lambda span: span.start)
 
 
@@ -98,9 +109,11 @@ def recording(offloader: Offloader) -> Iterator[Recorder]:
     """
     if offloader.recorder is not None:
         raise SetupError(
-            "This model's streaming is being recorded already.", expected="one recording at a time", found="a second one",
+            "This model's streaming is being recorded already.",
+            expected="one recording at a time",
+            found="a second one",
             fix="end the first one, or record all of it as one",
-        )  # fmt: skip
+        )
     chunks = {
         wanted: index
         for index, layout in enumerate(offloader.regions.layouts)

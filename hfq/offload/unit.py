@@ -15,7 +15,15 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.offload.unit_layout import UnitLayout
 from hfq.tensor_spec import Segment, TensorInfo
 
-__all__ = ["Binding", "OffloadUnit", "DenseParameter", "OffloadedWeights", "is_on_disk", "owners_within", "rests_on_disk"]
+__all__ = [
+    "Binding",
+    "OffloadUnit",
+    "DenseParameter",
+    "OffloadedWeights",
+    "is_on_disk",
+    "owners_within",
+    "rests_on_disk",
+]
 
 T = TypeVar("T")
 
@@ -27,7 +35,8 @@ OffloadedWeights = tuple["DenseParameter", nn.Parameter]
 
 @dataclass(frozen=True)
 class DenseParameter:
-    """A parameter that is not packed and does not rest where it computes; cast to its own dtype when it is brought there.
+    """A parameter that is not packed and does not rest where it computes; cast to its own dtype when it is
+    brought there.
 
     `home` is where it rests: `disk`, or `cpu` where an accelerator computes.
     """
@@ -93,23 +102,29 @@ def is_on_disk(module: QuantizedModule) -> bool:
 
 def rests_on_disk(unit: OffloadUnit) -> bool:
     """Whether any part of a block rests on disk."""
-    return any(is_on_disk(module) for module in unit.packed) or any(slot.home == "disk" for slot in unit.dense)
+    return any(is_on_disk(module) for module in unit.packed) or any(
+        slot.home == "disk" for slot in unit.dense
+    )
 
 
 class Binding:
     """Lends the parts of one block views of the region that it lies in.
 
-    The views are made once for each place in the ring. While autograd records, dense parameters are copies: it keeps them for
-    the backward, when the region holds another block. A packed layer keeps its module instead, and reads its row again.
+    The views are made once for each place in the ring. While autograd records, dense parameters are copies:
+    it keeps them for the backward, when the region holds another block. A packed layer keeps its module
+    instead, and reads its row again.
 
     Args:
         unit: The block.
         layout: Where its tensors lie in a region.
         device: Where it computes.
-        ring: The memory that regions lie in; views of a region apart from it would keep that in memory, and are not kept.
+        ring: The memory that regions lie in; views of a region apart from it would keep that in memory, and
+            are not kept.
     """
 
-    def __init__(self, unit: OffloadUnit, layout: UnitLayout, device: torch.device, ring: torch.Tensor) -> None:
+    def __init__(
+        self, unit: OffloadUnit, layout: UnitLayout, device: torch.device, ring: torch.Tensor
+    ) -> None:
         self.unit, self._layout, self._ring = unit, layout, ring.untyped_storage().data_ptr()
         self._moved = unit.moved(device)
         self._staying = tuple(module for module in unit.packed if module not in self._moved)
@@ -118,7 +133,9 @@ class Binding:
         self._is_lent = False
 
     def during(self, region: torch.Tensor, forward: Callable[[], T]) -> T:
-        """What `forward` gives while every part has its view of a region; afterwards all are on meta again, or what they were."""
+        """What `forward` gives while every part has its view of a region; afterwards all are on meta again,
+        or what they were.
+        """
         before = len(self._resting)
         try:
             self._lend(region)
@@ -127,7 +144,9 @@ class Binding:
             self._take_back(before)
 
     def recover(self) -> None:
-        """Takes back what an interrupted forward has left lent: its views would show another block's bytes."""
+        """Takes back what an interrupted forward has left lent: its views would show another block's
+        bytes.
+        """
         if self._resting or self._is_lent:
             self._take_back(0)
 
@@ -147,7 +166,9 @@ class Binding:
                 slot.give(value)
 
     def _take_back(self, before: int) -> None:
-        """Leaves parts on meta again, so that a late use of them fails and does not read another block's bytes."""
+        """Leaves parts on meta again, so that a late use of them fails and does not read another block's
+        bytes.
+        """
         while len(self._resting) > before:
             slot, parameter = self._resting[-1]
             slot.module._parameters[slot.local] = parameter
@@ -162,7 +183,9 @@ class Binding:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
-                packed: list[Mapping[str, torch.Tensor]] = [self._tensors(region, module.infos) for module in self._moved]
+                packed: list[Mapping[str, torch.Tensor]] = [
+                    self._tensors(region, module.infos) for module in self._moved
+                ]
                 dense = [_frozen(self._tensors(region, {"it": slot.info})["it"]) for slot in self.unit.dense]
             if region.untyped_storage().data_ptr() != self._ring:
                 return packed, dense
@@ -171,7 +194,8 @@ class Binding:
 
     def _tensors(self, region: torch.Tensor, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
         segments = {
-            local: Segment(self._layout.places[info], info.nbytes, info.dtype, info.shape) for local, info in infos.items()
+            local: Segment(self._layout.places[info], info.nbytes, info.dtype, info.shape)
+            for local, info in infos.items()
         }
         return FlatBuffer(region, segments).tensors()
 
@@ -179,8 +203,9 @@ class Binding:
 def owners_within(unit: OffloadUnit) -> dict[nn.Module, list[DenseParameter]]:
     """The modules within a block that own its dense parameters.
 
-    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for gradient checkpointing
-    (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then read when its own module is called.
+    They matter where a block's forward runs without its wrapper, as when transformers recomputes it for
+    gradient checkpointing (`GradientCheckpointingLayer.forward_with_checkpointing`, 5.23): each part is then
+    read when its own module is called.
     """
     owners: dict[nn.Module, list[DenseParameter]] = {}
     for slot in unit.dense:

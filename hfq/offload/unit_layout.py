@@ -1,4 +1,6 @@
-"""Where the stored tensors of one block lie in one contiguous region of memory, and which reads fill it: pure data."""
+"""Where the stored tensors of one block lie in one contiguous region of memory, and which reads fill it: pure
+data.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Run:
         return -(-(self.lead + self.source.nbytes) // PAGE) * PAGE
 
     def chunks(self, size: int) -> Iterable[tuple[ByteRange, int]]:
-        """(page-aligned range of the file, its offset in the region) in pieces of `size`; the last ends with what is needed."""
+        """(page-aligned range of the file, its offset in the region) in pieces of `size`; the last ends with
+        what is needed.
+        """
         start, end = self.source.offset - self.lead, self.source.offset + self.source.nbytes
         for first in range(start, end, size):
             yield ByteRange(self.source.file, first, min(size, end - first)), self.offset + first - start
@@ -54,7 +58,8 @@ class UnitLayout:
     Attributes:
         runs: What is read, in the order of the files.
         places: The offset in the region of each tensor.
-        copies: (from, to, nbytes) within the region, for tensors that do not lie on a multiple of their element's size.
+        copies: (from, to, nbytes) within the region, for tensors that do not lie on a multiple of their
+            element's size.
         nbytes: The size of the region, a multiple of 4096.
     """
 
@@ -76,7 +81,9 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLa
         infos: The stored tensors; one that is given twice has one place.
         gap_nbytes: The most bytes between two tensors that are read along.
     """
-    ordered = sorted({info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset))
+    ordered = sorted(
+        {info for info in infos if info.nbytes}, key=lambda info: (info.range.file, info.range.offset)
+    )
     runs: list[Run] = []
     places: dict[TensorInfo, int] = dict.fromkeys((info for info in infos if not info.nbytes), 0)
     for source in coalesce((info.range for info in ordered), gap_nbytes):
@@ -95,4 +102,8 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLa
 
 
 def _holds(run: ByteRange, part: ByteRange) -> bool:
-    return run.file == part.file and run.offset <= part.offset and part.offset + part.nbytes <= run.offset + run.nbytes
+    return (
+        run.file == part.file
+        and run.offset <= part.offset
+        and part.offset + part.nbytes <= run.offset + run.nbytes
+    )

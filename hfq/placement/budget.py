@@ -1,4 +1,6 @@
-"""Homes under byte budgets: what stays where it computes, what is streamed to it, and the ring that this needs. Pure data."""
+"""Homes under byte budgets: what stays where it computes, what is streamed to it, and the ring that this
+needs. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ class Unit:
     Attributes:
         name: Its key in a device map.
         nbytes: Its bytes in memory.
-        kind: How it reaches its device from another home. A `block` is streamed whole, without its experts, and so are the
-            leaves outside of blocks (`other`, as a head or a norm); `experts` are fetched when they are routed to; of an
-            `embedding` a few rows are read; what is `fixed` cannot leave the device that computes.
-        region_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is stored in.
+        kind: How it reaches its device from another home. A `block` is streamed whole, without its experts,
+            and so are the leaves outside of blocks (`other`, as a head or a norm); `experts` are fetched when
+            they are routed to; of an `embedding` a few rows are read; what is `fixed` cannot leave the device
+            that computes.
+        region_nbytes: Its bytes while it is streamed, where they differ: whole pages, in the dtype it is
+            stored in.
     """
 
     name: str
@@ -60,7 +64,8 @@ class Budget:
         rings: The bytes of the ring on each device that has one.
         expert_cache_nbytes: The bytes kept free on the main device for routed experts.
         onloaded_nbytes: The bytes that one forward streams to the main device.
-        on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of them.
+        on_demand_nbytes: The bytes of the experts that rest elsewhere: the most that one forward fetches of
+            them.
     """
 
     devices: Mapping[str, str]
@@ -93,25 +98,34 @@ class Budget:
             ring = f" and a ring of {self.rings[home]:,} B" if home in self.rings else ""
             room = f", {left[home]:,} B left" if home in left else ""
             parts.append(f"{home}: {self.resting.get(home, 0):,} B resting{ring}{room}")
-        parts.append(f"{self.onloaded_nbytes:,} B streamed a forward" if self.onloaded_nbytes else "nothing is streamed")
+        parts.append(
+            f"{self.onloaded_nbytes:,} B streamed a forward"
+            if self.onloaded_nbytes
+            else "nothing is streamed"
+        )
         if self.on_demand_nbytes:
             cache = f", cache of {self.expert_cache_nbytes:,} B" if self.expert_cache_nbytes else ""
             parts.append(f"up to {self.on_demand_nbytes:,} B of experts when they are routed to{cache}")
         return "; ".join(parts)
 
 
-def plan_devices(units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0) -> Budget:
-    """Gives every unit a home, so that no home holds more than it may and one forward streams as little as possible.
+def plan_devices(
+    units: Sequence[Unit], capacities: Mapping[str, int], main: str, expert_cache_nbytes: int = 0
+) -> Budget:
+    """Gives every unit a home, so that no home holds more than it may and one forward streams as little as
+    possible.
 
-    What fits on the main device stays there: leaves outside of blocks, smallest first, then blocks in the order of the model,
-    then experts, then embeddings. The rest goes to the CPU in the same order, and then to disk. More memory never moves more
-    bytes.
+    What fits on the main device stays there: leaves outside of blocks, smallest first, then blocks in the
+    order of the model, then experts, then embeddings. The rest goes to the CPU in the same order, and then to
+    disk. More memory never moves more bytes.
 
     Args:
         units: The parts of the model, in the order in which they compute.
-        capacities: The bytes that each home may hold. A missing `"disk"` has no limit, what else is missing holds nothing.
+        capacities: The bytes that each home may hold. A missing `"disk"` has no limit, what else is missing
+            holds nothing.
         main: The device that computes: `"cpu"`, or the accelerator.
-        expert_cache_nbytes: What the cache of routed experts takes on the main device, where experts rest elsewhere.
+        expert_cache_nbytes: What the cache of routed experts takes on the main device, where experts rest
+            elsewhere.
 
     Raises:
         PlacementError: Not even the smallest choice fits; `fix` names limits that do.
@@ -125,15 +139,19 @@ def plan_devices(units: Sequence[Unit], capacities: Mapping[str, int], main: str
     helping = [way for way in ways if isinstance(_plan(units, way, main, expert_cache_nbytes), Budget)]
     distinct = list(dict.fromkeys(map(_as_max_memory, helping)))
     raise PlacementError(
-        f"max_memory is too small on {planned.home} for this model, even if all is streamed that can be; nothing was loaded.",
+        f"max_memory is too small on {planned.home} for this model, even if all is streamed that can be; "
+        f"nothing was loaded.",
         expected=f"at least {planned.needed:,} B on {planned.home} ({planned.what})",
-        found=f"{capacities.get(planned.home, 0):,} B", fix=f"pass {', or '.join(distinct)}, if the machine has that much",
-    )  # fmt: skip
+        found=f"{capacities.get(planned.home, 0):,} B",
+        fix=f"pass {', or '.join(distinct)}, if the machine has that much",
+    )
 
 
 @dataclass(frozen=True)
 class _Shortage:
-    """Why a plan fails: the least that a home would have to hold, of what, and a change of capacities that may help."""
+    """Why a plan fails: the least that a home would have to hold, of what, and a change of capacities that
+    may help.
+    """
 
     home: str
     needed: int
@@ -167,17 +185,24 @@ def _plan(units: Sequence[Unit], capacities: Mapping[str, int], main: str, cache
     return _account(units, capacities, main, away, stored, rings, cache)
 
 
-def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[Unit]], int]) -> list[Unit] | int:
-    """The units that do not fit beside the ring that they need, in the order given; or the least capacity that would do.
+def _leaving(
+    units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[Unit]], int]
+) -> list[Unit] | int:
+    """The units that do not fit beside the ring that they need, in the order given; or the least capacity
+    that would do.
 
-    What stays is the longest start of the order of preference that fits. Fixing the order, and not filling gaps with smaller
-    blocks, is what makes more capacity never move more bytes.
+    What stays is the longest start of the order of preference that fits. Fixing the order, and not filling
+    gaps with smaller blocks, is what makes more capacity never move more bytes.
     """
     fixed = sum(unit.nbytes for unit in units if unit.kind == "fixed")
 
     def need(kept: int) -> int:
         gone = {unit.name for unit in order[kept:]}
-        return fixed + sum(unit.nbytes for unit in order[:kept]) + ring_of([unit for unit in units if unit.name in gone])
+        return (
+            fixed
+            + sum(unit.nbytes for unit in order[:kept])
+            + ring_of([unit for unit in units if unit.name in gone])
+        )
 
     leaves = sorted((unit for unit in units if unit.kind == "other"), key=lambda unit: unit.nbytes)
     order = [*leaves, *(unit for unit in units if unit.kind == "block")]
@@ -202,7 +227,9 @@ def _leaving(units: Sequence[Unit], capacity: int, ring_of: Callable[[Sequence[U
 
 
 def _start_of_idle(units: Sequence[Unit]) -> int:
-    """Where the last units begin of which nothing is moved: to keep them spares nothing, and takes room from what would be moved."""
+    """Where the last units begin of which nothing is moved: to keep them spares nothing, and takes room from
+    what would be moved.
+    """
     start = len(units)
     while start and not units[start - 1].streamed_nbytes:
         start -= 1
@@ -210,10 +237,12 @@ def _start_of_idle(units: Sequence[Unit]) -> int:
 
 
 def buffer_nbytes(sizes: Sequence[int], read_ahead_nbytes: int = 0) -> int:
-    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two neighbours, and read-ahead.
+    """The bytes in which any block of a cyclic order rests beside the next: the largest sum of two
+    neighbours, and read-ahead.
 
-    Between two blocks there is nothing to read; where blocks are small, that time counts, and reading more than one of them
-    ahead fills it. Read-ahead never makes the ring hold more than half of a pass: what stays is for a placement to say.
+    Between two blocks there is nothing to read; where blocks are small, that time counts, and reading more
+    than one of them ahead fills it. Read-ahead never makes the ring hold more than half of a pass: what stays
+    is for a placement to say.
 
     Args:
         sizes: The blocks in their order.
@@ -247,7 +276,9 @@ def _account(
         resting[devices[unit.name]] += unit.nbytes
     experts = sum(unit.nbytes for unit in away if unit.kind == "experts")
     moved = sum(unit.streamed_nbytes for unit in away if unit.is_offloaded)
-    return Budget(devices, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts)
+    return Budget(
+        devices, main, dict(capacities), dict(resting), rings, cache if experts else 0, moved, experts
+    )
 
 
 def _as_max_memory(capacities: Mapping[str, int]) -> str:

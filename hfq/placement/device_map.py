@@ -1,4 +1,6 @@
-"""Device maps by whole dotted names: `model.layers.1` takes `model.layers.1` and what is below it, never `model.layers.10`."""
+"""Device maps by whole dotted names: `model.layers.1` takes `model.layers.1` and what is below it, never
+`model.layers.10`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 
 from hfq.errors import PlacementError, nearest
 
-__all__ = ["AUTOMATIC", "check_device", "check_present", "execution_device", "execution_map", "resolve_devices"]
+__all__ = [
+    "AUTOMATIC",
+    "check_device",
+    "check_present",
+    "execution_device",
+    "execution_map",
+    "resolve_devices",
+]
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 """The device maps that transformers infers."""
@@ -22,19 +31,23 @@ def resolve_devices(
     modules: Iterable[str],
     check: Callable[[Any, str], str] | None = None,
 ) -> dict[str, str]:
-    """The home of each tensor: the value of the longest key that is the tensor's name or a dotted ancestor of it.
+    """The home of each tensor: the value of the longest key that is the tensor's name or a dotted ancestor of
+    it.
 
     Args:
-        device_map: As given to `from_pretrained`, already inferred if it was automatic; None puts everything on the CPU.
+        device_map: As given to `from_pretrained`, already inferred if it was automatic; None puts everything
+            on the CPU.
         names: The model's tensors by their names in the model.
         modules: The model's modules.
-        check: Gives the canonical text of a value, by its key; None for `check_device`, which knows the devices of this machine.
+        check: Gives the canonical text of a value, by its key; None for `check_device`, which knows the
+            devices of this machine.
 
     Returns:
         name → `"cpu"`, `"disk"`, or a device such as `"cuda:0"`.
 
     Raises:
-        PlacementError: A key is no module or tensor of the model, a value is no device, or a tensor is not covered.
+        PlacementError: A key is no module or tensor of the model, a value is no device, or a tensor is not
+            covered.
     """
     if device_map is None:
         return dict.fromkeys(names, "cpu")
@@ -44,16 +57,20 @@ def resolve_devices(
     unknown = [str(key) for key in devices if key not in known]
     if unknown:
         raise PlacementError(
-            "device_map has a key that matches nothing in the model; nothing was loaded.", expected="names of modules",
-            problems=[f"{key!r}{nearest(key, known)}" for key in unknown], fix="correct these keys",
-        )  # fmt: skip
+            "device_map has a key that matches nothing in the model; nothing was loaded.",
+            expected="names of modules",
+            problems=[f"{key!r}{nearest(key, known)}" for key in unknown],
+            fix="correct these keys",
+        )
     resolved = {name: _home(name, devices) for name in names}
     uncovered = [name for name, home in resolved.items() if home is None]
     if uncovered:
         raise PlacementError(
-            "device_map leaves a part of the model out; nothing was loaded.", expected="a home for every tensor",
-            problems=uncovered, fix='add these modules, or a default: {"": "cpu", …}',
-        )  # fmt: skip
+            "device_map leaves a part of the model out; nothing was loaded.",
+            expected="a home for every tensor",
+            problems=uncovered,
+            fix='add these modules, or a default: {"": "cpu", …}',
+        )
     return {name: home for name, home in resolved.items() if home is not None}
 
 
@@ -75,14 +92,18 @@ def check_device(value: Any, key: str = "") -> str:
         hint = nearest(value, choices) if isinstance(value, str) else ""
         where = f" for {key!r}" if key else ""
         raise PlacementError(
-            f"device_map names no device{where}{hint}; nothing was loaded.", found=repr(value),
-            expected='"cpu", "disk", the number of a GPU, or a torch device', fix="correct this value",
-        )  # fmt: skip
+            f"device_map names no device{where}{hint}; nothing was loaded.",
+            found=repr(value),
+            expected='"cpu", "disk", the number of a GPU, or a torch device',
+            fix="correct this value",
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise PlacementError(
-            "device_map names a GPU that this machine does not have; nothing was loaded.", found=repr(value),
-            expected=f"one of {torch.cuda.device_count()} CUDA devices", fix='use "cpu" or "disk", or check the driver',
-        )  # fmt: skip
+            "device_map names a GPU that this machine does not have; nothing was loaded.",
+            found=repr(value),
+            expected=f"one of {torch.cuda.device_count()} CUDA devices",
+            fix='use "cpu" or "disk", or check the driver',
+        )
     if device.type == "cpu":
         return "cpu"
     if device.type != "mps" and device.index is None:
@@ -101,9 +122,11 @@ def check_present(devices: Iterable[str]) -> None:
         kind = home.partition(":")[0]
         if kind not in ("cpu", "disk") and (found is None or found.type != kind):
             raise PlacementError(
-                "device_map names an accelerator that this machine does not have; nothing was loaded.", found=repr(home),
-                expected='"cpu", "disk", or an accelerator that torch finds', fix='use "cpu" or "disk", or check the driver',
-            )  # fmt: skip
+                "device_map names an accelerator that this machine does not have; nothing was loaded.",
+                found=repr(home),
+                expected='"cpu", "disk", or an accelerator that torch finds',
+                fix='use "cpu" or "disk", or check the driver',
+            )
 
 
 def _accelerator() -> str:
@@ -121,10 +144,14 @@ def execution_map(device_map: Mapping[str, Any], devices: Mapping[str, str], mai
     """The device each part computes on, such that transformers' own matching reads it as hfq does.
 
     transformers matches the keys of a device map as unescaped regular expressions against the front of a name
-    (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is added.
+    (`expand_device_map`, transformers 5.17 to 5.23). Where that would misplace a tensor, its own name is
+    added.
     """
     executes = {name: main if home in ("cpu", "disk") else home for name, home in devices.items()}
-    result = {key: main if str(value) in ("cpu", "disk") else check_device(value) for key, value in device_map.items()}
+    result = {
+        key: main if str(value) in ("cpu", "disk") else check_device(value)
+        for key, value in device_map.items()
+    }
     for name, device in executes.items():
         module = name.rpartition(".")[0]
         if _matched_as_regex(name, result) != device and module not in result:
@@ -149,5 +176,7 @@ def _matched_as_regex(name: str, device_map: Mapping[str, str]) -> str | None:
     for key in keys:
         match = re.match(key, name)
         if match:
-            return device_map.get(match.group())  # transformers looks up what was matched, which may be no key
+            return device_map.get(
+                match.group()
+            )  # transformers looks up what was matched, which may be no key
     return device_map.get("", "cpu")

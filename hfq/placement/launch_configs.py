@@ -1,4 +1,6 @@
-"""What a placement implies, ready to use: the call of `from_pretrained`, a DeepSpeed config, an accelerate config. Pure data."""
+"""What a placement implies, ready to use: the call of `from_pretrained`, a DeepSpeed config, an accelerate
+config. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,23 @@ __all__ = ["LIVE_ELEMENTS", "accelerate_yaml", "deepspeed_config", "loading_code
 
 _PREFETCHED, _LIVE = 50_000_000, 500_000_000
 LIVE_ELEMENTS = _PREFETCHED + _LIVE
-"""The most elements that ZeRO-3 gathers on a device with `deepspeed_config`: live ones, and those that are prefetched."""
+"""The most elements that ZeRO-3 gathers on a device with `deepspeed_config`: live ones, and those that are
+prefetched.
+"""
 
 _AIO = {
-    "block_size": 1048576, "queue_depth": 32, "intra_op_parallelism": 8, "single_submit": False, "overlap_events": True,
+    "block_size": 1048576,
+    "queue_depth": 32,
+    "intra_op_parallelism": 8,
+    "single_submit": False,
+    "overlap_events": True,
     "use_gds": False,
-}  # fmt: skip
+}
 
 
-def deepspeed_config(offload: str = "none", nvme_path: str | None = None, dtype: str = "bfloat16", batch: int = 1) -> dict:
+def deepspeed_config(
+    offload: str = "none", nvme_path: str | None = None, dtype: str = "bfloat16", batch: int = 1
+) -> dict:
     """A DeepSpeed config for inference under ZeRO-3; configs/deepspeed/README.md says why each value.
 
     Args:
@@ -28,18 +38,27 @@ def deepspeed_config(offload: str = "none", nvme_path: str | None = None, dtype:
         batch: Sequences of one rank.
     """
     zero: dict[str, Any] = {
-        "stage": 3, "stage3_prefetch_bucket_size": _PREFETCHED, "stage3_param_persistence_threshold": 16384,
-        "stage3_max_live_parameters": _LIVE, "stage3_max_reuse_distance": 0,
-        "stage3_gather_16bit_weights_on_model_save": False, "stage3_use_all_reduce_for_fetch_params": False,
-        "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
-    }  # fmt: skip
+        "stage": 3,
+        "stage3_prefetch_bucket_size": _PREFETCHED,
+        "stage3_param_persistence_threshold": 16384,
+        "stage3_max_live_parameters": _LIVE,
+        "stage3_max_reuse_distance": 0,
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "stage3_use_all_reduce_for_fetch_params": False,
+        "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False,
+    }
     if offload == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if offload == "nvme":
         path = nvme_path or ".nvme"
         zero["offload_param"] = {
-            "device": "nvme", "nvme_path": path, "pin_memory": True, "buffer_count": 5, "buffer_size": 100_000_000,
-        }  # fmt: skip
+            "device": "nvme",
+            "nvme_path": path,
+            "pin_memory": True,
+            "buffer_count": 5,
+            "buffer_size": 100_000_000,
+        }
     sections = {"bfloat16": "bf16", "float16": "fp16"}
     config: dict[str, Any] = {sections[dtype]: {"enabled": True}} if dtype in sections else {}
     config["zero_optimization"] = zero
@@ -48,7 +67,9 @@ def deepspeed_config(offload: str = "none", nvme_path: str | None = None, dtype:
     return config | {"train_micro_batch_size_per_gpu": batch}
 
 
-def accelerate_yaml(ranks: int, deepspeed_file: str | None = None, nodes: int = 1, on_cpu: bool = False) -> str:
+def accelerate_yaml(
+    ranks: int, deepspeed_file: str | None = None, nodes: int = 1, on_cpu: bool = False
+) -> str:
     """An accelerate config, for `accelerate launch --config_file`.
 
     Args:
@@ -59,11 +80,18 @@ def accelerate_yaml(ranks: int, deepspeed_file: str | None = None, nodes: int = 
     """
     kind = "DEEPSPEED" if deepspeed_file else '"NO" # quoted: YAML reads a bare NO as false'
     lines = [
-        "compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", f"num_machines: {nodes}", "machine_rank: 0",
+        "compute_environment: LOCAL_MACHINE",
+        f"distributed_type: {kind}",
+        f"num_machines: {nodes}",
+        "machine_rank: 0",
         f"num_processes: {ranks}",
-    ]  # fmt: skip
+    ]
     if deepspeed_file:
-        lines += ["deepspeed_config:", f"  deepspeed_config_file: {json.dumps(deepspeed_file)}", "  zero3_init_flag: true"]
+        lines += [
+            "deepspeed_config:",
+            f"  deepspeed_config_file: {json.dumps(deepspeed_file)}",
+            "  zero3_init_flag: true",
+        ]
     else:
         lines += ['mixed_precision: "no"']
     lines += [f"use_cpu: {'true' if on_cpu else 'false'}"]
@@ -71,7 +99,11 @@ def accelerate_yaml(ranks: int, deepspeed_file: str | None = None, nodes: int = 
 
 
 def loading_code(
-    path: str, dtype: str, max_memory: Mapping[str, int] | None, kv_dtype: str = "auto", revision: str | None = None
+    path: str,
+    dtype: str,
+    max_memory: Mapping[str, int] | None,
+    kv_dtype: str = "auto",
+    revision: str | None = None,
 ) -> str:
     """The call that loads the model as planned.
 
@@ -80,25 +112,32 @@ def loading_code(
         dtype: The dtype that it computes in.
         max_memory: The bytes of weights and ring that each home may hold; None for a load without a map.
         kv_dtype: The dtype of the KV cache.
-        revision: The checkpoint's branch, tag or commit on the hub; None for a folder, or for the branch `main`.
+        revision: The checkpoint's branch, tag or commit on the hub; None for a folder, or for the branch
+            `main`.
     """
     limits = ""
     if max_memory is not None:
         keys = {home: home.partition(":")[2] or json.dumps(home) for home in max_memory if home != "disk"}
         limits = (
-            ', device_map="auto", max_memory={' + ", ".join(f"{key}: {max_memory[home]}" for home, key in keys.items()) + "}"
+            ', device_map="auto", max_memory={'
+            + ", ".join(f"{key}: {max_memory[home]}" for home, key in keys.items())
+            + "}"
         )
     source = json.dumps(path) + ("" if revision is None else f", revision={json.dumps(revision)}")
     lines = [
-        "from hfq import HfqConfig", "from transformers import AutoModelForCausalLM", "",
+        "from hfq import HfqConfig",
+        "from transformers import AutoModelForCausalLM",
+        "",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={json.dumps(dtype)},",
         f"    quantization_config=HfqConfig(){limits})",
-    ]  # fmt: skip
+    ]
     if kv_dtype != "auto":
         options = {
             "fp8": '{"backend": "fp8"}',
             "int4": '{"backend": "quanto", "nbits": 4}',
             "int2": '{"backend": "quanto", "nbits": 2}',
         }
-        lines.append(f'# model.generate(..., cache_implementation="quantized", cache_config={options[kv_dtype]})')
+        lines.append(
+            f'# model.generate(..., cache_implementation="quantized", cache_config={options[kv_dtype]})'
+        )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""A model over several accelerators, none of it anywhere else: contiguous parts of its order, as evenly as limits allow. Pure data."""
+"""A model over several accelerators, none of it anywhere else: contiguous parts of its order, as evenly as
+limits allow. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,12 @@ def assign_units(units: Sequence[Unit], capacities: Mapping[str, int], kv: int, 
             break
     else:
         raise PlacementError(
-            "The model does not fit these accelerators together; nothing was loaded.", expected=f"at least {sum(sizes):,} B of room",
-            found=f"{sum(max(room, 0) for room in rooms.values()):,} B beside activations of {activations:,} B on each",
+            "The model does not fit these accelerators together; nothing was loaded.",
+            expected=f"at least {sum(sizes):,} B of room",
+            found=f"{sum(max(room, 0) for room in rooms.values()):,} B beside activations of {activations:,} "
+            f"B on each",
             fix="add an accelerator, or offload with one accelerator and --cpu",
-        )  # fmt: skip
+        )
     resting: Counter[str] = Counter()
     cached: Counter[str] = Counter()
     for unit in units:

@@ -1,4 +1,6 @@
-"""The plan: which tensor rests where, in bytes. Pure data, computed from headers before any weight byte is read."""
+"""The plan: which tensor rests where, in bytes. Pure data, computed from headers before any weight byte is
+read.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,14 @@ class Plan:
         return dict(total)
 
     def modules(self, order: Iterable[str] = ()) -> list[ModuleDevice]:
-        """What each module has in each home: in the order of these names, the others behind them in the order of the plan."""
+        """What each module has in each home: in the order of these names, the others behind them in the order
+        of the plan.
+        """
         total: dict[tuple[str, str, str], list[int]] = {}
         for entry in self.entries:
-            held = total.setdefault((entry.name.rpartition(".")[0], entry.device, entry.execution_device), [0, 0])
+            held = total.setdefault(
+                (entry.name.rpartition(".")[0], entry.device, entry.execution_device), [0, 0]
+            )
             held[0] += entry.nbytes
             held[1] += entry.nbytes * entry.packed
         places = {name: place for place, name in enumerate(order)}

@@ -1,4 +1,6 @@
-"""Which part of each stored tensor a rank of a tensor parallel run holds, and which bytes of which files those are: pure data."""
+"""Which part of each stored tensor a rank of a tensor parallel run holds, and which bytes of which files
+those are: pure data.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["TensorPart", "rank_slice"]
 
 
 def rank_slice(axis: str, size: int, rank: int, world: int) -> LayerSlice | None:
-    """The slice of one rank, as `torch.chunk` and DTensor's `Shard` deal it; None where the ranks outnumber the slices.
+    """The slice of one rank, as `torch.chunk` and DTensor's `Shard` deal it; None where the ranks outnumber
+    the slices.
 
     Args:
         axis: `out` or `in`.

@@ -39,7 +39,9 @@ class Bars:
         for place, (part, sizes) in enumerate(self.parts.items()):
             if any(sizes):
                 colour = (*COLOURS, MUTED)[place % (len(COLOURS) + 1)]
-                handles.append(axes.barh(range(len(self.names)), sizes, 0.66, left=left, color=colour, label=part))
+                handles.append(
+                    axes.barh(range(len(self.names)), sizes, 0.66, left=left, color=colour, label=part)
+                )
                 left = [before + size for before, size in zip(left, sizes, strict=True)]
         widest = max(left, default=0.0)
         near = [limit for limit in self.limits if limit is not None and limit <= 1.6 * widest]
@@ -74,7 +76,12 @@ def bars_picture(name: str, title: str, bars: Bars, note: str, of: str) -> Pictu
     totals = [sum(sizes[place] for sizes in bars.parts.values()) for place in range(len(bars.names))]
     said = ", ".join(f"{bar} {as_size(total)}" for bar, total in zip(bars.names, totals, strict=True))
     rows = [
-        (bar, *(f"{sizes[place]:,.0f}" for sizes in bars.parts.values()), f"{totals[place]:,.0f}", _limit(bars.limits[place]))
+        (
+            bar,
+            *(f"{sizes[place]:,.0f}" for sizes in bars.parts.values()),
+            f"{totals[place]:,.0f}",
+            _limit(bars.limits[place]),
+        )
         for place, bar in enumerate(bars.names)
     ]
     table = Table(title, note, (of, *bars.parts, "total", "limit"), rows)

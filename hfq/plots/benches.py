@@ -19,12 +19,18 @@ def bench_section(fields: Fields) -> Section:
         SetupError: A field is missing or is not what it should be.
     """
     if not fields.has("tables", "chart"):
-        raise fields.wrong("tables and chart, which are written since hfq report reads them", sorted(fields.names()))
+        raise fields.wrong(
+            "tables and chart, which are written since hfq report reads them", sorted(fields.names())
+        )
     tables = [_table(table) for table in fields.objects("tables")]
     targets = _targets(fields)
     drawing = _chart(fields.object("chart"))
     picture = Picture(
-        "chart", drawing.title, _alt(drawing), replace(drawing, title=""), targets or (tables.pop(0) if tables else None)
+        "chart",
+        drawing.title,
+        _alt(drawing),
+        replace(drawing, title=""),
+        targets or (tables.pop(0) if tables else None),
     )
     return Section(fields.text("title"), fields.pairs("facts"), [picture], tables)
 
@@ -44,7 +50,11 @@ def _targets(fields: Fields) -> Table | None:
         bound = f"{'≥' if target.raw('at_least') is True else '≤'} {target.number('bound'):g}"
         value = f"{target.number('value'):.3f}" if target.has("value") else "-"
         rows.append((target.text("what"), value, bound, target.text("verdict")))
-    return Table("Targets", fields.text("targets_note"), ("what", "measured", "target", ""), rows) if rows else None
+    return (
+        Table("Targets", fields.text("targets_note"), ("what", "measured", "target", ""), rows)
+        if rows
+        else None
+    )
 
 
 def _chart(chart: Fields) -> Chart | Scatter:
@@ -88,7 +98,11 @@ def _alt(chart: Chart | Scatter) -> str:
         return f"Points by {chart.x} and {chart.y}. {said}."
     said = "; ".join(
         f"{group}: "
-        + ", ".join(f"{name} {values[place]:.3g}" for name, values in chart.series.items() if values[place] is not None)
+        + ", ".join(
+            f"{name} {values[place]:.3g}"
+            for name, values in chart.series.items()
+            if values[place] is not None
+        )
         for place, group in enumerate(chart.groups)
     )
     return f"Groups of bars. {said}."

@@ -44,10 +44,13 @@ def read_section(file: Path) -> Section:
         else f"{type(value).__name__} {str(value)[:60]}"
     )
     raise SetupError(
-        "This file holds nothing that hfq report can draw.", file=file, found=found,
+        "This file holds nothing that hfq report can draw.",
+        file=file,
+        found=found,
         expected="a report of a model, a plan of a placement, a benchmark or an evaluation",
-        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json or hfq eval --json wrote, or benchmarks of a checkout",
-    )  # fmt: skip
+        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json or hfq eval --json wrote, or "
+        "benchmarks of a checkout",
+    )
 
 
 def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
@@ -80,9 +83,12 @@ def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
             (out / name).write_bytes(content)
     except OSError as error:
         raise SetupError(
-            "The report cannot be written.", file=out, expected="a folder that can be written", found=error.strerror or error,
+            "The report cannot be written.",
+            file=out,
+            expected="a folder that can be written",
+            found=error.strerror or error,
             fix="pass another --out",
-        ) from error  # fmt: skip
+        ) from error
     return [out / name for name in made]
 
 

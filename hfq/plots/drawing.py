@@ -24,12 +24,26 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """Okabe and Ito's, which the colour-blind can tell apart (https://jfly.uni-koeln.de/color)."""
 
 _STYLE = {
-    "font.family": "sans-serif", "font.size": 10, "text.color": INK, "text.parse_math": False, "axes.edgecolor": INK,
-    "axes.labelcolor": INK, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "xtick.color": INK, "ytick.color": INK, "legend.frameon": False, "legend.labelcolor": INK,
-    "hatch.linewidth": 0.6, "svg.fonttype": "none", "axes.unicode_minus": False,
-    "figure.constrained_layout.w_pad": 0.08, "figure.constrained_layout.h_pad": 0.08,
-}  # fmt: skip
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "axes.unicode_minus": False,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
+}
 
 
 def draw_png(picture: Picture) -> bytes:
@@ -56,7 +70,9 @@ def draw_svg(picture: Picture, prefix: str) -> str:
     with _drawn(picture) as figure:
         text = _saved(figure, format="svg", transparent=True, metadata={"Date": None}).decode("utf-8")
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).replace("*{stroke-", "svg *{stroke-")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).replace(
+        "*{stroke-", "svg *{stroke-"
+    )
     text = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', text)
     text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{prefix}-", text)
     return text.replace(INK, "currentColor")
@@ -70,12 +86,16 @@ def _drawn(picture: Picture) -> Iterator[Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(
-            "Pictures are drawn by matplotlib, which is not installed.", expected="matplotlib 3.8 or newer", found="none",
+            "Pictures are drawn by matplotlib, which is not installed.",
+            expected="matplotlib 3.8 or newer",
+            found="none",
             fix="pip install 'hfq[bench]'",
-        ) from error  # fmt: skip
+        ) from error
     style: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), "svg.hashsalt": picture.name}
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font has not
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing"
+        )  # a name in a script that the font has not
         figure = Figure(layout="constrained")
         picture.drawing.draw(figure)
         yield figure

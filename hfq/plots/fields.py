@@ -1,4 +1,6 @@
-"""JSON objects whose fields are checked as they are taken: a file that somebody hands in may hold anything."""
+"""JSON objects whose fields are checked as they are taken: a file that somebody hands in may hold
+anything.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,29 @@ def read_json(file: Path) -> Any:
     try:
         if file.stat().st_size > _MOST_NBYTES:
             raise _refusal(
-                "This file is too large to be drawn.", file, f"at most {_MOST_NBYTES:,} B", f"{file.stat().st_size:,} B"
+                "This file is too large to be drawn.",
+                file,
+                f"at most {_MOST_NBYTES:,} B",
+                f"{file.stat().st_size:,} B",
             )
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _refusal("This file cannot be read.", file, "a JSON file", error.strerror or error) from error
     except (ValueError, RecursionError) as error:  # what is no JSON, and no UTF-8
-        raise _refusal("This file is no JSON.", file, "JSON", str(error)[:200] or type(error).__name__) from error
+        raise _refusal(
+            "This file is no JSON.", file, "JSON", str(error)[:200] or type(error).__name__
+        ) from error
 
 
 def _refusal(what: str, file: Path, expected: str, found: object) -> SetupError:
     return SetupError(
-        what, file=file, expected=expected, found=found,
-        fix="pass what hfq.report(model).save(file), hfq plan --json or hfq eval --json wrote, or benchmarks of a checkout",
-    )  # fmt: skip
+        what,
+        file=file,
+        expected=expected,
+        found=found,
+        fix="pass what hfq.report(model).save(file), hfq plan --json or hfq eval --json wrote, or benchmarks "
+        "of a checkout",
+    )
 
 
 class Fields:
@@ -59,9 +70,12 @@ class Fields:
         place = ".".join(part for part in (self.where, name) if part) or "the whole file"
         shown = "nothing" if found is None else f"{type(found).__name__} {str(found)[:60]}"
         return SetupError(
-            f"{place} of this file is not what it should be; nothing was drawn.", file=self.file, expected=expected, found=shown,
+            f"{place} of this file is not what it should be; nothing was drawn.",
+            file=self.file,
+            expected=expected,
+            found=shown,
             fix="write the file anew with this version of hfq",
-        )  # fmt: skip
+        )
 
     def names(self) -> list[str]:
         """The names of all fields, in their order."""
@@ -93,7 +107,10 @@ class Fields:
     def objects(self, name: str) -> list[Fields]:
         """A list of objects."""
         items = self.items(name)
-        return [Fields(item, self.file, f"{self.where}.{name}".lstrip(".") + f"[{place}]") for place, item in enumerate(items)]
+        return [
+            Fields(item, self.file, f"{self.where}.{name}".lstrip(".") + f"[{place}]")
+            for place, item in enumerate(items)
+        ]
 
     def items(self, name: str) -> list[Any]:
         """A list of anything."""

@@ -42,7 +42,10 @@ class Unit:
     @property
     def short(self) -> str:
         """The end of its name, which says enough beside the others."""
-        return ".".join(self.name.split(".")[-2:] if self.name[-1:].isdigit() else self.name.split(".")[-1:]) or "the model"
+        return (
+            ".".join(self.name.split(".")[-2:] if self.name[-1:].isdigit() else self.name.split(".")[-1:])
+            or "the model"
+        )
 
 
 def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
@@ -59,7 +62,12 @@ def gather_units(modules: Iterable[ModuleDevice]) -> list[Unit]:
         devices.setdefault(name, {})[module.execution_device] = None
         names.setdefault(name, set()).add(module.module)
     return [
-        Unit(name, {device: (parts[0], parts[1]) for device, parts in sizes.items()}, tuple(devices[name]), len(names[name]))
+        Unit(
+            name,
+            {device: (parts[0], parts[1]) for device, parts in sizes.items()},
+            tuple(devices[name]),
+            len(names[name]),
+        )
         for name, sizes in held.items()
     ]
 
@@ -74,7 +82,9 @@ def home_colour(home: str) -> str:
 
 @dataclass(frozen=True)
 class PlacementMap:
-    """A column for each unit, of the colours of the homes that its bytes rest in; what is not packed is paler."""
+    """A column for each unit, of the colours of the homes that its bytes rest in; what is not packed is
+    paler.
+    """
 
     units: Sequence[Unit]
 
@@ -93,13 +103,27 @@ class PlacementMap:
             for kind, alpha in ((0, 1.0), (1, 0.45)):
                 heights = [unit.held.get(home, (0, 0))[kind] for unit in self.units]
                 if any(heights):
-                    axes.bar(range(count), heights, 0.86, bottom=bottom, color=home_colour(home), alpha=alpha, linewidth=0)
+                    axes.bar(
+                        range(count),
+                        heights,
+                        0.86,
+                        bottom=bottom,
+                        color=home_colour(home),
+                        alpha=alpha,
+                        linewidth=0,
+                    )
                     bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
                     label = f"{home}, {('packed', 'not packed')[kind]}: {as_size(sum(heights))}"
                     handles.append(Patch(color=home_colour(home), alpha=alpha, label=label))
         step = -(-count // _MOST_NAMES)
         shown = [place for place in range(count) if place % step == 0]
-        axes.set_xticks(shown, [self.units[place].short for place in shown], rotation=60, ha="right", rotation_mode="anchor")
+        axes.set_xticks(
+            shown,
+            [self.units[place].short for place in shown],
+            rotation=60,
+            ha="right",
+            rotation_mode="anchor",
+        )
         axes.tick_params(axis="x", labelsize=8, length=2)
         axes.set_xlim(-0.7, count - 0.3)
         axes.set_ylim(0, 1.05 * max(bottom) or 1)
@@ -117,8 +141,13 @@ def placement_picture(modules: Sequence[ModuleDevice]) -> Picture:
         for home, parts in unit.held.items():
             totals[home] = totals.get(home, 0) + sum(parts)
     said = ", ".join(f"{nbytes:,} bytes rest on {home}" for home, nbytes in totals.items())
-    alt = f"A column for each of {len(units)} parts of the model, as high as its bytes, in the colours of its homes: {said}."
-    return Picture("placement", "Placement map: which part rests where", alt, PlacementMap(units), _table(units))
+    alt = (
+        f"A column for each of {len(units)} parts of the model, as high as its bytes, in the colours of "
+        f"its homes: {said}."
+    )
+    return Picture(
+        "placement", "Placement map: which part rests where", alt, PlacementMap(units), _table(units)
+    )
 
 
 def _table(units: Sequence[Unit]) -> Table:
@@ -133,8 +162,17 @@ def _table(units: Sequence[Unit]) -> Table:
         name = name if count == 1 else f"{units[start].name} to {name} ({count})"
         for home, (packed, other) in unit.held.items():
             sizes = (f"{packed:,}", f"{other:,}", f"{(packed + other) * count:,}")
-            rows.append((name, home if unit.devices == (home,) else f"{home}, computes on {', '.join(unit.devices)}", *sizes))
+            rows.append(
+                (
+                    name,
+                    home if unit.devices == (home,) else f"{home}, computes on {', '.join(unit.devices)}",
+                    *sizes,
+                )
+            )
         start = place + 1
     header = ("part", "home", "packed bytes, each", "other bytes, each", "bytes in all")
-    note = "Bytes at home, as the plan of the load counts them. Neighbouring layers that are alike stand in one row."
+    note = (
+        "Bytes at home, as the plan of the load counts them. Neighbouring layers that are alike stand in "
+        "one row."
+    )
     return Table("Which part rests where", note, header, rows)

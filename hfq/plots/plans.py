@@ -1,4 +1,6 @@
-"""What `hfq plan --json` printed: homes against their limits, the placement map, ranks of ZeRO, a catalog, a ladder of formats."""
+"""What `hfq plan --json` printed: homes against their limits, the placement map, ranks of ZeRO, a catalog, a
+ladder of formats.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,11 @@ def plan_section(fields: Fields) -> Section:
     model, work = fields.object("model"), fields.object("workload")
     name = Path(model.text("path")).name or model.text("path")
     facts = {
-        "model": f"{model.text('class')} of {model.count('layers')} layers, {model.text('formats') or 'not packed'}",
+        "model": f"{model.text('class')} of {model.count('layers')} layers, "
+        f"{model.text('formats') or 'not packed'}",
         "files": f"{model.count('file_nbytes'):,} B",
-        "workload": f"batch {work.count('batch')}, context {work.count('context')}, KV cache {work.text('kv_dtype')}",
+        "workload": f"batch {work.count('batch')}, context {work.count('context')}, KV cache "
+        f"{work.text('kv_dtype')}",
         "machine": _machine(fields.object("machine")),
     }
     pictures: list[Picture] = []
@@ -59,7 +63,10 @@ def plan_section(fields: Fields) -> Section:
 
 
 def _machine(machine: Fields) -> str:
-    gpus = ", ".join(as_size(machine.numbers_of("gpus", size)) for size in machine.items("gpus")) or "no accelerator"
+    gpus = (
+        ", ".join(as_size(machine.numbers_of("gpus", size)) for size in machine.items("gpus"))
+        or "no accelerator"
+    )
     return f"{gpus}, {as_size(machine.count('cpu'))} of CPU memory"
 
 
@@ -82,7 +89,12 @@ def _prediction(prediction: Fields) -> Table:
         if not isinstance(helped, list) or len(helped) != 2:
             raise prediction.wrong("pairs of text and tokens a second", helped, "helps")
         what, rate = helped
-        rows.append((f"with {prediction.text_of('helps', what)}", f"{prediction.numbers_of('helps', rate):.4g} tokens/s"))
+        rows.append(
+            (
+                f"with {prediction.text_of('helps', what)}",
+                f"{prediction.numbers_of('helps', rate):.4g} tokens/s",
+            )
+        )
     note = f"Decided by {prediction.text('dominant_term')}; rates: {prediction.text('source')}."
     return Table("Predicted speed", note, ("what", "how much"), rows)
 
@@ -92,10 +104,13 @@ def _zero3(zero3: Fields) -> Picture:
     held = {part: found.object(part) for part in found.names()}
     devices = [home for home in _HOMES if any(sizes.has(home) for sizes in held.values())]
     parts: Mapping[str, Sequence[float]] = {
-        part: [float(sizes.count(home)) if sizes.has(home) else 0.0 for home in devices] for part, sizes in held.items()
+        part: [float(sizes.count(home)) if sizes.has(home) else 0.0 for home in devices]
+        for part, sizes in held.items()
     }
     title = f"ZeRO-3: what each of {zero3.count('ranks')} ranks holds"
-    return bars_picture("zero3", title, Bars(devices, parts, [None] * len(devices)), "Bytes of one rank.", "home")
+    return bars_picture(
+        "zero3", title, Bars(devices, parts, [None] * len(devices)), "Bytes of one rank.", "home"
+    )
 
 
 def _catalog(entries: Sequence[Fields], fields: Fields) -> Picture:
@@ -111,10 +126,20 @@ def _catalog(entries: Sequence[Fields], fields: Fields) -> Picture:
     if not points:
         raise fields.wrong("one machine or more that holds the model", [], "catalog")
     note = "Cheapest first. Predicted by rates of the catalog; costs are those of its file."
-    table = Table("Machines by cost", note, ("machine", "cost an hour", "cost of 1M tokens", "tokens/s", "decided by"), rows)
-    alt = f"{len(points)} machines by tokens a second and cost of a million tokens; the cheapest is {points[0][0]}."
+    table = Table(
+        "Machines by cost",
+        note,
+        ("machine", "cost an hour", "cost of 1M tokens", "tokens/s", "decided by"),
+        rows,
+    )
+    alt = (
+        f"{len(points)} machines by tokens a second and cost of a million tokens; the cheapest is "
+        f"{points[0][0]}."
+    )
     drawing = Scatter("", "tokens a second", "cost of a million tokens", points)
-    return Picture("catalog", "Machines by speed and cost (lower and further right is better)", alt, drawing, table)
+    return Picture(
+        "catalog", "Machines by speed and cost (lower and further right is better)", alt, drawing, table
+    )
 
 
 def _ladder(ladder: Fields) -> Picture:
@@ -125,6 +150,10 @@ def _ladder(ladder: Fields) -> Picture:
     others = [max(total - size, 0) for total, size in zip(totals, weights, strict=True)]
     limit = ladder.number("budget")
     bars = Bars(
-        [rung.text("name") for rung in rungs], {"weights": weights, "cache and activations": others}, [limit] * len(rungs)
+        [rung.text("name") for rung in rungs],
+        {"weights": weights, "cache and activations": others},
+        [limit] * len(rungs),
     )
-    return bars_picture("ladder", "Formats against the budget, best first", bars, ladder.text("note"), "format")
+    return bars_picture(
+        "ladder", "Formats against the budget, best first", bars, ladder.text("note"), "format"
+    )

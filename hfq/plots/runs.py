@@ -1,4 +1,6 @@
-"""What `hfq.report(model)` found of a loaded model: its placement map, its timeline, its streaming and its speed."""
+"""What `hfq.report(model)` found of a loaded model: its placement map, its timeline, its streaming and its
+speed.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def read_modules(fields: Fields) -> list[ModuleDevice]:
         nbytes, packed = module.count("nbytes"), module.count("packed_nbytes")
         if packed > nbytes:
             raise module.wrong(f"at most the module's {nbytes:,} bytes", packed, "packed_nbytes")
-        found.append(ModuleDevice(module.text("module"), module.text("device"), module.text("execution_device"), nbytes, packed))
+        found.append(
+            ModuleDevice(
+                module.text("module"), module.text("device"), module.text("execution_device"), nbytes, packed
+            )
+        )
     if not found:
         raise fields.wrong("one module or more", [], "modules")
     return found
@@ -81,7 +87,8 @@ def _span(fields: Fields) -> Span:
 
 def _homes(fields: Fields) -> Table:
     rows = [
-        (home.text("device"), f"{home.count('nbytes'):,}", f"{home.count('onloaded_nbytes'):,}") for home in fields.objects("devices")
+        (home.text("device"), f"{home.count('nbytes'):,}", f"{home.count('onloaded_nbytes'):,}")
+        for home in fields.objects("devices")
     ]
     note = "Bytes that rest there, and those of them that a forward of all modules moves."
     return Table("Homes", note, ("home", "bytes", "moved a forward"), rows)
@@ -96,17 +103,26 @@ def _stream(offload: Fields) -> Table:
         ("passes", f"{offload.count('passes'):,}"),
         ("blocks that were not the expected one", f"{offload.count('prefetch_misses'):,}"),
         ("read so far", as_size(offload.count("nbytes_read"))),
-        ("rate while reading", as_rate(offload.number("read_bandwidth") if offload.has("read_bandwidth") else None)),
-        ("the disk's limit", as_rate(offload.number("disk_bandwidth") if offload.has("disk_bandwidth") else None)),
+        (
+            "rate while reading",
+            as_rate(offload.number("read_bandwidth") if offload.has("read_bandwidth") else None),
+        ),
+        (
+            "the disk's limit",
+            as_rate(offload.number("disk_bandwidth") if offload.has("disk_bandwidth") else None),
+        ),
         ("waited for blocks", f"{offload.number('stall_seconds'):.3f} s"),
     ]
-    return _pairs("Streaming so far", "Counted since the model was loaded, until the report was asked for.", rows)
+    return _pairs(
+        "Streaming so far", "Counted since the model was loaded, until the report was asked for.", rows
+    )
 
 
 def _speed(speed: Fields) -> Table:
     def both(what: str, form: str, unit: str) -> tuple[str, str, str]:
         values = [
-            speed.number(f"{what}_{kind}") if speed.has(f"{what}_{kind}") else None for kind in ("predicted", "achieved")
+            speed.number(f"{what}_{kind}") if speed.has(f"{what}_{kind}") else None
+            for kind in ("predicted", "achieved")
         ]
         return (unit, *("-" if value is None else format(value, form) for value in values))  # type: ignore[return-value]
 

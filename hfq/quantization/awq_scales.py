@@ -1,10 +1,13 @@
-"""AWQ: input channels that carry large activations are scaled up before rounding, and what feeds them is scaled down.
+"""AWQ: input channels that carry large activations are scaled up before rounding, and what feeds them is
+scaled down.
 
-Lin et al. 2024, arXiv 2306.00978, section 3.2. A channel's scale is its activations' mean magnitude to the power of an exponent in
-[0, 1), the one of a grid of 20 with the least squared error of the outputs of all layers that share the input; then each range of
-weights is narrowed where that lowers the error (AutoAWQ's `_search_best_clip`). AutoAWQ runs the layers for each point of the grid.
-The squared error over all tokens is tr(D H D^T), with D the error of the weights and H the second moments of the input, so one run is
-enough here. Layers are taken from the last to the first: one whose rows take the scale of a later one is rounded after that.
+Lin et al. 2024, arXiv 2306.00978, section 3.2. A channel's scale is its activations' mean magnitude to the
+power of an exponent in [0, 1), the one of a grid of 20 with the least squared error of the outputs of all
+layers that share the input; then each range of weights is narrowed where that lowers the error (AutoAWQ's
+`_search_best_clip`). AutoAWQ runs the layers for each point of the grid. The squared error over all tokens is
+tr(D H D^T), with D the error of the weights and H the second moments of the input, so one run is enough here.
+Layers are taken from the last to the first: one whose rows take the scale of a later one is rounded after
+that.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class AwqQuantizer(DecoderLayerQuantizer):
         seen, known = trace(self.block, self.linears, batches[0], calls[0]), dict[str, Fold | None]()
         groups = self._groups(seen, batches[0], calls[0])
         self.folds = {
-            group[0]: find_fold(self.block, self.linears, group, seen, batches[0], calls[0], known) for group in groups
+            group[0]: find_fold(self.block, self.linears, group, seen, batches[0], calls[0], known)
+            for group in groups
         }
         del seen
         for part in self._parts(groups[::-1]):
@@ -76,7 +80,10 @@ class AwqQuantizer(DecoderLayerQuantizer):
     def _solve_group(self, group: list[str], moments: Moments) -> None:
         if not isinstance(moments, InputMoments) or not isinstance(self.format, Awq):
             raise TypeError(type(self.format).__name__)
-        tokens, magnitudes = moments.tokens, torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1)
+        tokens, magnitudes = (
+            moments.tokens,
+            torch.as_tensor(moments.magnitudes).float() / max(moments.tokens, 1),
+        )
         hessian = moments.mean().whole()
         check_moments(group[0], float(hessian.diagonal().mean()), bool(torch.isfinite(hessian.sum())))
         weights = [self._weight(name) for name in group]
@@ -120,7 +127,9 @@ class Rounding:
         """
         grouped = self._grouped(weight)
         low, high = grouped.amin(2), grouped.amax(2)
-        scales, zeros = self.format.scales_and_zeros(*((low, high) if shares is None else (low * shares, high * shares)))
+        scales, zeros = self.format.scales_and_zeros(
+            *((low, high) if shares is None else (low * shares, high * shares))
+        )
         codes = (grouped / scales[:, :, None]).add_(zeros[:, :, None]).round_().clamp_(0, self.top)
         return codes, scales, zeros
 
@@ -130,14 +139,17 @@ class Rounding:
         return codes.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).flatten(1)
 
     def search_shares(self, weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-        """The share of each range [out, groups] with the least squared error of the outputs, each group by itself.
+        """The share of each range [out, groups] with the least squared error of the outputs, each group by
+        itself.
 
         Args:
             weight: float32 [out, in].
             hessian: float32 [in, in], the second moments of the input.
         """
         span = self._grouped(weight).shape[2]
-        blocks = torch.stack([hessian[start : start + span, start : start + span] for start in range(0, len(hessian), span)])
+        blocks = torch.stack(
+            [hessian[start : start + span, start : start + span] for start in range(0, len(hessian), span)]
+        )
         found = []
         for rows in weight.split(_ROWS):
             shares = torch.ones(len(rows), len(blocks))
@@ -156,9 +168,14 @@ class Rounding:
 
 
 def search_scale(
-    weights: Sequence[torch.Tensor], hessian: torch.Tensor, magnitudes: torch.Tensor, fold: Fold, rounding: Rounding
+    weights: Sequence[torch.Tensor],
+    hessian: torch.Tensor,
+    magnitudes: torch.Tensor,
+    fold: Fold,
+    rounding: Rounding,
 ) -> tuple[float, torch.Tensor]:
-    """The exponent of the least error, and the scale that it means for the output channels of what feeds the layers.
+    """The exponent of the least error, and the scale that it means for the output channels of what feeds the
+    layers.
 
     Args:
         weights: float32 [out, in] of each layer with this input.
@@ -168,7 +185,9 @@ def search_scale(
         rounding: How they will be rounded.
     """
     count = int(fold.channels.max()) + 1
-    sums = torch.zeros(2, count).index_add_(1, fold.channels, torch.stack([magnitudes, torch.ones_like(magnitudes)]))
+    sums = torch.zeros(2, count).index_add_(
+        1, fold.channels, torch.stack([magnitudes, torch.ones_like(magnitudes)])
+    )
     fed = sums[1] > 0
     outputs = fold.out_features
     best, chosen = torch.inf, (0.0, torch.ones(outputs))
@@ -186,5 +205,7 @@ def search_scale(
 
 
 def _error(wrong: torch.Tensor, hessian: torch.Tensor) -> float:
-    """tr(D H D^T): the squared error of the outputs, summed over them, of weights that are wrong by D [out, in]."""
+    """tr(D H D^T): the squared error of the outputs, summed over them, of weights that are wrong by D [out,
+    in].
+    """
     return sum(float((rows @ hessian).mul_(rows).sum(dtype=torch.float64)) for rows in wrong.split(_ROWS))

@@ -22,7 +22,9 @@ DATASETS = ("wikitext2", "c4", "c4-new")
 """The sets that optimum knows; it loads them with the package datasets."""
 
 Text = str | Path | Sequence[str] | Sequence[torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
-"""A file of text, a set of optimum by name, texts, or token ids [1, length] by themselves or as `input_ids`."""
+"""A file of text, a set of optimum by name, texts, or token ids [1, length] by themselves or as
+`input_ids`.
+"""
 
 _BATCH_TOKENS, _BATCH_NBYTES = 2048, 2 << 20
 
@@ -48,7 +50,8 @@ class Calibration:
         """The samples in batches of about 2048 tokens, of fewer where a model is wide.
 
         Args:
-            width: The most channels that a layer takes or gives; one such tensor of a batch takes 2 MiB, or one sample.
+            width: The most channels that a layer takes or gives; one such tensor of a batch takes 2 MiB, or
+                one sample.
         """
         tokens = min(_BATCH_TOKENS, _BATCH_NBYTES // (4 * width))
         return list(self.tokens.split(max(1, tokens // self.tokens.shape[1])))
@@ -59,34 +62,47 @@ def calibrate(
 ) -> Calibration:
     """Makes a calibration set.
 
-    Text is tokenized as one, and sequences are taken at even distances over all of it. Tokens are taken as they are.
+    Text is tokenized as one, and sequences are taken at even distances over all of it. Tokens are taken as
+    they are.
 
     Args:
         text: See `Text`.
         tokenizer: The model's tokenizer; None is enough for tokens.
         vocabulary: How many tokens the model knows.
-        samples: How many sequences are wanted; where the text holds fewer, all are taken, and a warning says so.
+        samples: How many sequences are wanted; where the text holds fewer, all are taken, and a warning says
+            so.
         length: The tokens of each.
         longest: How many positions the model has, where it says so.
 
     Raises:
-        SetupError: The text is empty, shorter than one sequence, or not there; tokens are not the model's; a number is unusable.
+        SetupError: The text is empty, shorter than one sequence, or not there; tokens are not the model's; a
+            number is unusable.
     """
     for option, value in (("samples", samples), ("sequence_length", length)):
         if type(value) is not int or value < 1:
             raise _unusable(f"{option} must be positive", "a positive int", repr(value), f"correct {option}")
     if longest is not None and length > longest:
         raise _unusable(
-            "sequences are longer than the model's positions", f"at most {longest}", length, "lower sequence_length"
+            "sequences are longer than the model's positions",
+            f"at most {longest}",
+            length,
+            "lower sequence_length",
         )
     tokens, source = _tokens(text, tokenizer, samples, length)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary):
         raise _unusable(
-            "it holds tokens that the model does not know", f"ids in [0, {vocabulary})", f"{int(tokens.min())} to {int(tokens.max())}",
+            "it holds tokens that the model does not know",
+            f"ids in [0, {vocabulary})",
+            f"{int(tokens.min())} to {int(tokens.max())}",
             "tokenize the text with the model's own tokenizer",
-        )  # fmt: skip
+        )
     if len(tokens) < samples:
-        logger.warning("The calibration text holds %d sequences of %d tokens; %d were wanted.", len(tokens), length, samples)
+        logger.warning(
+            "The calibration text holds %d sequences of %d tokens; %d were wanted.",
+            len(tokens),
+            length,
+            samples,
+        )
     return Calibration(tokens[:samples].contiguous(), source)
 
 
@@ -112,7 +128,10 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
     if not ids or not all(isinstance(item, torch.Tensor) and not item.is_floating_point() for item in ids):
         found = "nothing" if not items else type(items[0]).__name__
         raise _unusable(
-            "it is neither text nor tokens", "a path, the name of a set, texts, or token ids", found, "pass one of these"
+            "it is neither text nor tokens",
+            "a path, the name of a set, texts, or token ids",
+            found,
+            "pass one of these",
         )
     rows = [row for item in ids for row in item.reshape(-1, item.shape[-1]) if len(row) >= length]
     if not rows:
@@ -123,7 +142,10 @@ def _tokens(text: Text, tokenizer: Any, samples: int, length: int) -> tuple[torc
 def _windows(texts: Sequence[str], tokenizer: Any, samples: int, length: int) -> torch.Tensor:
     if tokenizer is None:
         raise _unusable(
-            "the model has no tokenizer", "tokenizer files beside the weights", "none", "pass token ids, or add the files"
+            "the model has no tokenizer",
+            "tokenizer files beside the weights",
+            "none",
+            "pass token ids, or add the files",
         )
     if not texts[0].strip():
         raise _unusable("the text is empty", "text", "none", "pass a file with text")
@@ -143,9 +165,11 @@ def _dataset(name: str, tokenizer: Any, samples: int, length: int) -> torch.Tens
         raise
     except Exception as error:
         raise _unusable(
-            f"optimum cannot load {name}: {error}", "the package datasets, and a network or its cache", type(error).__name__,
+            f"optimum cannot load {name}: {error}",
+            "the package datasets, and a network or its cache",
+            type(error).__name__,
             "pip install datasets, or pass a file of text",
-        ) from error  # fmt: skip
+        ) from error
     return torch.cat([item["input_ids"] for item in found])
 
 

@@ -1,4 +1,6 @@
-"""One block: its layers quantized in the order in which they run, each measured with those before it quantized already."""
+"""One block: its layers quantized in the order in which they run, each measured with those before it
+quantized already.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class DecoderLayerQuantizer:
 
     Attributes:
         packed: The tensors of each layer that is done.
-        changed: The other parameters of the block that take part, by their names within it, in the dtypes they are stored in.
+        changed: The other parameters of the block that take part, by their names within it, in the dtypes
+            they are stored in.
     """
 
     def __init__(
@@ -62,7 +65,13 @@ class DecoderLayerQuantizer:
         read: Callable[[str], torch.Tensor],
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.block, self.linears, self.format, self.recipe, self.read = block, dict(linears), weight_format, recipe, read
+        self.block, self.linears, self.format, self.recipe, self.read = (
+            block,
+            dict(linears),
+            weight_format,
+            recipe,
+            read,
+        )
         self.dtype_of = dtype_of
         self.packed: dict[str, dict[str, torch.Tensor]] = {}
         self.changed: dict[str, torch.Tensor] = {}
@@ -74,14 +83,16 @@ class DecoderLayerQuantizer:
         """Quantizes all layers.
 
         Args:
-            batches: The hidden states that reach the block, [batch, length, hidden]; empty for methods that need none.
+            batches: The hidden states that reach the block, [batch, length, hidden]; empty for methods that
+                need none.
             calls: The block's call for each.
 
         Returns:
             The packed tensors of each layer, and what is known of it.
 
         Raises:
-            SetupError: A layer that every token passes was reached by none, or its activations are not finite.
+            SetupError: A layer that every token passes was reached by none, or its activations are not
+                finite.
             FormatError: A weight cannot be packed.
         """
         if not self.recipe.measures:
@@ -94,7 +105,9 @@ class DecoderLayerQuantizer:
         return self.packed, self.reports
 
     def _stages(self, hidden: torch.Tensor, call: Call) -> Iterator[Stage]:
-        """The stages, each in parts whose moments fit; experts that the first batch does not reach join those that it does."""
+        """The stages, each in parts whose moments fit; experts that the first batch does not reach join those
+        that it does.
+        """
         stages = find_stages(self.block, self.linears, hidden, call, without_number)
         found = {name for stage in stages for group in stage for name in group}
         for stage in stages:
@@ -122,14 +135,18 @@ class DecoderLayerQuantizer:
     def _quantize_stage(self, stage: Stage, batches: Sequence[torch.Tensor], calls: Sequence[Call]) -> None:
         first = {group[0]: self.linears[group[0]] for group in stage}
         trim_heap()
-        moments: dict[str, Moments] = measure(self.block, first, batches, calls, is_last_known=not any(map(is_expert, first)))
+        moments: dict[str, Moments] = measure(
+            self.block, first, batches, calls, is_last_known=not any(map(is_expert, first))
+        )
         for group in stage:
             self._quantize_group(group, moments.pop(group[0]))
 
     def _quantize_group(self, group: list[str], moments: Moments) -> None:
         if not moments.tokens and is_expert(group[0]):
             for name in group:
-                logger.warning("%s: no calibration token reached this expert; it is rounded to nearest.", name)
+                logger.warning(
+                    "%s: no calibration token reached this expert; it is rounded to nearest.", name
+                )
                 self._round(name, 0)
             return
         in_features = moments.hessian.size
@@ -203,9 +220,12 @@ class DecoderLayerQuantizer:
         missing = [name for name in self.linears if name not in self.packed]
         if missing:
             raise SetupError(
-                "The calibration set never reaches a layer; it cannot be quantized.", tensor=missing[0], expected="a layer that runs",
-                found=f"{len(missing)} that do not: {', '.join(missing[:4])}", fix="leave them dense with modules_to_not_convert",
-            )  # fmt: skip
+                "The calibration set never reaches a layer; it cannot be quantized.",
+                tensor=missing[0],
+                expected="a layer that runs",
+                found=f"{len(missing)} that do not: {', '.join(missing[:4])}",
+                fix="leave them dense with modules_to_not_convert",
+            )
 
 
 def reader_format(weight_format: Format, is_scattered: bool = False) -> Format:
@@ -216,12 +236,18 @@ def reader_format(weight_format: Format, is_scattered: bool = False) -> Format:
 
 
 def as_weight(weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes with."""
+    """The float32 weight [out, in] that packed tensors mean: what a reader of the checkpoint computes
+    with.
+    """
     return reader_format(weight_format, recipe.scatters_groups).dequantize(packed)
 
 
-def put_packed(layer: nn.Module, weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]) -> None:
-    """Makes a layer compute with what packed tensors mean: with them if it is held, else with the weight in float32."""
+def put_packed(
+    layer: nn.Module, weight_format: Format, recipe: Recipe, packed: Mapping[str, torch.Tensor]
+) -> None:
+    """Makes a layer compute with what packed tensors mean: with them if it is held, else with the weight in
+    float32.
+    """
     if tensors_of(layer) is None:
         put_weight(layer, as_weight(weight_format, recipe, packed))
     else:
@@ -235,8 +261,12 @@ def put_weight(layer: nn.Module, weight: torch.Tensor) -> None:
 
 
 def _joined(parts: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """Parts of a tensor of this shape, one after the other along the dimension that they are parts of; or the one they all are."""
-    divided = [dim for dim, (size, found) in enumerate(zip(shape, parts[0].shape, strict=True)) if size != found]
+    """Parts of a tensor of this shape, one after the other along the dimension that they are parts of; or the
+    one they all are.
+    """
+    divided = [
+        dim for dim, (size, found) in enumerate(zip(shape, parts[0].shape, strict=True)) if size != found
+    ]
     return torch.cat(parts, divided[0]) if divided else parts[0]
 
 

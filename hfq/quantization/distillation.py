@@ -1,9 +1,10 @@
 """Recovery: a quantized block is brought nearer to its float teacher, by what can move while its codes stay.
 
-Block-wise distillation: Adam lowers the squared error of a block's outputs against the float model's own hidden states there, over
-the scales of its layers, its norms and its biases (Yao et al. 2022, arXiv 2206.01861, distil layer by layer; Chen et al. 2024, arXiv
-2407.11062, train scales alone while codes stay). The teacher runs beside the quantized model, block by block, so that a block also
-makes good what those before it lost. What is stored keeps its dialect and its dtypes: values are rounded to them before the error is
+Block-wise distillation: Adam lowers the squared error of a block's outputs against the float model's own
+hidden states there, over the scales of its layers, its norms and its biases (Yao et al. 2022, arXiv
+2206.01861, distil layer by layer; Chen et al. 2024, arXiv 2407.11062, train scales alone while codes stay).
+The teacher runs beside the quantized model, block by block, so that a block also makes good what those before
+it lost. What is stored keeps its dialect and its dtypes: values are rounded to them before the error is
 judged, and a block whose error did not fall is left as it was.
 """
 
@@ -60,10 +61,22 @@ class Distillation:
     """
 
     def __init__(
-        self, block: nn.Module, linears: Mapping[str, nn.Module], packed: dict[str, dict[str, torch.Tensor]],
-        changed: dict[str, torch.Tensor], weight_format: Format, recipe: Recipe, dtype_of: Callable[[str], torch.dtype],
-    ) -> None:  # fmt: skip
-        self.block, self.packed, self.changed, self.recipe, self.dtype_of = block, packed, changed, recipe, dtype_of
+        self,
+        block: nn.Module,
+        linears: Mapping[str, nn.Module],
+        packed: dict[str, dict[str, torch.Tensor]],
+        changed: dict[str, torch.Tensor],
+        weight_format: Format,
+        recipe: Recipe,
+        dtype_of: Callable[[str], torch.dtype],
+    ) -> None:
+        self.block, self.packed, self.changed, self.recipe, self.dtype_of = (
+            block,
+            packed,
+            changed,
+            recipe,
+            dtype_of,
+        )
         self.format = weight_format
         self.layers = [_Layer(linears[name], packed[name], weight_format, recipe) for name in packed]
         self.dense = {
@@ -91,7 +104,9 @@ class Distillation:
         values = [*(layer.ratio for layer in self.layers), *(dense.shift for dense in self.dense.values())]
         optimizer = torch.optim.Adam(values, lr=_RATE, eps=1e-12)
         for step in range(self.recipe.distill_steps):
-            optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / self.recipe.distill_steps)) / 2
+            optimizer.param_groups[0]["lr"] = (
+                _RATE * (1 + math.cos(math.pi * step / self.recipe.distill_steps)) / 2
+            )
             index = step % len(batches)
             self._put(rounded=False)
             loss = _squared(forward_block(self.block, batches[index], calls[index]), targets[index]) / before
@@ -121,7 +136,9 @@ class Distillation:
         for dense in self.dense.values():
             put(dense.module, dense.local, dense.start)
 
-    def _error(self, batches: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor]) -> float:
+    def _error(
+        self, batches: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor]
+    ) -> float:
         total = 0.0
         for hidden, call, target in zip(batches, calls, targets, strict=True):
             total += float(_squared(run_block(self.block, hidden, call), target)) * len(hidden)
@@ -129,15 +146,21 @@ class Distillation:
 
 
 class _Layer:
-    """A quantized layer: its codes less their zero points, which stay, and the scales, which are multiplied by ratios."""
+    """A quantized layer: its codes less their zero points, which stay, and the scales, which are multiplied
+    by ratios.
+    """
 
-    def __init__(self, layer: nn.Module, packed: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe) -> None:
+    def __init__(
+        self, layer: nn.Module, packed: Mapping[str, torch.Tensor], weight_format: Format, recipe: Recipe
+    ) -> None:
         self.layer, self.scales = layer, packed["scales"]
         self.centred = as_weight(weight_format, recipe, {**packed, "scales": torch.ones_like(self.scales)})
         in_features = self.centred.shape[1]
         g_idx = packed.get("g_idx")
         is_listed = g_idx is not None and g_idx.numel() == in_features
-        self.group = g_idx.long() if is_listed else torch.arange(in_features) // (in_features // len(self.scales))  # type: ignore[union-attr]
+        self.group = (
+            g_idx.long() if is_listed else torch.arange(in_features) // (in_features // len(self.scales))
+        )  # type: ignore[union-attr]
         self.ratio = nn.Parameter(torch.ones_like(self.scales, dtype=torch.float32))
 
     def put(self, rounded: bool) -> None:

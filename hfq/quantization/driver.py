@@ -1,4 +1,6 @@
-"""The driver: streams a float checkpoint block by block into a quantized one, and holds one block at any time."""
+"""The driver: streams a float checkpoint block by block into a quantized one, and holds one block at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,16 @@ def quantize(
 ) -> QuantizeReport:
     """Writes a quantized copy of a float checkpoint, one decoder layer at a time.
 
-    Peak memory is at most one decoder layer in float32, the hidden states of the calibration data, and 400 MiB with
-    all imports; AWQ and distillation take more (docs/quantize.md). A run that was killed goes on where it stopped
-    when it is started again, and gives the same bytes.
+    Peak memory is at most one decoder layer in float32, the hidden states of the calibration data, and 400
+    MiB with all imports; AWQ and distillation take more (docs/quantize.md). A run that was killed goes on
+    where it stopped when it is started again, and gives the same bytes.
 
     Args:
         model: The folder of the checkpoint, or a model that hfq loaded from it.
         recipe: The method and its options, `Recipe("gptq", bits=4, group_size=128)`, or the name of a method.
         output_dir: The folder to make; absent or empty.
-        dataset: Calibration data for methods that run the model: see `hfq.quantization.calibration_data.Text`.
+        dataset: Calibration data for methods that run the model: see
+            `hfq.quantization.calibration_data.Text`.
         num_calibration_samples: Sequences of the calibration data.
         max_seq_length: Tokens of each; None for 2048, or the positions that the model has if they are fewer.
         modules_to_not_convert: Modules that stay floats.
@@ -103,9 +106,11 @@ class _Job:
         self.sizes = {name: size for sizes in self.linears.values() for name, size in sizes.items()}
         if not self.sizes:
             raise SetupError(
-                "No layer is left to quantize.", expected="linear layers in the model's blocks", found="none",
+                "No layer is left to quantize.",
+                expected="linear layers in the model's blocks",
+                found="none",
                 fix="correct modules_to_not_convert",
-            )  # fmt: skip
+            )
         self.format: Format = recipe.weight_format(self.sizes.values())
         self.nbytes = self._check_sizes()
         _check_room(target, self.nbytes)
@@ -137,14 +142,28 @@ class _Job:
             if progress is not None:
                 progress(Progress(name, number, len(self.source.blocks), reports, seconds, eta))
         report = QuantizeReport(
-            self.journal.target, self.format.describe(), tuple(layers), self.nbytes, done_before, time.perf_counter() - started,
-            {name: tuple(found) for name, shard in self._shards().items() if (found := self._notes(shard)["recovered"])},
-        )  # fmt: skip
+            self.journal.target,
+            self.format.describe(),
+            tuple(layers),
+            self.nbytes,
+            done_before,
+            time.perf_counter() - started,
+            {
+                name: tuple(found)
+                for name, shard in self._shards().items()
+                if (found := self._notes(shard)["recovered"])
+            },
+        )
         finish(self.journal, self.source, self.recipe, self.format, report, self._dense(), self.calibration)
         return report
 
     def _block(
-        self, name: str, shard: str, hidden: list[torch.Tensor], calls: tuple[Call, ...] | list[Call], is_last: bool
+        self,
+        name: str,
+        shard: str,
+        hidden: list[torch.Tensor],
+        calls: tuple[Call, ...] | list[Call],
+        is_last: bool,
     ) -> None:
         """Quantizes one block, or takes it as it was finished, and moves the hidden states past it."""
         is_done = shard in self.journal
@@ -152,13 +171,19 @@ class _Job:
             return
         held = () if self.recipe.moves_floats else self.linears[name]
         with self.source.in_memory(name, held) if hidden else self.source.on_meta(name) as block:
-            linears = {full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]}
+            linears = {
+                full: block.get_submodule(full.removeprefix(f"{name}.")) for full in self.linears[name]
+            }
             targets = self.teacher.advance(block, calls) if self.teacher else None
             if is_done:
                 changed = self._notes(shard)["changed"]
-                put_finished(self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe)
+                put_finished(
+                    self.journal.folder / shard, self.source, name, linears, changed, self.format, self.recipe
+                )
             else:
-                made = quantize_block(self.source, name, linears, self.format, self.recipe, hidden, calls, targets)
+                made = quantize_block(
+                    self.source, name, linears, self.format, self.recipe, hidden, calls, targets
+                )
                 self.journal.add(shard, dict(self._stored(name, made.packed, made.changed)), made.notes)
             for index, call in enumerate(calls if not is_last else ()):
                 hidden[index] = run_block(block, hidden[index], call)
@@ -168,16 +193,26 @@ class _Job:
         """What reaches the blocks, where the method looks at activations."""
         if self.calibration is None:
             return [], {}
-        width = 1 if self.recipe.distill_steps else max(size for sizes in self.sizes.values() for size in sizes)
+        width = (
+            1 if self.recipe.distill_steps else max(size for sizes in self.sizes.values() for size in sizes)
+        )
         captured = capture(self.source.model, self.source.blocks, self.calibration.batches(width))
         trim_heap()
         return captured
 
     def _stored(
-        self, block: str, packed: Mapping[str, Mapping[str, torch.Tensor]], changed: Mapping[str, torch.Tensor]
+        self,
+        block: str,
+        packed: Mapping[str, Mapping[str, torch.Tensor]],
+        changed: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """The shard of a block: packed layers for weights, what changed with them, all else as it is; the widest first."""
-        new = {self.source.stored(f"{block}.{local}").name: _as_stored(tensor) for local, tensor in changed.items()}
+        """The shard of a block: packed layers for weights, what changed with them, all else as it is; the
+        widest first.
+        """
+        new = {
+            self.source.stored(f"{block}.{local}").name: _as_stored(tensor)
+            for local, tensor in changed.items()
+        }
         owners = {self.source.stored(f"{full}.weight").name: full for full in packed}
         entries: list[tuple[str, StoredTensor]] = []
         for info in self.source.stored_of(block):
@@ -186,7 +221,8 @@ class _Job:
                 continue
             full = owners[info.name]
             entries += [
-                (f"{self.source.stored_module(full)}.{local}", _as_stored(tensor)) for local, tensor in packed[full].items()
+                (f"{self.source.stored_module(full)}.{local}", _as_stored(tensor))
+                for local, tensor in packed[full].items()
             ]
         return iter(sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1][0]]))
 
@@ -197,7 +233,9 @@ class _Job:
         rest = [info for name, info in self.source.checkpoint.tensors.items() if name not in in_blocks]
         if shard not in self.journal and rest:
             rest.sort(key=lambda info: -DTYPE_BITS[info.dtype])
-            self.journal.add(shard, {info.name: _copied(info, self.source.reader) for info in rest}, {"layers": []})
+            self.journal.add(
+                shard, {info.name: _copied(info, self.source.reader) for info in rest}, {"layers": []}
+            )
 
     def _notes(self, shard: str) -> dict[str, Any]:
         return self.journal.shards[shard]["notes"]
@@ -216,18 +254,25 @@ class _Job:
         return sorted(self.source.stored_module(name) for name in names - self.sizes.keys())
 
     def _check_sizes(self) -> int:
-        """The bytes of the output's tensors; a layer that the dialect cannot hold is refused before anything is written."""
+        """The bytes of the output's tensors; a layer that the dialect cannot hold is refused before anything
+        is written.
+        """
         replaced, nbytes = set(), 0
         for name, (out_features, in_features) in self.sizes.items():
             info = self.source.stored(f"{name}.weight")
             if not info.name.endswith("weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be quantized; nothing was written.", tensor=info.name,
-                    expected="a tensor named …weight", found=str(info), fix="leave it dense with modules_to_not_convert",
-                )  # fmt: skip
+                    "A layer is stored in a way that cannot be quantized; nothing was written.",
+                    tensor=info.name,
+                    expected="a tensor named …weight",
+                    found=str(info),
+                    fix="leave it dense with modules_to_not_convert",
+                )
             replaced.add(info.name)
             nbytes += _packed_nbytes(self.format, self.recipe, name, in_features, out_features)
-        return nbytes + sum(info.nbytes for info in self.source.checkpoint.tensors.values() if info.name not in replaced)
+        return nbytes + sum(
+            info.nbytes for info in self.source.checkpoint.tensors.values() if info.name not in replaced
+        )
 
 
 def _as_recipe(given: Recipe | str) -> Recipe:
@@ -243,7 +288,9 @@ def _as_recipe(given: Recipe | str) -> Recipe:
     return given
 
 
-def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int, length: int | None) -> Calibration | None:
+def _calibration(
+    source: Source, recipe: Recipe, text: Text | None, samples: int, length: int | None
+) -> Calibration | None:
     if not recipe.needs_calibration:
         return None
     if text is None:
@@ -257,7 +304,10 @@ def _calibration(source: Source, recipe: Recipe, text: Text | None, samples: int
     from transformers import AutoTokenizer
 
     config = source.model.config
-    longest, vocabulary = sizes_known(config, "max_position_embeddings", "n_positions"), sizes_known(config, "vocab_size")
+    longest, vocabulary = (
+        sizes_known(config, "max_position_embeddings", "n_positions"),
+        sizes_known(config, "vocab_size"),
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.checkpoint.root)
     except (OSError, ValueError, KeyError):
@@ -271,7 +321,9 @@ def _layers_of(source: Source, name: str, skipped: list[str]) -> dict[str, tuple
         return {full: size_of(layer) for full, layer in find_linears(block, name, skipped).items()}
 
 
-def _packed_nbytes(weight_format: Format, recipe: Recipe, name: str, in_features: int, out_features: int) -> int:
+def _packed_nbytes(
+    weight_format: Format, recipe: Recipe, name: str, in_features: int, out_features: int
+) -> int:
     recipe.check_size(name, out_features, in_features)
     return sum(nbytes for _, _, nbytes in rounded_tensors(weight_format, out_features, in_features).values())
 
@@ -282,9 +334,12 @@ def _check_room(target: Path, nbytes: int) -> None:
     there = sum(file.stat().st_size for file in begun.glob("*.safetensors")) if begun.is_dir() else 0
     if free + there < nbytes:
         raise CheckpointError(
-            "The disk has too little room for the quantized checkpoint; nothing was written.", file=target,
-            expected=f"{nbytes:,} bytes", found=f"{free:,} bytes free", fix="free space, or choose another folder",
-        )  # fmt: skip
+            "The disk has too little room for the quantized checkpoint; nothing was written.",
+            file=target,
+            expected=f"{nbytes:,} bytes",
+            found=f"{free:,} bytes free",
+            fix="free space, or choose another folder",
+        )
 
 
 def _copied(info: TensorInfo, reader: Reader) -> StoredTensor:

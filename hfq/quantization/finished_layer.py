@@ -31,7 +31,8 @@ class FinishedLayer:
 
     Attributes:
         packed: The tensors of each quantized layer, by its name in the model.
-        changed: Other parameters that changed with them, by their names within the block, in the dtypes they are stored in.
+        changed: Other parameters that changed with them, by their names within the block, in the dtypes they
+            are stored in.
         notes: What the journal keeps of it, as JSON types.
     """
 
@@ -41,10 +42,17 @@ class FinishedLayer:
 
 
 def quantize_block(
-    source: Source, name: str, linears: Mapping[str, nn.Module], weight_format: Format, recipe: Recipe,
-    hidden: Sequence[torch.Tensor], calls: Sequence[Call], targets: Sequence[torch.Tensor] | None,
-) -> FinishedLayer:  # fmt: skip
-    """Quantizes a block that is in memory where the method needs that; its layers then hold their quantized weights.
+    source: Source,
+    name: str,
+    linears: Mapping[str, nn.Module],
+    weight_format: Format,
+    recipe: Recipe,
+    hidden: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+    targets: Sequence[torch.Tensor] | None,
+) -> FinishedLayer:
+    """Quantizes a block that is in memory where the method needs that; its layers then hold their quantized
+    weights.
 
     Args:
         source: The float checkpoint.
@@ -64,14 +72,23 @@ def quantize_block(
     if targets is not None:
         recovery = Distillation(block, linears, packed, quantizer.changed, weight_format, recipe, dtype_of)
         recovered = recovery.run(hidden, calls, targets)
-    notes = {"layers": [asdict(report) for report in reports], "changed": sorted(quantizer.changed), "recovered": recovered}
+    notes = {
+        "layers": [asdict(report) for report in reports],
+        "changed": sorted(quantizer.changed),
+        "recovered": recovered,
+    }
     return FinishedLayer(packed, quantizer.changed, notes)
 
 
 def put_finished(
-    file: Path, source: Source, name: str, linears: Mapping[str, nn.Module], changed: Iterable[str], weight_format: Format,
+    file: Path,
+    source: Source,
+    name: str,
+    linears: Mapping[str, nn.Module],
+    changed: Iterable[str],
+    weight_format: Format,
     recipe: Recipe,
-) -> None:  # fmt: skip
+) -> None:
     """Gives a block in memory the weights that its finished shard means.
 
     Args:

@@ -101,11 +101,15 @@ class Source:
     def on_meta(self, name: str) -> Iterator[nn.Module]:
         """The block without weights as long as the context lasts, with experts as linear layers."""
         block = self.blocks[name]
-        experts = {local: module for local, module in block.named_modules() if isinstance(module, QuantizedModule)}
+        experts = {
+            local: module for local, module in block.named_modules() if isinstance(module, QuantizedModule)
+        }
         try:
             for local, module in experts.items():
                 _replace(
-                    block, local, nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta")
+                    block,
+                    local,
+                    nn.Linear(module.in_features, module.out_features, "bias" in module.infos, device="meta"),
                 )
             yield block
         finally:
@@ -118,21 +122,30 @@ class Source:
 
         Args:
             name: Its name.
-            layers: Linear layers of it, by their names in the model, that compute with their weights as they are stored. Every
-                other parameter is in float32.
+            layers: Linear layers of it, by their names in the model, that compute with their weights as they
+                are stored. Every other parameter is in float32.
         """
         resting: list[tuple[DenseParameter, nn.Parameter]] = []
         with self.on_meta(name) as block:
-            held = {f"{layer}.weight": block.get_submodule(layer.removeprefix(f"{name}.")) for layer in layers}
+            held = {
+                f"{layer}.weight": block.get_submodule(layer.removeprefix(f"{name}.")) for layer in layers
+            }
             try:
                 for parameter, _ in list(block.named_parameters()):
                     full = f"{name}.{parameter}"
                     info = self.stored(full)
                     value = read_tensor(self.reader, info)
                     if full in held:
-                        hold(held[full], {"weight": value if isinstance(held[full], nn.Linear) else value.t()}, Dense())
+                        hold(
+                            held[full],
+                            {"weight": value if isinstance(held[full], nn.Linear) else value.t()},
+                            Dense(),
+                        )
                         continue
-                    owner, local = block.get_submodule(parameter.rpartition(".")[0]), parameter.rpartition(".")[2]
+                    owner, local = (
+                        block.get_submodule(parameter.rpartition(".")[0]),
+                        parameter.rpartition(".")[2],
+                    )
                     slot = DenseParameter(owner, local, info)
                     resting.append((slot, slot.give(value.to(torch.float32))))
                 yield block

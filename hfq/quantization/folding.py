@@ -1,9 +1,11 @@
-"""Which module of a block can take a scale of the input channels of linear layers, without a change of what the block computes.
+"""Which module of a block can take a scale of the input channels of linear layers, without a change of what
+the block computes.
 
-Layers with weights W diag(s) compute what they did if what feeds them gives x / s: a norm whose weight is divided by s, or a linear
-layer whose rows are, where all between is linear in them (values before the output projection, `up` before `down`, a layer
-before ReLU and the next). No names are asked. A forward shows which norm's output is which layers' input, sizes show which layers
-may feed them, head by head perhaps, and each candidate is tried: powers of two are folded in, and the block must give what it gave.
+Layers with weights W diag(s) compute what they did if what feeds them gives x / s: a norm whose weight is
+divided by s, or a linear layer whose rows are, where all between is linear in them (values before the output
+projection, `up` before `down`, a layer before ReLU and the next). No names are asked. A forward shows which
+norm's output is which layers' input, sizes show which layers may feed them, head by head perhaps, and each
+candidate is tried: powers of two are folded in, and the block must give what it gave.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from hfq.quantization.layer_inputs import Call, run_block
 __all__ = ["Fold", "Trace", "find_fold", "scale_columns", "trace"]
 
 _EQUAL = 1e-3
-"""The largest change of a block's output that is rounding, as a share of the change where nothing is made good."""
+"""The largest change of a block's output that is rounding, as a share of the change where nothing is made
+good.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,12 @@ class Fold:
 
         Args:
             scale: float32 [out of the module], positive; 1 for channels that feed none of the layers.
-            dtype_of: The dtype of each stored parameter; the rows of a linear layer, which is quantized later, stay float32.
+            dtype_of: The dtype of each stored parameter; the rows of a linear layer, which is quantized
+                later, stay float32.
 
         Returns:
-            The scale that the layers' input channels are to be multiplied by, float32 [in], and the parameters that changed, by name
-            within the block and in their dtypes.
+            The scale that the layers' input channels are to be multiplied by, float32 [in], and the
+            parameters that changed, by name within the block and in their dtypes.
         """
         weight: torch.Tensor = self.module._parameters["weight"].detach()  # type: ignore[union-attr]
         changed: dict[str, torch.Tensor] = {}
@@ -116,7 +121,9 @@ class Trace:
 
 
 def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call) -> Trace:
-    """Runs a block and keeps what its linear layers get and its norms give; all is kept alive, so that no two share memory."""
+    """Runs a block and keeps what its linear layers get and its norms give; all is kept alive, so that no two
+    share memory.
+    """
     inputs: dict[str, torch.Tensor] = {}
     norms: list[tuple[str, nn.Module, torch.Tensor]] = []
 
@@ -133,7 +140,9 @@ def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tens
     for name, module in block.named_modules():
         if _is_norm(module):
             hooks.append(
-                module.register_forward_hook(lambda module, args, output, name=name: saw_output(name, module, output))
+                module.register_forward_hook(
+                    lambda module, args, output, name=name: saw_output(name, module, output)
+                )
             )
     try:
         return Trace(inputs, norms, run_block(block, hidden, call))
@@ -143,9 +152,14 @@ def trace(block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tens
 
 
 def find_fold(
-    block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace, hidden: torch.Tensor, call: Call,
+    block: nn.Module,
+    linears: Mapping[str, nn.Module],
+    group: Sequence[str],
+    seen: Trace,
+    hidden: torch.Tensor,
+    call: Call,
     known: dict[str, Fold | None],
-) -> Fold | None:  # fmt: skip
+) -> Fold | None:
     """The module that can take a scale of the input of some layers.
 
     Args:
@@ -158,7 +172,8 @@ def find_fold(
         known: What was found for the same layers of other experts; added to.
 
     Returns:
-        It, or None where there is none, or where these hidden states reach neither the layers nor those of another expert.
+        It, or None where there is none, or where these hidden states reach neither the layers nor those of
+        another expert.
     """
     pattern = without_number(group[0])
     if is_expert(group[0]) and pattern in known:
@@ -168,12 +183,18 @@ def find_fold(
     layers = [linears[name] for name in group]
     effect = _change(block, layers, None, seen.output, hidden, call)
     candidates = _candidates(block, linears, group, seen) if effect else ()
-    fits = (fold for fold in candidates if _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect)
+    fits = (
+        fold
+        for fold in candidates
+        if _change(block, layers, fold, seen.output, hidden, call) <= _EQUAL * effect
+    )
     known[pattern] = next(fits, None)
     return known[pattern]
 
 
-def _of_expert(like: Fold | None, layer: str, block: nn.Module, linears: Mapping[str, nn.Module]) -> Fold | None:
+def _of_expert(
+    like: Fold | None, layer: str, block: nn.Module, linears: Mapping[str, nn.Module]
+) -> Fold | None:
     """What was found for one expert, for the expert of this layer."""
     if like is None:
         return None
@@ -183,7 +204,9 @@ def _of_expert(like: Fold | None, layer: str, block: nn.Module, linears: Mapping
     return dataclasses.replace(like, name=name, module=module) if is_free else None
 
 
-def _candidates(block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace) -> Iterator[Fold]:
+def _candidates(
+    block: nn.Module, linears: Mapping[str, nn.Module], group: Sequence[str], seen: Trace
+) -> Iterator[Fold]:
     """The norm that gives the group's input; else linear layers that ran before, the last one first."""
     inputs = seen.inputs[group[0]]
     channels = torch.arange(inputs.shape[-1])
@@ -207,7 +230,9 @@ def _channel_maps(given: int, taken: int, dims: Iterable[int]) -> Iterator[torch
         yield torch.arange(taken)
     if given > taken:  # values behind queries and keys, or `up` behind the gate
         yield torch.arange(given - taken, given)
-    shared = given if given < taken else (given - taken) // 2  # values of fewer heads: alone, or behind as many keys
+    shared = (
+        given if given < taken else (given - taken) // 2
+    )  # values of fewer heads: alone, or behind as many keys
     for dim in dims:
         if 0 < shared < taken and not shared % dim and not taken % shared:
             heads = torch.arange(given - shared, given).view(-1, 1, dim)
@@ -217,9 +242,16 @@ def _channel_maps(given: int, taken: int, dims: Iterable[int]) -> Iterator[torch
 
 
 def _change(
-    block: nn.Module, layers: Sequence[nn.Module], fold: Fold | None, expected: torch.Tensor, hidden: torch.Tensor, call: Call
+    block: nn.Module,
+    layers: Sequence[nn.Module],
+    fold: Fold | None,
+    expected: torch.Tensor,
+    hidden: torch.Tensor,
+    call: Call,
 ) -> float:
-    """How much the block's output moves where the inputs of layers are scaled by powers of two, made good by a module or by none."""
+    """How much the block's output moves where the inputs of layers are scaled by powers of two, made good by
+    a module or by none.
+    """
     outputs = size_of(layers[0])[1] if fold is None else fold.out_features
     scale = torch.randint(-4, 5, (outputs,), generator=torch.Generator().manual_seed(0)).float().exp2()
     with _restored([*layers, *([] if fold is None else [fold.module])]):

@@ -1,10 +1,12 @@
-"""GPTQ: codes chosen one input channel after the other, each error made good by the channels that are still floats.
+"""GPTQ: codes chosen one input channel after the other, each error made good by the channels that are still
+floats.
 
-Frantar et al. 2023, arXiv 2210.17323; Chee et al. 2023, arXiv 2307.13304 (theorem 6) show that it is the same as feedback through
-an LDL factorization of the Hessian, and that is the form here: with H = L L^T over the channels in reverse order and
-F = L / diag(L), channel k is rounded at w_k + sum over channels j done before of (w_j - q_j) F_jk. One Cholesky factorization is all
-that is needed, where the usual form inverts H and factors the inverse. The sums are matrix products over halves of halves of
-the channels, so that almost all of the work is in large products.
+Frantar et al. 2023, arXiv 2210.17323; Chee et al. 2023, arXiv 2307.13304 (theorem 6) show that it is the same
+as feedback through an LDL factorization of the Hessian, and that is the form here: with H = L L^T over the
+channels in reverse order and F = L / diag(L), channel k is rounded at w_k + sum over channels j done before
+of (w_j - q_j) F_jk. One Cholesky factorization is all that is needed, where the usual form inverts H and
+factors the inverse. The sums are matrix products over halves of halves of the channels, so that almost all of
+the work is in large products.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ class Factor:
     """The factored Hessian of one input; layers that share the input share it.
 
     Attributes:
-        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in the reverse of their order; what
-            lies above the diagonal is not looked at.
-        variances: float32 [in], the squared diagonal of L: what an error of 1 in a channel costs once the later ones have made good.
+        feedback: float32 [in, in], lower triangular with ones on the diagonal, over the channels in the
+            reverse of their order; what lies above the diagonal is not looked at.
+        variances: float32 [in], the squared diagonal of L: what an error of 1 in a channel costs once the
+            later ones have made good.
         order: int64 [in]: the channels in the reverse of the order they are quantized in.
         damping: The share of the mean diagonal that was added to it.
     """
@@ -82,14 +85,20 @@ def check_moments(name: str, mean: float, is_finite: bool) -> None:
     """
     if not is_finite:
         raise SetupError(
-            "The activations that reach a layer are not finite; it cannot be quantized.", tensor=name, expected="finite activations",
-            found=f"a Hessian whose diagonal has a mean of {mean}", fix="check the model on this calibration text; run it in float32",
-        )  # fmt: skip
+            "The activations that reach a layer are not finite; it cannot be quantized.",
+            tensor=name,
+            expected="finite activations",
+            found=f"a Hessian whose diagonal has a mean of {mean}",
+            fix="check the model on this calibration text; run it in float32",
+        )
     if mean <= 0:
         raise SetupError(
-            "No token of the calibration set reached a layer, or all its activations are zero.", tensor=name,
-            expected="activations other than zero", found="none", fix="use more, or other, calibration text",
-        )  # fmt: skip
+            "No token of the calibration set reached a layer, or all its activations are zero.",
+            tensor=name,
+            expected="activations other than zero",
+            found="none",
+            fix="use more, or other, calibration text",
+        )
 
 
 def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: str) -> Factor:
@@ -101,7 +110,8 @@ def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: st
         name: The layer's name, for messages.
 
     Raises:
-        SetupError: No token reached the layer, a value is not finite, or no damping up to the diagonal's mean itself helps.
+        SetupError: No token reached the layer, a value is not finite, or no damping up to the diagonal's mean
+            itself helps.
     """
     matrix = TriangularMatrix.of(hessian)
     diagonal = matrix.diagonal()
@@ -116,15 +126,22 @@ def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: st
         if matrix.factor():
             roots = matrix.diagonal()
             return Factor(matrix.divide(roots), roots.square(), order, damping)
-        logger.warning("%s: its Hessian is not positive definite with damping %g; trying %g.", name, damping, 2 * damping)
+        logger.warning(
+            "%s: its Hessian is not positive definite with damping %g; trying %g.", name, damping, 2 * damping
+        )
         damping *= 2
     raise SetupError(
-        "The Hessian of a layer cannot be factored.", tensor=name, expected=f"a positive definite one with damping {_MOST_DAMPING:g}",
-        found=f"a mean diagonal of {mean:g}", fix="use more calibration text, or a larger damping",
-    )  # fmt: skip
+        "The Hessian of a layer cannot be factored.",
+        tensor=name,
+        expected=f"a positive definite one with damping {_MOST_DAMPING:g}",
+        found=f"a mean diagonal of {mean:g}",
+        fix="use more calibration text, or a larger damping",
+    )
 
 
-def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe, name: str = "") -> Solved:
+def solve(
+    weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe, name: str = ""
+) -> Solved:
     """Quantizes one layer.
 
     Args:
@@ -135,18 +152,30 @@ def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Rec
         name: The layer's name, for messages.
 
     Raises:
-        FormatError: Groups do not divide the input, or the weight is not finite or out of the range of the dialect's scales.
+        FormatError: Groups do not divide the input, or the weight is not finite or out of the range of the
+            dialect's scales.
     """
     _check(weight, weight_format, name)
     out_features, in_features = weight.shape
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     scales, zeros = torch.full((2, in_features // span, out_features), torch.nan)
-    loss, rows = 0.0, max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32  # an eighth of the factor
+    loss, rows = (
+        0.0,
+        max(_PART_NBYTES // (4 * in_features), in_features // 16) // 32 * 32,
+    )  # an eighth of the factor
     rows = -(-out_features // -(-out_features // max(rows, 32)) // 32) * 32
     for start in range(0, out_features, rows):  # outputs know nothing of each other
         part = slice(start, start + rows)
-        solver = _Solver(weight[part].detach(), factor, weight_format, recipe, codes[:, part], scales[:, part], zeros[:, part])
+        solver = _Solver(
+            weight[part].detach(),
+            factor,
+            weight_format,
+            recipe,
+            codes[:, part],
+            scales[:, part],
+            zeros[:, part],
+        )
         loss += float(solver.run().double().sum())
         g_idx = solver.g_idx
         del solver  # before the next part is taken
@@ -155,13 +184,26 @@ def solve(weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Rec
 
 
 class _Solver:
-    """The state of one solve. `rows` holds, channel by channel in reverse order, the float to be rounded, then the error made."""
+    """The state of one solve. `rows` holds, channel by channel in reverse order, the float to be rounded,
+    then the error made.
+    """
 
     def __init__(
-        self, weight: torch.Tensor, factor: Factor, weight_format: Gptq, recipe: Recipe, codes: torch.Tensor, scales: torch.Tensor,
+        self,
+        weight: torch.Tensor,
+        factor: Factor,
+        weight_format: Gptq,
+        recipe: Recipe,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
         zeros: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self.format, self.recipe, self.factor, self.feedback = weight_format, recipe, factor, TriangularMatrix.of(factor.feedback)
+    ) -> None:
+        self.format, self.recipe, self.factor, self.feedback = (
+            weight_format,
+            recipe,
+            factor,
+            TriangularMatrix.of(factor.feedback),
+        )
         out_features, self.size = weight.shape
         self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
         self.top = (1 << weight_format.num_bits) - 1
@@ -183,7 +225,9 @@ class _Solver:
         return self.loss
 
     def _halve(self, start: int, stop: int) -> None:
-        """Quantizes channels [start, stop) from the last to the first, whose floats hold the errors of all after them."""
+        """Quantizes channels [start, stop) from the last to the first, whose floats hold the errors of all
+        after them.
+        """
         size, unit = stop - start, _LEAF if self.recipe.static_groups else self.span
         if size <= unit:
             (self._leaf if self.recipe.static_groups else self._group)(start, stop)
@@ -198,12 +242,20 @@ class _Solver:
             self.rows[start:middle].addmm_(feedback[:, start:middle].t(), self.rows[first:last])
 
     def _group(self, start: int, stop: int) -> None:
-        """Fits the scales of one group to what its weights would be if they stayed floats, and quantizes it."""
+        """Fits the scales of one group to what its weights would be if they stayed floats, and quantizes
+        it.
+        """
         original = self.weight[start:stop].float()
-        group = (self.size - stop) // self.span if self.recipe.desc_act else int(self.factor.order[start]) // self.span
+        group = (
+            (self.size - stop) // self.span
+            if self.recipe.desc_act
+            else int(self.factor.order[start]) // self.span
+        )
         if stop < self.size:
             upper = self.feedback.corner(start, stop).t()
-            shift = torch.linalg.solve_triangular(upper, self.rows[start:stop] - original, upper=True, unitriangular=True)
+            shift = torch.linalg.solve_triangular(
+                upper, self.rows[start:stop] - original, upper=True, unitriangular=True
+            )
             original = shift.add_(original)
         self._fit(group, original, self.factor.variances[start:stop])
         self._quarter(start, stop)
@@ -221,12 +273,23 @@ class _Solver:
     def _leaf(self, start: int, stop: int) -> None:
         """Quantizes some channels, one after the other."""
         channels, groups = self.factor.order[start:stop], self._groups(start, stop)
-        original, rows, feedback = self.weight[start:stop].float(), self.rows[start:stop], self.feedback.corner(start, stop)
+        original, rows, feedback = (
+            self.weight[start:stop].float(),
+            self.rows[start:stop],
+            self.feedback.corner(start, stop),
+        )
         codes, errors = torch.empty_like(rows), torch.empty_like(rows)
         each = zip(
-            range(stop - start), rows.unbind(), original.unbind(), codes.unbind(), errors.unbind(), self.scales[groups].unbind(),
-            self.zeros[groups].unbind(), feedback.unbind(), strict=True,
-        )  # fmt: skip
+            range(stop - start),
+            rows.unbind(),
+            original.unbind(),
+            codes.unbind(),
+            errors.unbind(),
+            self.scales[groups].unbind(),
+            self.zeros[groups].unbind(),
+            feedback.unbind(),
+            strict=True,
+        )
         for row, value, floats, code, error, scale, zero, shares in reversed(list(each)):
             torch.addcdiv(zero, value, scale, out=code).round_().clamp_(0, self.top)
             torch.sub(code, zero, out=error).mul_(scale)
@@ -288,12 +351,18 @@ def _check(weight: torch.Tensor, weight_format: Gptq, name: str) -> None:
     bits = weight_format.num_bits
     if in_features % 32 or out_features % 32 or in_features % span:
         raise FormatError(
-            f"GPTQ with {bits} bits in groups of {weight_format.group_size} cannot hold a layer of this size.", tensor=name,
-            found=f"[{out_features}, {in_features}]", expected="sizes divisible by 32, and an input divisible by the group size",
+            f"GPTQ with {bits} bits in groups of {weight_format.group_size} cannot hold a layer of this "
+            f"size.",
+            tensor=name,
+            found=f"[{out_features}, {in_features}]",
+            expected="sizes divisible by 32, and an input divisible by the group size",
             fix="choose another group size, or leave this layer dense (modules_to_not_convert)",
-        )  # fmt: skip
+        )
     if not all(torch.isfinite(part).all() for part in weight.split(_CHECKED_ROWS)):
         raise FormatError(
-            "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
-            found=f"{int((~torch.isfinite(weight)).sum())} that are not", fix="download the checkpoint again",
-        )  # fmt: skip
+            "A weight is not finite; the layer cannot be quantized.",
+            tensor=name,
+            expected="finite weights",
+            found=f"{int((~torch.isfinite(weight)).sum())} that are not",
+            fix="download the checkpoint again",
+        )

@@ -1,7 +1,9 @@
-"""The hidden folder in which a quantized checkpoint grows, shard by shard, and the journal of what is finished.
+"""The hidden folder in which a quantized checkpoint grows, shard by shard, and the journal of what is
+finished.
 
-It lies beside the folder that is asked for, and takes its name when all is done; until then nothing stands under that name. A run
-that is killed leaves it, and the same run, started again, keeps every shard whose bytes have the digest that the journal has.
+It lies beside the folder that is asked for, and takes its name when all is done; until then nothing stands
+under that name. A run that is killed leaves it, and the same run, started again, keeps every shard whose
+bytes have the digest that the journal has.
 """
 
 from __future__ import annotations
@@ -71,11 +73,19 @@ class Journal:
             write_safetensors(self.folder / shard, tensors, {"format": "pt"})
         except CheckpointError as error:
             raise CheckpointError(
-                "A shard could not be written; nothing stands under the final name, and the blocks that are finished are kept.",
-                file=self.folder / shard, expected=error.expected, found=error.found,
-                fix="free space, and run it again to go on", problems=(error.message,),
-            ) from error  # fmt: skip
-        self.shards[shard] = {"sha256": _digest(self.folder / shard), "tensors": sorted(tensors), "notes": dict(notes)}
+                "A shard could not be written; nothing stands under the final name, and the blocks that are "
+                "finished are kept.",
+                file=self.folder / shard,
+                expected=error.expected,
+                found=error.found,
+                fix="free space, and run it again to go on",
+                problems=(error.message,),
+            ) from error
+        self.shards[shard] = {
+            "sha256": _digest(self.folder / shard),
+            "tensors": sorted(tensors),
+            "notes": dict(notes),
+        }
         self._save()
 
     def write(self, name: str, text: str) -> None:
@@ -110,27 +120,39 @@ class Journal:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SetupError(
-                f"Another process is quantizing into {self.target}; nothing was changed.", file=self.folder,
-                expected="one process for each folder", found="a folder that is locked", fix="wait for it, or choose another folder",
-            ) from error  # fmt: skip
+                f"Another process is quantizing into {self.target}; nothing was changed.",
+                file=self.folder,
+                expected="one process for each folder",
+                found="a folder that is locked",
+                fix="wait for it, or choose another folder",
+            ) from error
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): run no second process for it.", self.folder, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): run no second process for it.", self.folder, error.strerror
+            )
 
     def _resume(self) -> None:
         try:
             found = json.loads((self.folder / _NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                "The journal of a quantization that was begun cannot be read; nothing was changed.", file=self.folder / _NAME,
-                expected="what hfq wrote", found=error, fix="remove this folder, and begin again",
-            ) from error  # fmt: skip
+                "The journal of a quantization that was begun cannot be read; nothing was changed.",
+                file=self.folder / _NAME,
+                expected="what hfq wrote",
+                found=error,
+                fix="remove this folder, and begin again",
+            ) from error
         if found["job"] != self.job:
-            differing = sorted(key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key))
+            differing = sorted(
+                key for key in {*found["job"], *self.job} if found["job"].get(key) != self.job.get(key)
+            )
             raise SetupError(
-                f"Another quantization into {self.target} was begun and not finished; nothing was changed.", file=self.folder,
-                expected="the same source, recipe and calibration set", found=f"another {', '.join(differing)}",
+                f"Another quantization into {self.target} was begun and not finished; nothing was changed.",
+                file=self.folder,
+                expected="the same source, recipe and calibration set",
+                found=f"another {', '.join(differing)}",
                 fix="run it again as it was begun, or remove this folder",
-            )  # fmt: skip
+            )
         for shard, entry in found["shards"].items():
             file = self.folder / shard
             if not file.is_file() or _digest(file) != entry["sha256"]:
@@ -158,15 +180,20 @@ class Journal:
             action()
         except OSError as error:
             raise CheckpointError(
-                "The quantized checkpoint could not be written; nothing stands under its name.", file=self.folder,
-                expected="free space in a writable folder", found=error.strerror, fix="free space, and run it again to go on",
-            ) from error  # fmt: skip
+                "The quantized checkpoint could not be written; nothing stands under its name.",
+                file=self.folder,
+                expected="free space in a writable folder",
+                found=error.strerror,
+                fix="free space, and run it again to go on",
+            ) from error
 
 
 def _digest(file: Path) -> str:
     with open(file, "rb") as stream:
         return (
-            hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest_by_chunks(stream)
+            hashlib.file_digest(stream, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _digest_by_chunks(stream)
         )
 
 

@@ -1,4 +1,6 @@
-"""Runs single blocks of a model on what reaches them: the calls of every block are taken down in one pass without weights."""
+"""Runs single blocks of a model on what reaches them: the calls of every block are taken down in one pass
+without weights.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,12 @@ def capture(
             if recorder.is_plain:
                 return recorder.hidden, recorder.calls
     raise SetupError(
-        f"The blocks of {type(model).__name__} do not hand their hidden states to one another; it cannot be calibrated.",
-        expected="blocks that are called with what the one before returned", found=recorder.broken,
+        f"The blocks of {type(model).__name__} do not hand their hidden states to one another; it cannot be "
+        f"calibrated.",
+        expected="blocks that are called with what the one before returned",
+        found=recorder.broken,
         fix="quantize with method='rtn' or 'fp8', which need no calibration",
-    )  # fmt: skip
+    )
 
 
 class _Recorder:
@@ -119,7 +123,11 @@ def forward_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.T
 
 
 def find_stages(
-    block: nn.Module, linears: Mapping[str, nn.Module], hidden: torch.Tensor, call: Call, star: Callable[[str], str]
+    block: nn.Module,
+    linears: Mapping[str, nn.Module],
+    hidden: torch.Tensor,
+    call: Call,
+    star: Callable[[str], str],
 ) -> list[Stage]:
     """In which order the layers of a block run, and which of them share an input.
 
@@ -134,7 +142,9 @@ def find_stages(
         The stages; layers that these hidden states do not reach are in none.
     """
     reached: list[tuple[str, torch.Tensor]] = []
-    with _watching(linears, lambda name, inputs: reached.append((name, inputs))):  # keeps inputs, so that no two share memory
+    with _watching(
+        linears, lambda name, inputs: reached.append((name, inputs))
+    ):  # keeps inputs, so that no two share memory
         run_block(block, hidden, call)
     stages: dict[str, Stage] = {}
     previous: torch.Tensor | None = None
@@ -144,7 +154,11 @@ def find_stages(
         if name in seen:
             continue
         seen.add(name)
-        if previous is not None and inputs.data_ptr() == previous.data_ptr() and inputs.shape == previous.shape:
+        if (
+            previous is not None
+            and inputs.data_ptr() == previous.data_ptr()
+            and inputs.shape == previous.shape
+        ):
             group.append(name)
         else:
             group = [name]

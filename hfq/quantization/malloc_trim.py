@@ -1,4 +1,6 @@
-"""Freed memory goes back to the system: the C library keeps what lies between live tensors, and the peak would grow by it."""
+"""Freed memory goes back to the system: the C library keeps what lies between live tensors, and the peak
+would grow by it.
+"""
 
 from __future__ import annotations
 

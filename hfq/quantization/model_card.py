@@ -1,4 +1,6 @@
-"""The model card of a quantized checkpoint: the source's own, with a section that says how it was quantized."""
+"""The model card of a quantized checkpoint: the source's own, with a section that says how it was
+quantized.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ _HEADING = "## Quantization with hfq"
 
 
 def model_card(
-    text: str, source: Checkpoint, recipe: Recipe, report: QuantizeReport, dense: list[str], calibration: Calibration | None
+    text: str,
+    source: Checkpoint,
+    recipe: Recipe,
+    report: QuantizeReport,
+    dense: list[str],
+    calibration: Calibration | None,
 ) -> str:
     """The text of README.md.
 
@@ -30,10 +37,17 @@ def model_card(
         dense: Linear layers that stay floats.
         calibration: The calibration set, or None.
     """
-    body = text.partition(_HEADING)[0].rstrip() or f"# {re.sub(r'[^ -~]', '?', Path(source.root).name)}, quantized"
+    body = (
+        text.partition(_HEADING)[0].rstrip()
+        or f"# {re.sub(r'[^ -~]', '?', Path(source.root).name)}, quantized"
+    )
     options = recipe.chosen()
     options |= {"clip_search": recipe.narrows} if "clip_search" in options else {}
-    losses = {layer.name: layer.loss for layer in report.layers if layer.loss is not None and math.isfinite(layer.loss)}
+    losses = {
+        layer.name: layer.loss
+        for layer in report.layers
+        if layer.loss is not None and math.isfinite(layer.loss)
+    }
     nearest = [layer.name for layer in report.layers if layer.method != recipe.method]
     plain = [layer.name for layer in report.layers if layer.method == "awq" and layer.exponent is None]
     few = [
@@ -42,9 +56,13 @@ def model_card(
         if layer.tokens is not None and layer.method in ("gptq", "awq") and layer.tokens < 128
     ]
     lines = [
-        f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers as {report.dialect}.", "",
-        "| option | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in options.items()),
-    ]  # fmt: skip
+        f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers "
+        f"as {report.dialect}.",
+        "",
+        "| option | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in options.items()),
+    ]
     if calibration is not None:
         samples, length = calibration.tokens.shape
         lines += [f"| calibration | {samples} sequences of {length} tokens of {calibration.source} |"]
@@ -54,17 +72,22 @@ def model_card(
         worst = max(losses, key=lambda name: losses[name])
         lines += [
             "",
-            f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, {losses[worst]:.3g} in {worst}.",
+            f"Mean squared error {kind}: {sum(losses.values()) / len(losses):.3g} on average, "
+            f"{losses[worst]:.3g} in {worst}.",
         ]
     for block, (before, after) in report.recovered.items():
         kept = (
-            f"fell from {before:.3g} to {after:.3g}" if after < before else f"is {before:.3g}: what was trained was not kept"
+            f"fell from {before:.3g} to {after:.3g}"
+            if after < before
+            else f"is {before:.3g}: what was trained was not kept"
         )
         lines += ["", f"Recovery of {block}: the mean squared error of its outputs {kept}."]
     told = (
-        ("Left as floats", dense), ("Rounded to nearest", nearest), ("Reached by fewer than 128 tokens", few),
+        ("Left as floats", dense),
+        ("Rounded to nearest", nearest),
+        ("Reached by fewer than 128 tokens", few),
         ("Rounded without scaling, since nothing before them can take a scale", plain),
-    )  # fmt: skip
+    )
     for what, names in told:
         if names:
             lines += ["", f"{what}: {', '.join(names)}."]

@@ -20,8 +20,8 @@ class LayerReport:
         tokens: The calibration tokens that reached it; None where the method needs none.
         loss: The mean squared error of its outputs on them.
         damping: The damping that its factorization took.
-        exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where nothing before it can take
-            a scale.
+        exponent: The power of the activations' magnitudes that AWQ scaled its input channels by; None where
+            nothing before it can take a scale.
     """
 
     name: str
@@ -34,7 +34,9 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """One finished block: its name, its number of `blocks`, its layers, the seconds since the start, and an estimate of the rest."""
+    """One finished block: its name, its number of `blocks`, its layers, the seconds since the start, and an
+    estimate of the rest.
+    """
 
     block: str
     done: int

@@ -1,4 +1,6 @@
-"""What stands beside the shards of a quantized checkpoint: the index, the configs, the tokenizer's files and the model card."""
+"""What stands beside the shards of a quantized checkpoint: the index, the configs, the tokenizer's files and
+the model card.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ _WRITTEN = ("config.json", "README.md", "quantize_config.json", INDEX)
 
 
 def finish(
-    journal: Journal, source: Source, recipe: Recipe, weight_format: Format, report: QuantizeReport, dense: list[str],
+    journal: Journal,
+    source: Source,
+    recipe: Recipe,
+    weight_format: Format,
+    report: QuantizeReport,
+    dense: list[str],
     calibration: Calibration | None,
-) -> None:  # fmt: skip
+) -> None:
     """Completes the folder, reads it back by its headers, and gives it its name.
 
     Args:
@@ -66,16 +73,23 @@ def _check(folder: Path, source: Source, config: dict[str, Any], report: Quantiz
     written = Checkpoint.open(folder)
     found = detect_formats(tensors_by_module(written.tensors), config)
     packed = {source.stored(f"{layer.name}.weight").name.removesuffix(".weight") for layer in report.layers}
-    kept = {name: str(info) for name, info in source.checkpoint.tensors.items() if name.removesuffix(".weight") not in packed}
+    kept = {
+        name: str(info)
+        for name, info in source.checkpoint.tensors.items()
+        if name.removesuffix(".weight") not in packed
+    }
     if set(found) != packed or any(str(written.tensors.get(name)) != text for name, text in kept.items()):
         odd = min(set(found) ^ packed, default="") or min(
             name for name in kept if str(written.tensors.get(name)) != kept[name]
         )
         raise CheckpointError(
-            "The quantized checkpoint does not read back as it was written; nothing stands under its name.", file=folder,
-            tensor=odd, expected="every layer packed, and all else as it was", found=str(written.tensors.get(odd)),
+            "The quantized checkpoint does not read back as it was written; nothing stands under its name.",
+            file=folder,
+            tensor=odd,
+            expected="every layer packed, and all else as it was",
+            found=str(written.tensors.get(odd)),
             fix="remove this folder and run it again; if that does not help, report it",
-        )  # fmt: skip
+        )
 
 
 def _json(value: Any) -> str:

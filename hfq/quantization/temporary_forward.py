@@ -1,4 +1,6 @@
-"""Linear layers of a block in memory: each computes by panels of its stored bytes, and no weight is ever whole in floats."""
+"""Linear layers of a block in memory: each computes by panels of its stored bytes, and no weight is ever
+whole in floats.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class _Held:
 
 
 def hold(layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
-    """Makes a linear layer or a Conv1D compute with packed or float tensors, until `let_go`; its own weight stays as it is.
+    """Makes a linear layer or a Conv1D compute with packed or float tensors, until `let_go`; its own weight
+    stays as it is.
 
     Args:
         layer: The layer; its bias, where it has one, is its own.

@@ -1,6 +1,8 @@
-"""The lower half of a symmetric or a triangular matrix: second moments and their factors, in half of the memory and of the work.
+"""The lower half of a symmetric or a triangular matrix: second moments and their factors, in half of the
+memory and of the work.
 
-The matrix lies in panels of rows, each as wide as its last row is long. Beside it, no operation takes more than some panels.
+The matrix lies in panels of rows, each as wide as its last row is long. Beside it, no operation takes more
+than some panels.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ class TriangularMatrix:
     """A float32 matrix [size, size] of which panels of rows hold what lies on and below the diagonal.
 
     Args:
-        panels: float32 [rows, stop] for rows [start, stop) each, `_ROWS` but for the last. The square at a panel's end lies on the
-            diagonal; of a symmetric matrix it is whole, of a triangular one its upper half is not looked at.
+        panels: float32 [rows, stop] for rows [start, stop) each, `_ROWS` but for the last. The square at a
+            panel's end lies on the diagonal; of a symmetric matrix it is whole, of a triangular one its upper
+            half is not looked at.
     """
 
     def __init__(self, panels: list[torch.Tensor]) -> None:
@@ -32,7 +35,12 @@ class TriangularMatrix:
     @classmethod
     def zeros(cls, size: int) -> TriangularMatrix:
         """The matrix [size, size] of zeros."""
-        return cls([torch.zeros(min(_ROWS, size - start), min(start + _ROWS, size)) for start in range(0, size, _ROWS)])
+        return cls(
+            [
+                torch.zeros(min(_ROWS, size - start), min(start + _ROWS, size))
+                for start in range(0, size, _ROWS)
+            ]
+        )
 
     @classmethod
     def of(cls, matrix: TriangularMatrix | torch.Tensor) -> TriangularMatrix:
@@ -82,7 +90,9 @@ class TriangularMatrix:
             yield above, below, self._panels[number][above - start : below - start]
 
     def corner(self, first: int, last: int) -> torch.Tensor:
-        """The square of rows and columns [first, last), of which the lower half counts; a view where it lies in one panel."""
+        """The square of rows and columns [first, last), of which the lower half counts; a view where it lies
+        in one panel.
+        """
         pieces = list(self.pieces(first, last))
         if len(pieces) == 1:
             return pieces[0][2][:, first:last]
@@ -129,7 +139,9 @@ class TriangularMatrix:
                 part = panel[:, begin:stop]
                 if begin:
                     part.addmm_(panel[:, :begin], above[:, :begin].t(), alpha=-1)
-                part.copy_(torch.linalg.solve_triangular(above[:, begin:stop].t(), part, upper=True, left=False))
+                part.copy_(
+                    torch.linalg.solve_triangular(above[:, begin:stop].t(), part, upper=True, left=False)
+                )
             corner = panel[:, start:]
             if start:
                 corner.addmm_(panel[:, :start], panel[:, :start].t(), alpha=-1)
@@ -165,7 +177,10 @@ class TriangularMatrix:
         """Whole rows of the symmetric matrix: [places, size]."""
         rows = torch.empty(len(places), self.size)
         for start, stop, panel in self._spans():
-            inside, above = ((places >= start) & (places < stop)).nonzero()[:, 0], (places < start).nonzero()[:, 0]
+            inside, above = (
+                ((places >= start) & (places < stop)).nonzero()[:, 0],
+                (places < start).nonzero()[:, 0],
+            )
             rows[inside, :stop] = panel.index_select(0, places[inside] - start)
             rows[above, start:stop] = panel.index_select(1, places[above]).t()
         return rows
@@ -173,7 +188,8 @@ class TriangularMatrix:
     def _keep(self, kept: torch.Tensor) -> None:
         """Leaves the rows and columns of these places, in ascending order, in the memory of the first panels.
 
-        A row moves up by less than a panel, so that a panel's own rows are not needed any more when it is written.
+        A row moves up by less than a panel, so that a panel's own rows are not needed any more when it is
+        written.
         """
         old, spans = self._panels, list(self._spans())
         self._panels = []

@@ -1,7 +1,9 @@
-"""INT8, symmetric by the largest magnitude of each output row: W8A8, and W8A16, in the dialects that llmcompressor gives them.
+"""INT8, symmetric by the largest magnitude of each output row: W8A8, and W8A16, in the dialects that
+llmcompressor gives them.
 
-W8A8 is compressed-tensors' int-quantized: readers that have the kernels round each token's activations to INT8 as well. W8A16 is
-pack-quantized with 8 bits: activations stay floats. Source: Dettmers et al. 2022, arXiv 2208.07339, section 2 (absmax, vector-wise).
+W8A8 is compressed-tensors' int-quantized: readers that have the kernels round each token's activations to
+INT8 as well. W8A16 is pack-quantized with 8 bits: activations stay floats. Source: Dettmers et al. 2022,
+arXiv 2208.07339, section 2 (absmax, vector-wise).
 """
 
 from __future__ import annotations
@@ -31,16 +33,31 @@ class Int8Rows(IntQuantized):
 
 
 def _group(num_bits: int) -> dict[str, Any]:
-    weights = {"num_bits": num_bits, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    weights = {
+        "num_bits": num_bits,
+        "type": "int",
+        "strategy": "channel",
+        "symmetric": True,
+        "dynamic": False,
+    }
     activations = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
     return {"weights": weights, "input_activations": activations, "format": "int-quantized"}
 
 
 W8A8 = Scheme(
-    "INT8 weights by channel, and activations by token where the reader rounds them, written as compressed-tensors (int-quantized)",
-    (8,), False, (1, 1), lambda _: Int8Rows(scheme=ActivationScheme("token", dtype="int8")), _group,
-)  # fmt: skip
+    "INT8 weights by channel, and activations by token where the reader rounds them, written as "
+    "compressed-tensors (int-quantized)",
+    (8,),
+    False,
+    (1, 1),
+    lambda _: Int8Rows(scheme=ActivationScheme("token", dtype="int8")),
+    _group,
+)
 W8A16 = Scheme(
     "INT8 weights by channel, activations as they are, written as compressed-tensors (pack-quantized)",
-    (8,), False, (1, 4), lambda _: PackedRows(num_bits=8), packed_group,
-)  # fmt: skip
+    (8,),
+    False,
+    (1, 4),
+    lambda _: PackedRows(num_bits=8),
+    packed_group,
+)

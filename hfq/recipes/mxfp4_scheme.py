@@ -1,4 +1,5 @@
-"""MXFP4: E2M1 codes, one power of two (E8M0) for each 32 input channels, the exponent of the largest of them less 2.
+"""MXFP4: E2M1 codes, one power of two (E8M0) for each 32 input channels, the exponent of the largest of them
+less 2.
 
 Format: OCP Microscaling Formats 1.0, section 6.3. Written as compressed-tensors' mxfp4-pack-quantized.
 """
@@ -11,11 +12,20 @@ from hfq.recipes.scheme import Scheme
 __all__ = ["MXFP4"]
 
 _WEIGHTS = {
-    "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+    "dynamic": False,
     "scale_dtype": "torch.uint8",
-}  # fmt: skip
+}
 
 MXFP4 = Scheme(
-    "MXFP4 (OCP): E2M1 codes under a power of two for each 32 channels, written as compressed-tensors", (4,), False, (1, 32),
-    lambda _: Mxfp4(), lambda _: {"weights": _WEIGHTS, "format": "mxfp4-pack-quantized"},
-)  # fmt: skip
+    "MXFP4 (OCP): E2M1 codes under a power of two for each 32 channels, written as compressed-tensors",
+    (4,),
+    False,
+    (1, 32),
+    lambda _: Mxfp4(),
+    lambda _: {"weights": _WEIGHTS, "format": "mxfp4-pack-quantized"},
+)

@@ -1,4 +1,6 @@
-"""Recipes: how a float model is to be quantized, and what the dialect that it is written in says of it in config.json."""
+"""Recipes: how a float model is to be quantized, and what the dialect that it is written in says of it in
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ METHODS = {
     "gptq": "GPTQ: codes chosen by the activations' second moments, written as GPTQ",
     "awq": "AWQ: input channels scaled by the activations' magnitudes before rounding, written as AWQ gemm",
     "rtn": "round to nearest, written as GPTQ",
-    "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel (compressed-tensors)",
+    "fp8": "FP8 e4m3 by blocks of 128 x 128 (transformers' fp8) or, where those do not tile, by channel "
+    "(compressed-tensors)",
     **{name: scheme.description for name, scheme in SCHEMES.items()},
 }
 """What `Recipe.method` may be."""
@@ -58,20 +61,22 @@ class Recipe:
         method: One of `METHODS`.
         bits: 2, 3, 4 or 8 bits per code; 4 by default.
         group_size: Input channels that share a scale; 128 by default, -1 for all.
-        sym: True if the zero point is the middle of the codes; the checkpoint is then GPTQ v1, else v2. AWQ stores zero
-            points, and other methods are symmetric by default.
+        sym: True if the zero point is the middle of the codes; the checkpoint is then GPTQ v1, else v2. AWQ
+            stores zero points, and other methods are symmetric by default.
         desc_act: True if GPTQ quantizes channels by decreasing activation, and groups follow that order.
-        static_groups: With `desc_act`: groups stay those of neighboring channels, with scales from the float weight.
+        static_groups: With `desc_act`: groups stay those of neighboring channels, with scales from the float
+            weight.
         act_group_aware: Without `desc_act`: groups, and the channels within each, are quantized by decreasing
             activation; the file is the same as without. True by default.
-        damp_percent: The share of the mean of the Hessian's diagonal that is added to the diagonal, 0.05 by default;
-            it grows where a factorization fails.
-        clip_search: True if GPTQ and AWQ narrow each range where that lowers the weighted squared error. The default
-            is True for AWQ and for 2 and 3 bits of GPTQ.
+        damp_percent: The share of the mean of the Hessian's diagonal that is added to the diagonal, 0.05 by
+            default; it grows where a factorization fails.
+        clip_search: True if GPTQ and AWQ narrow each range where that lowers the weighted squared error. The
+            default is True for AWQ and for 2 and 3 bits of GPTQ.
         distill_steps: Steps of distillation against the float model after each decoder layer; 0 by default.
 
     Raises:
-        SetupError: A value is unusable, an option means nothing to the method, or options contradict each other.
+        SetupError: A value is unusable, an option means nothing to the method, or options contradict each
+            other.
     """
 
     method: str = "gptq"
@@ -123,7 +128,9 @@ class Recipe:
         if self.clip_search is not None and not isinstance(self.clip_search, bool):
             raise _unusable("clip_search", self.clip_search, "True or False")
         if self.static_groups and not self.desc_act:
-            raise _unusable("static_groups", True, "desc_act=True as well: groups are static without desc_act")
+            raise _unusable(
+                "static_groups", True, "desc_act=True as well: groups are static without desc_act"
+            )
         if self.method == "awq" and self.sym:
             raise _unusable("sym", True, "False with method='awq': its files store zero points")
 
@@ -159,7 +166,9 @@ class Recipe:
 
     @property
     def moves_floats(self) -> bool:
-        """Whether a block's float weights change before they are rounded, or with what is trained, and lie in float32 for that."""
+        """Whether a block's float weights change before they are rounded, or with what is trained, and lie in
+        float32 for that.
+        """
         return self.method == "awq" or self.distill_steps > 0
 
     def weight_format(self, sizes: Iterable[tuple[int, int]]) -> Format:
@@ -175,7 +184,9 @@ class Recipe:
             return Fp8(strategy="block", block_structure=(_BLOCK, _BLOCK), scale_name="weight_scale_inv")
         return Fp8(strategy="channel", scale_dtype="BF16", scheme=ActivationScheme("token"))
 
-    def quantization_config(self, weight_format: Format, dense: Iterable[str], version: str) -> dict[str, Any]:
+    def quantization_config(
+        self, weight_format: Format, dense: Iterable[str], version: str
+    ) -> dict[str, Any]:
         """The `quantization_config` of a checkpoint written by this recipe.
 
         Args:
@@ -190,18 +201,33 @@ class Recipe:
             return self._gptq_config(dense, version)
         if isinstance(weight_format, Awq):
             config = {
-                "quant_method": "awq", "bits": self.bits, "group_size": self.group_size, "zero_point": True, "version": "gemm",
-                "modules_to_not_convert": dense or None, "meta": {"quantizer": [f"hfq:{version}"]},
-            }  # fmt: skip
+                "quant_method": "awq",
+                "bits": self.bits,
+                "group_size": self.group_size,
+                "zero_point": True,
+                "version": "gemm",
+                "modules_to_not_convert": dense or None,
+                "meta": {"quantizer": [f"hfq:{version}"]},
+            }
             return config | _dynamic(dense)
         if isinstance(weight_format, Fp8) and weight_format.strategy == "block":
             return {
-                "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [_BLOCK, _BLOCK],
                 "modules_to_not_convert": dense,
-            }  # fmt: skip
+            }
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-        activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-        return group_config({"weights": weights, "input_activations": activations, "format": "float-quantized"}, dense)
+        activations = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        }
+        return group_config(
+            {"weights": weights, "input_activations": activations, "format": "float-quantized"}, dense
+        )
 
     def check_size(self, name: str, out_features: int, in_features: int) -> None:
         """Refuses a layer that the dialect cannot hold.
@@ -218,11 +244,14 @@ class Recipe:
             multiple, span = (32, 32), self.group_size if self.group_size != -1 else 1
         if out_features % multiple[0] or in_features % multiple[1] or in_features % span:
             raise FormatError(
-                f"method={self.method!r} cannot hold a layer of this size; nothing was done.", tensor=name,
+                f"method={self.method!r} cannot hold a layer of this size; nothing was done.",
+                tensor=name,
                 expected=f"an output divisible by {multiple[0]} and an input by {multiple[1]}"
-                + (f" and the group size {span}" if span > 1 else ""), found=f"[{out_features}, {in_features}]",
-                fix="choose another group size or method, or leave this layer dense with modules_to_not_convert",
-            )  # fmt: skip
+                + (f" and the group size {span}" if span > 1 else ""),
+                found=f"[{out_features}, {in_features}]",
+                fix="choose another group size or method, or leave this layer dense with "
+                "modules_to_not_convert",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """All options by name."""
@@ -253,11 +282,21 @@ class Recipe:
     def _gptq_config(self, dense: list[str], version: str) -> dict[str, Any]:
         label = "gptq" if self.sym else "gptq_v2"
         config = {
-            "quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "sym": self.sym,
-            "desc_act": self.scatters_groups, "checkpoint_format": label, "format": label,
-            "lm_head": False, "pack_dtype": "int32",
-            "meta": {"quantizer": [f"hfq:{version}"], "damp_percent": self.damp_percent, "static_groups": self.static_groups},
-        }  # fmt: skip
+            "quant_method": "gptq",
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "sym": self.sym,
+            "desc_act": self.scatters_groups,
+            "checkpoint_format": label,
+            "format": label,
+            "lm_head": False,
+            "pack_dtype": "int32",
+            "meta": {
+                "quantizer": [f"hfq:{version}"],
+                "damp_percent": self.damp_percent,
+                "static_groups": self.static_groups,
+            },
+        }
         return config | _dynamic(dense)
 
 
@@ -273,6 +312,8 @@ def _dynamic(dense: list[str]) -> dict[str, Any]:
 
 def _unusable(option: str, found: object, expected: str, hint: str = "") -> SetupError:
     return SetupError(
-        f"A model cannot be quantized with {option}={found!r}{hint}.", expected=expected, found=repr(found),
+        f"A model cannot be quantized with {option}={found!r}{hint}.",
+        expected=expected,
+        found=repr(found),
         fix=f"correct {option}",
-    )  # fmt: skip
+    )

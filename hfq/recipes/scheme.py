@@ -1,4 +1,6 @@
-"""What a method that rounds to nearest writes: a format, and a config group of compressed-tensors that tells readers of it."""
+"""What a method that rounds to nearest writes: a format, and a config group of compressed-tensors that tells
+readers of it.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,17 @@ def group_config(group: Mapping[str, Any], dense: Iterable[str]) -> dict[str, An
         dense: The names of linear layers that stay floats.
     """
     return {
-        "quant_method": "compressed-tensors", "format": group["format"], "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], **group}}, "ignore": sorted(dense),
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": group["format"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
+        "ignore": sorted(dense),
+    }
 
 
 def absmax_codes(weight: torch.Tensor, num_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise absmax quantization: codes of at most 2^(b-1) - 1 in magnitude, the scale of a row rounded to bfloat16 first.
+    """Row-wise absmax quantization: codes of at most 2^(b-1) - 1 in magnitude, the scale of a row rounded to
+    bfloat16 first.
 
     Args:
         weight: float32 [out, in].

@@ -1,4 +1,6 @@
-"""Further dialects that a float model is rounded into, one file each: what `HfqConfig(method=…)` may name beside GPTQ and FP8."""
+"""Further dialects that a float model is rounded into, one file each: what `HfqConfig(method=…)` may name
+beside GPTQ and FP8.
+"""
 
 from __future__ import annotations
 

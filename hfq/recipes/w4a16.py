@@ -2,7 +2,8 @@
 
     W[n, k] = code[n, k] * scale[n]    scale[n] = max_k |W[n, k]| / (2^(b-1) - 1)
 
-Source: Zeng et al. 2023, arXiv 2210.02414, section 3.3. Written as compressed-tensors' pack-quantized by channel, with
+Source: Zeng et al. 2023, arXiv 2210.02414, section 3.3. Written as compressed-tensors' pack-quantized by
+    channel, with
 bfloat16 scales; the recipe's own files are no dialect that another library reads.
 """
 
@@ -35,11 +36,22 @@ class PackedRows(PackQuantized):
 
 def packed_group(num_bits: int) -> dict[str, Any]:
     """The config group of weights that are packed by channel, activations as they are."""
-    weights = {"num_bits": num_bits, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    weights = {
+        "num_bits": num_bits,
+        "type": "int",
+        "strategy": "channel",
+        "symmetric": True,
+        "dynamic": False,
+    }
     return {"weights": weights, "format": "pack-quantized"}
 
 
 W4A16 = Scheme(
-    "GLM-130B's recipe: 4 or 8 bits, absmax by row, activations as they are, written as compressed-tensors (pack-quantized)",
-    (4, 8), True, (32, 32), lambda bits: PackedRows(num_bits=bits), packed_group,
-)  # fmt: skip
+    "GLM-130B's recipe: 4 or 8 bits, absmax by row, activations as they are, written as compressed-tensors "
+    "(pack-quantized)",
+    (4, 8),
+    True,
+    (32, 32),
+    lambda bits: PackedRows(num_bits=bits),
+    packed_group,
+)

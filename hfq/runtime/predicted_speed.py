@@ -43,8 +43,16 @@ class SpeedReport:
     source: str
 
     def __str__(self) -> str:
-        achieved = "not measured" if self.step_achieved is None else f"achieved {1 / self.step_achieved:.3g} tokens/s"
-        predicted = "not predicted" if self.step_predicted is None else f"predicted {1 / self.step_predicted:.3g} tokens/s"
+        achieved = (
+            "not measured"
+            if self.step_achieved is None
+            else f"achieved {1 / self.step_achieved:.3g} tokens/s"
+        )
+        predicted = (
+            "not predicted"
+            if self.step_predicted is None
+            else f"predicted {1 / self.step_predicted:.3g} tokens/s"
+        )
         return (
             f"load: predicted {self.load_predicted:.3g} s, achieved {self.load_achieved:.3g} s\n"
             f"one token: {predicted}, {achieved}; decided by {self.dominant}\n"
@@ -52,7 +60,9 @@ class SpeedReport:
         )
 
 
-def report_speed(loading: ModelLoader, measure: bool = False, profile: Profile | None = None) -> SpeedReport | None:
+def report_speed(
+    loading: ModelLoader, measure: bool = False, profile: Profile | None = None
+) -> SpeedReport | None:
     """What was predicted, and what was achieved; None for a model whose ranks hold parts of it.
 
     Args:
@@ -69,9 +79,13 @@ def report_speed(loading: ModelLoader, measure: bool = False, profile: Profile |
     prediction = predict_step(loading, rates)
     where = f" on {rates.machine.get('processor', 'an unnamed processor')}" if rates.is_measured else ""
     return SpeedReport(
-        prediction.load_seconds, loading.load_seconds, prediction.step_seconds or None, _time_step(loading) if measure else None,
-        TERMS[prediction.dominant], prediction.source + where,
-    )  # fmt: skip
+        prediction.load_seconds,
+        loading.load_seconds,
+        prediction.step_seconds or None,
+        _time_step(loading) if measure else None,
+        TERMS[prediction.dominant],
+        prediction.source + where,
+    )
 
 
 def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context: int = 0) -> Prediction:
@@ -98,13 +112,24 @@ def _work(loading: ModelLoader) -> Work:
     dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
     moved = 0 if offloader is None else offloader.pass_nbytes
     on_disk = min(moved, loading.plan.nbytes_by_device().get("disk", 0))
-    is_on_cpu, is_cached = loading.main == "cpu", offloader is not None and offloader.source.mode == "buffered"
+    is_on_cpu, is_cached = (
+        loading.main == "cpu",
+        offloader is not None and offloader.source.mode == "buffered",
+    )
     return Work(
-        count_products(model, dtype, routed), on_disk, 0 if is_on_cpu else moved, 0, 1,
-        int(getattr(config, "num_hidden_layers", 0)), read.populated + read.read, is_cached, is_on_cpu,
-        calls=count_calls(model, dtype, routed), stages=_stages(loading, routed),
+        count_products(model, dtype, routed),
+        on_disk,
+        0 if is_on_cpu else moved,
+        0,
+        1,
+        int(getattr(config, "num_hidden_layers", 0)),
+        read.populated + read.read,
+        is_cached,
+        is_on_cpu,
+        calls=count_calls(model, dtype, routed),
+        stages=_stages(loading, routed),
         ring=0 if offloader is None else offloader.regions.nbytes,
-    )  # fmt: skip
+    )
 
 
 def _stages(loading: ModelLoader, routed: float) -> tuple[tuple[int, int], ...]:

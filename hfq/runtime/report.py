@@ -1,4 +1,6 @@
-"""`hfq.report`: where a model's bytes rest, what moves for a forward, and how near that comes to the machine's limit."""
+"""`hfq.report`: where a model's bytes rest, what moves for a forward, and how near that comes to the
+machine's limit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ __all__ = ["DeviceReport", "OutlierReport", "Report", "OffloadReport", "report"]
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One home: the bytes that rest in it, and those of them that a forward of all modules moves to where they compute."""
+    """One home: the bytes that rest in it, and those of them that a forward of all modules moves to where
+    they compute.
+    """
 
     device: str
     nbytes: int
@@ -40,8 +44,8 @@ class OffloadReport:
     Attributes:
         mode: How blocks are read: `direct` or `buffered`.
         units: The streamed blocks.
-        pass_nbytes: What one pass over all of them reads. Embeddings are read by row and experts when they are routed to: neither
-            is counted here.
+        pass_nbytes: What one pass over all of them reads. Embeddings are read by row and experts when they
+            are routed to: neither is counted here.
         buffer_nbytes: The memory that blocks are brought to.
         huge_page_nbytes: How much of it is in huge pages; None where the system does not tell.
         passes: Completed forwards of the whole model.
@@ -84,12 +88,16 @@ class OffloadReport:
     @property
     def share_of_disk_bandwidth(self) -> float | None:
         """The rate over the measured limit."""
-        return self.read_bandwidth / self.disk_bandwidth if self.read_bandwidth and self.disk_bandwidth else None
+        return (
+            self.read_bandwidth / self.disk_bandwidth if self.read_bandwidth and self.disk_bandwidth else None
+        )
 
 
 @dataclass(frozen=True)
 class OutlierReport:
-    """LLM.int8() so far: the input channels that were left as they are, and all input channels, summed over layers and calls."""
+    """LLM.int8() so far: the input channels that were left as they are, and all input channels, summed over
+    layers and calls.
+    """
 
     outliers: int
     channels: int
@@ -102,7 +110,8 @@ class OutlierReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what happened when.
+    """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what
+    happened when.
 
     `print` it, take `to_dict`, or `save` it for `hfq report`, which draws it.
     """
@@ -119,24 +128,37 @@ class Report:
         """The report as JSON-ready data."""
         offload = None
         if self.offload is not None:
-            offload = asdict(self.offload) | {"read_bandwidth": self.offload.read_bandwidth, "share_of_disk_bandwidth": self.offload.share_of_disk_bandwidth}
+            offload = asdict(self.offload) | {
+                "read_bandwidth": self.offload.read_bandwidth,
+                "share_of_disk_bandwidth": self.offload.share_of_disk_bandwidth,
+            }
         speed = None if self.speed is None else asdict(self.speed)
         outliers = None if self.outliers is None else asdict(self.outliers) | {"share": self.outliers.share}
         return {
-            "model": self.model, "devices": [asdict(device) for device in self.devices], "offload": offload, "speed": speed,
-            "outliers": outliers, "modules": [asdict(module) for module in self.modules],
+            "model": self.model,
+            "devices": [asdict(device) for device in self.devices],
+            "offload": offload,
+            "speed": speed,
+            "outliers": outliers,
+            "modules": [asdict(module) for module in self.modules],
             "timeline": None if self.timeline is None else self.timeline.to_dict(),
-        }  # fmt: skip
+        }
 
     def save(self, file: str | os.PathLike) -> None:
         """Writes the report as JSON."""
         Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        lines = [f"{device.device}: {device.nbytes:,} B, {device.onloaded_nbytes:,} B moved a forward" for device in self.devices]
+        lines = [
+            f"{device.device}: {device.nbytes:,} B, {device.onloaded_nbytes:,} B moved a forward"
+            for device in self.devices
+        ]
         if self.outliers is not None:
             found = self.outliers
-            lines.append(f"{found.outliers:,} of {found.channels:,} input channels were outlier channels ({found.share:.2%})")
+            lines.append(
+                f"{found.outliers:,} of {found.channels:,} input channels were outlier channels "
+                f"({found.share:.2%})"
+            )
         speed = [] if self.speed is None else [str(self.speed)]
         if self.offload is None:
             return "\n".join([*lines, "nothing is streamed", *speed])
@@ -148,8 +170,8 @@ def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = 
 
     Args:
         model: A model that hfq loaded.
-        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page cache, and how long
-            one token takes, and record one such forward where no timeline is given.
+        measure: Also measure what the disk gives, by reading at most 1 GiB of what is streamed past the page
+            cache, and how long one token takes, and record one such forward where no timeline is given.
         timeline: What `hfq.timeline` recorded.
 
     Raises:
@@ -163,20 +185,28 @@ def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = 
     offload = None if offloader is None else _stream(offloader, measure)
     order = (name for name, _ in loading.model.named_modules())
     modules = tuple(loading.plan.modules(order))
-    return Report(tuple(_homes(loading.plan)), offload, speed, _outliers(model), _describe(loading), modules, timeline)
+    return Report(
+        tuple(_homes(loading.plan)), offload, speed, _outliers(model), _describe(loading), modules, timeline
+    )
 
 
 def _describe(loading: ModelLoader) -> dict[str, Any]:
     dtype = str(loading.model.dtype).removeprefix("torch.")
     return {
-        "path": str(loading.checkpoint.root), "class": type(loading.model).__name__, "formats": loading.describe_formats(),
-        "dtype": dtype, "device": loading.main, "hfq": __version__,
-    }  # fmt: skip
+        "path": str(loading.checkpoint.root),
+        "class": type(loading.model).__name__,
+        "formats": loading.describe_formats(),
+        "dtype": dtype,
+        "device": loading.main,
+        "hfq": __version__,
+    }
 
 
 def _outliers(model: nn.Module) -> OutlierReport | None:
     tallies = [
-        module.outliers for module in model.modules() if isinstance(module, QuantizedLinear) and module.outliers is not None
+        module.outliers
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear) and module.outliers is not None
     ]
     if not tallies:
         return None
@@ -193,31 +223,50 @@ def _homes(plan: Plan) -> list[DeviceReport]:
 def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
     regions, experts, schedule = offloader.regions, offloader.experts, offloader.schedule
     return OffloadReport(
-        mode=offloader.source.mode, units=len(offloader.units), pass_nbytes=offloader.pass_nbytes, buffer_nbytes=regions.nbytes,
-        huge_page_nbytes=huge_page_nbytes(regions.buffer) if regions.buffer.numel() else None, passes=offloader.passes,
-        unit_forwards=schedule.unit_forwards, prefetch_misses=schedule.prefetch_misses, buffer_overflows=offloader.buffer_overflows, nbytes_read=offloader.source.nbytes_read,
-        read_seconds=offloader.pool.busy_seconds, stall_seconds=offloader.stall_seconds,
-        disk_bandwidth=measure_limit(offloader.source, regions.layouts) if measure else None, expert_hits=experts.hits,
-        expert_misses=experts.misses, expert_nbytes=experts.nbytes, expert_budget=experts.budget,
-    )  # fmt: skip
+        mode=offloader.source.mode,
+        units=len(offloader.units),
+        pass_nbytes=offloader.pass_nbytes,
+        buffer_nbytes=regions.nbytes,
+        huge_page_nbytes=huge_page_nbytes(regions.buffer) if regions.buffer.numel() else None,
+        passes=offloader.passes,
+        unit_forwards=schedule.unit_forwards,
+        prefetch_misses=schedule.prefetch_misses,
+        buffer_overflows=offloader.buffer_overflows,
+        nbytes_read=offloader.source.nbytes_read,
+        read_seconds=offloader.pool.busy_seconds,
+        stall_seconds=offloader.stall_seconds,
+        disk_bandwidth=measure_limit(offloader.source, regions.layouts) if measure else None,
+        expert_hits=experts.hits,
+        expert_misses=experts.misses,
+        expert_nbytes=experts.nbytes,
+        expert_budget=experts.budget,
+    )
 
 
 def _stream_lines(offload: OffloadReport) -> list[str]:
     huge = "" if offload.huge_page_nbytes is None else f" ({offload.huge_page_nbytes:,} B in huge pages)"
     lines = [
-        f"{offload.units} streamed blocks: {offload.pass_nbytes:,} B a pass through a ring of {offload.buffer_nbytes:,} B{huge}, "
+        f"{offload.units} streamed blocks: {offload.pass_nbytes:,} B a pass through a ring of "
+        f"{offload.buffer_nbytes:,} B{huge}, "
         f"{offload.mode} reads",
-        f"{offload.passes} passes, {offload.unit_forwards} visits, {offload.prefetch_misses} mispredicts, {offload.buffer_overflows} without room, "
+        f"{offload.passes} passes, {offload.unit_forwards} visits, {offload.prefetch_misses} mispredicts, "
+        f"{offload.buffer_overflows} without room, "
         f"{offload.stall_seconds:.3f} s waited",
     ]
     if offload.read_bandwidth is not None:
         share = (
-            "" if offload.share_of_disk_bandwidth is None else f", {offload.share_of_disk_bandwidth:.2f} of the disk's {_rate(offload.disk_bandwidth or 0)}"
+            ""
+            if offload.share_of_disk_bandwidth is None
+            else f", {offload.share_of_disk_bandwidth:.2f} of the disk's {_rate(offload.disk_bandwidth or 0)}"
         )
-        lines.append(f"{offload.nbytes_read:,} B read in {offload.read_seconds:.3f} s: {_rate(offload.read_bandwidth)}{share}")
+        lines.append(
+            f"{offload.nbytes_read:,} B read in {offload.read_seconds:.3f} s: "
+            f"{_rate(offload.read_bandwidth)}{share}"
+        )
     if offload.expert_hits + offload.expert_misses:
         lines.append(
-            f"experts: {offload.expert_hits} kept, {offload.expert_misses} read; {offload.expert_nbytes:,} of "
+            f"experts: {offload.expert_hits} kept, {offload.expert_misses} read; {offload.expert_nbytes:,} "
+            f"of "
             f"{offload.expert_budget:,} B in use"
         )
     return lines

@@ -1,4 +1,6 @@
-"""Layer-major runs: every block that rests elsewhere is brought to its device once for all batches, not once for each."""
+"""Layer-major runs: every block that rests elsewhere is brought to its device once for all batches, not once
+for each.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,31 @@ __all__ = ["run_batches"]
 
 
 def run_batches(
-    model: nn.Module, batches: Sequence[Any], fn: Callable[[Any], Any] | None = None, *, max_concurrent: int | None = None
+    model: nn.Module,
+    batches: Sequence[Any],
+    fn: Callable[[Any], Any] | None = None,
+    *,
+    max_concurrent: int | None = None,
 ) -> list[Any]:
     """Runs a model on several batches, layer by layer instead of batch by batch.
 
-    Each batch runs in a thread of its own, on its own inputs, caches and masks, and waits at the border of every block that is
-    streamed; only one of them computes at any time. The results are those of separate calls, bit for bit, and every block is
-    read once for each step of all batches. Where nothing is streamed the batches simply run one after another.
+    Each batch runs in a thread of its own, on its own inputs, caches and masks, and waits at the border of
+    every block that is streamed; only one of them computes at any time. The results are those of separate
+    calls, bit for bit, and every block is read once for each step of all batches. Where nothing is streamed
+    the batches simply run one after another.
 
-        outputs = hfq.run_batches(model, batches)                                                    # prefill, scoring
-        tokens = hfq.run_batches(model, batches, lambda batch: model.generate(**batch, do_sample=False))
+        outputs = hfq.run_batches(model, batches)                                                    #
+        prefill, scoring tokens = hfq.run_batches(model, batches, lambda batch: model.generate(**batch,
+        do_sample=False))
 
     Args:
         model: A model that hfq loaded.
         batches: The inputs of each call: keyword arguments as a dict, or token ids [batch, length].
-        fn: What is done with one batch; it may call the model several times. By default one forward. Return no more than what
-            is needed: the results of all batches are kept. Sampling draws from one random generator for all batches.
-        max_concurrent: How many batches run together, which bounds their activations and caches; all of them by default.
+        fn: What is done with one batch; it may call the model several times. By default one forward. Return
+            no more than what is needed: the results of all batches are kept. Sampling draws from one random
+            generator for all batches.
+        max_concurrent: How many batches run together, which bounds their activations and caches; all of them
+            by default.
 
     Returns:
         The results, in the order of the batches.
@@ -42,11 +52,15 @@ def run_batches(
         SetupError: hfq did not load the model, or `max_concurrent` is not a positive number.
         Exception: Whatever the first batch that failed raised; the others are given up.
     """
-    if max_concurrent is not None and (not isinstance(max_concurrent, int) or isinstance(max_concurrent, bool) or max_concurrent < 1):
+    if max_concurrent is not None and (
+        not isinstance(max_concurrent, int) or isinstance(max_concurrent, bool) or max_concurrent < 1
+    ):
         raise SetupError(
-            "run_batches(max_concurrent=…) wants a number of batches.", expected="a positive int, or None", found=repr(max_concurrent),
+            "run_batches(max_concurrent=…) wants a number of batches.",
+            expected="a positive int, or None",
+            found=repr(max_concurrent),
             fix="leave it out to run all batches together",
-        )  # fmt: skip
+        )
     batches, call = list(batches), fn or functools.partial(_forward, model)
     offloader = loader_of(model).offloader
     size = max_concurrent or max(len(batches), 1)
@@ -66,6 +80,8 @@ def _forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return model(batch)
     raise SetupError(
-        "run_batches was given a batch that is neither a dict nor a tensor.", expected="keyword arguments, or token ids",
-        found=type(batch).__name__, fix="pass fn= to say what is done with a batch",
-    )  # fmt: skip
+        "run_batches was given a batch that is neither a dict nor a tensor.",
+        expected="keyword arguments, or token ids",
+        found=type(batch).__name__,
+        fix="pass fn= to say what is done with a batch",
+    )

@@ -50,7 +50,8 @@ class Timeline:
 
 @contextlib.contextmanager
 def timeline(model: nn.Module) -> Iterator[Timeline]:
-    """Records what a model that hfq loaded does meanwhile; outside of this nothing is recorded, and costs nothing.
+    """Records what a model that hfq loaded does meanwhile; outside of this nothing is recorded, and costs
+    nothing.
 
         with hfq.timeline(model) as timeline:
             model(tokens)
@@ -69,7 +70,9 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
 
 
 def measure_timeline(loading: ModelLoader) -> Timeline | None:
-    """One forward of one token, the model having run before; None for a model that takes more, or whose ranks hold parts of it."""
+    """One forward of one token, the model having run before; None for a model that takes more, or whose ranks
+    hold parts of it.
+    """
     model = loading.model
     if type(loading) is not ModelLoader or not takes_tokens(model):
         return None
@@ -120,7 +123,9 @@ def _noted(module: nn.Module, note: Callable[[Any], None], recorder: Recorder) -
 
 
 def _units(name: str, module: nn.Module, whole: set[str]) -> Iterable[tuple[str, nn.Module]]:
-    """The parts of a model that `units.find_offload_units` would make blocks of, were they offloaded: decoder layers and leaves."""
+    """The parts of a model that `units.find_offload_units` would make blocks of, were they offloaded: decoder
+    layers and leaves.
+    """
     children = list(module.named_children())
     if type(module).__name__ in whole or not children:
         if next(module.parameters(), None) is not None:

@@ -52,7 +52,9 @@ def edit_config(folder, quantization=None, **changes):
 
 
 def shard_model(folder):
-    """Splits a model's only file into two shards, the first half of its tensors in the first; gives their paths."""
+    """Splits a model's only file into two shards, the first half of its tensors in the first; gives their
+    paths.
+    """
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files, names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)], sorted(tensors)
@@ -65,7 +67,9 @@ def shard_model(folder):
 
 
 def cache_model(folder, cache, subfolder=""):
-    """Moves a model into a hub cache as `o/n`, as links to blobs; gives what loads it from there, without the network."""
+    """Moves a model into a hub cache as `o/n`, as links to blobs; gives what loads it from there, without the
+    network.
+    """
     repository = cache / "models--o--n"
     snapshot, blobs = repository / "snapshots" / "abc" / subfolder, repository / "blobs"
     for place in (snapshot, blobs, repository / "refs"):

@@ -1,4 +1,6 @@
-"""Promises 10 and 11: only hfq's errors escape, and what hfq accepts of a header, safetensors accepts and reads alike."""
+"""Promises 10 and 11: only hfq's errors escape, and what hfq accepts of a header, safetensors accepts and
+reads alike.
+"""
 
 import json
 import struct
@@ -16,11 +18,25 @@ EXAMPLES = 300
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 8, 64, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, -1, -8])
 WRONG = st.sampled_from([None, True, False, "", "4", 4.0, -0.0, 1e300, [], [[]], [4], {}, {"dtype": "U8"}])
 NAMES = st.one_of(
-    st.sampled_from(["", "__metadata__", "a", "t0", "t1", "a/b", "..", "a\\b", "\0", "\ud800", "n" * 512, "n" * 513]),
+    st.sampled_from(
+        ["", "__metadata__", "a", "t0", "t1", "a/b", "..", "a\\b", "\0", "\ud800", "n" * 512, "n" * 513]
+    ),
     st.text(max_size=5),
 )
 DTYPES = st.sampled_from([*DTYPE_BITS, "F6_E2M3", "F6_E3M2", "u8", "F33", ""])
-MUTATIONS = ("shape", "rank", "offset", "dtype", "rename", "length", "data", "wrong type", "drop", "duplicate", "metadata")
+MUTATIONS = (
+    "shape",
+    "rank",
+    "offset",
+    "dtype",
+    "rename",
+    "length",
+    "data",
+    "wrong type",
+    "drop",
+    "duplicate",
+    "metadata",
+)
 
 
 def make_header(dtypes_and_shapes):
@@ -71,7 +87,10 @@ def mutate(data, kind, pairs, sizes):
     elif kind == "wrong type":
         field = data.draw(st.integers(0, 3))
         wrong = data.draw(WRONG)
-        pairs[at] = (name, wrong if field == 3 else [*fields[:field], (fields[field][0], wrong), *fields[field + 1 :]])
+        pairs[at] = (
+            name,
+            wrong if field == 3 else [*fields[:field], (fields[field][0], wrong), *fields[field + 1 :]],
+        )
     else:
         (_, dtype), (_, shape), (_, offsets) = fields
         if kind == "shape" and isinstance(shape, list) and shape:
@@ -80,7 +99,9 @@ def mutate(data, kind, pairs, sizes):
             shape = shape + [1] * data.draw(st.integers(0, 9))
         elif kind == "offset" and isinstance(offsets, list) and len(offsets) == 2:
             shift = data.draw(st.integers(-3, 3))
-            offsets = data.draw(st.sampled_from([[offsets[0], offsets[1] + shift], [offsets[0] + shift, offsets[1] + shift]]))
+            offsets = data.draw(
+                st.sampled_from([[offsets[0], offsets[1] + shift], [offsets[0] + shift, offsets[1] + shift]])
+            )
         elif kind == "dtype":
             dtype = data.draw(DTYPES)
         pairs[at] = (name, [("dtype", dtype), ("shape", shape), ("data_offsets", offsets)])
@@ -144,17 +165,26 @@ def one(shape="[1]", offsets="[0,4]", metadata='{"k":"v"}'):
 @pytest.mark.parametrize(
     ("raw", "nbytes"),
     [
-        (one(shape="[1.0]"), 4), (one(shape="[01]"), 4), (one(shape="[true]"), 4), (one(shape="[-1]"), 4),
-        (one(shape="[2]"), 4), (one(offsets="[0,5]"), 5), (one(offsets="[4,8]"), 8), (one(metadata='{"k":1}'), 4),
-        (one(metadata='"k"'), 4), (one() + "x", 4), (one() + one(), 4),
-        (one(metadata='{"k":"\x01"}'), 4), (one(metadata="NaN"), 4),
+        (one(shape="[1.0]"), 4),
+        (one(shape="[01]"), 4),
+        (one(shape="[true]"), 4),
+        (one(shape="[-1]"), 4),
+        (one(shape="[2]"), 4),
+        (one(offsets="[0,5]"), 5),
+        (one(offsets="[4,8]"), 8),
+        (one(metadata='{"k":1}'), 4),
+        (one(metadata='"k"'), 4),
+        (one() + "x", 4),
+        (one() + one(), 4),
+        (one(metadata='{"k":"\x01"}'), 4),
+        (one(metadata="NaN"), 4),
         (one(shape="[-0]", offsets="[0,0]"), 0),
         (one(offsets="[-0,4]"), 4),
         (one(shape=f"[{2**62},4,0]", offsets="[0,0]"), 0),
         (one(metadata='{"k":"\\ud800"}'), 4),
         (one(metadata='{"\\udc00":"v"}'), 4),
     ],
-)  # fmt: skip
+)
 def test_what_safetensors_refuses_hfq_refuses(tmp_path, raw, nbytes):
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(raw)) + raw.encode() + bytes(nbytes))

@@ -1,4 +1,6 @@
-"""Promises 5 to 9: no damaged or hostile file is read as if it were whole, costs more than its size, or runs code."""
+"""Promises 5 to 9: no damaged or hostile file is read as if it were whole, costs more than its size, or runs
+code.
+"""
 
 import os
 import pickle
@@ -31,7 +33,17 @@ def path(tmp_path):
 
 def test_a_file_cut_at_any_byte_is_refused(path):
     whole, ranges = path.read_bytes(), [info.range for info in read_header(path).tensors.values()]
-    boundaries = {0, 7, 8, 9, ranges[0].offset - 1, ranges[0].offset, ranges[1].offset, ranges[2].offset, len(whole) - 1}
+    boundaries = {
+        0,
+        7,
+        8,
+        9,
+        ranges[0].offset - 1,
+        ranges[0].offset,
+        ranges[1].offset,
+        ranges[2].offset,
+        len(whole) - 1,
+    }
     assert boundaries < set(range(len(whole)))
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -75,16 +87,21 @@ def test_a_header_that_ends_early_or_late_is_refused(path):
 @pytest.mark.parametrize(
     ("offsets", "words"),
     [
-        ([(0, 8), (4, 12), (12, 16)], "overlap"), ([(0, 8), (0, 8), (8, 16)], "overlap"),
-        ([(0, 16), (4, 8), (8, 12)], "overlap"), ([(0, 4), (8, 12), (12, 16)], "leave a hole"),
+        ([(0, 8), (4, 12), (12, 16)], "overlap"),
+        ([(0, 8), (0, 8), (8, 16)], "overlap"),
+        ([(0, 16), (4, 8), (8, 12)], "overlap"),
+        ([(0, 4), (8, 12), (12, 16)], "leave a hole"),
         ([(4, 8), (8, 12), (12, 16)], "leave a hole"),
-        ([(0, 4), (4, 8), (8, 12)], "4 bytes follow"), ([(0, 4), (4, 8), (8, 20)], "truncated by 4 bytes"),
-        ([(0, 4), (4, 8), (8, 2**62)], "truncated by"), ([(2**62, 2**62 + 4), (0, 4), (4, 16)], "leave a hole"),
+        ([(0, 4), (4, 8), (8, 12)], "4 bytes follow"),
+        ([(0, 4), (4, 8), (8, 20)], "truncated by 4 bytes"),
+        ([(0, 4), (4, 8), (8, 2**62)], "truncated by"),
+        ([(2**62, 2**62 + 4), (0, 4), (4, 16)], "leave a hole"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_share_bytes_or_leave_some_are_refused(tmp_path, offsets, words):
     header = {
-        name: entry(shape=(end - begin,), offsets=(begin, end)) for name, (begin, end) in zip("abc", offsets, strict=True)
+        name: entry(shape=(end - begin,), offsets=(begin, end))
+        for name, (begin, end) in zip("abc", offsets, strict=True)
     }
     path = write_raw(tmp_path / "x", header, bytes(16))
     with refused(words, file=path):
@@ -120,7 +137,9 @@ def many(count, value):
 
 
 @pytest.mark.parametrize(
-    ("length", "nbytes"), [(2**63, 100), (33 << 20, 33 << 20), (2**40, 33 << 20)], ids=["2**63", "33 MB", "2**40"]
+    ("length", "nbytes"),
+    [(2**63, 100), (33 << 20, 33 << 20), (2**40, 33 << 20)],
+    ids=["2**63", "33 MB", "2**40"],
 )
 def test_a_header_over_the_limit_is_refused_unread(tmp_path, length, nbytes):
     write_raw(tmp_path / "model.safetensors", many(700_000, b"[" + b" " * 36 + b"]")[:nbytes], length=length)
@@ -133,12 +152,14 @@ def test_a_header_over_the_limit_is_refused_unread(tmp_path, length, nbytes):
 @pytest.mark.parametrize(
     "raw",
     [
-        many(BIG // 62, b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'), many(BIG // 12, b"{}"),
+        many(BIG // 62, b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'),
+        many(BIG // 12, b"{}"),
         b'{"a":[' + b"[]," * (BIG // 3) + b"[]]}",
-        b'{"a":{"b":[' + b"9," * (BIG // 2) + b"9]}}", b'{"a":"' + b"x" * BIG + b'"}',
+        b'{"a":{"b":[' + b"9," * (BIG // 2) + b"9]}}",
+        b'{"a":"' + b"x" * BIG + b'"}',
     ],
     ids=["tensors", "entries", "lists", "numbers", "text"],
-)  # fmt: skip
+)
 def test_a_header_within_the_limit_costs_a_bounded_multiple_of_its_size(tmp_path, raw):
     write_raw(tmp_path / "model.safetensors", raw)
     memory, _, text = refusal(tmp_path)
@@ -158,7 +179,9 @@ def test_deeply_nested_json_is_refused_and_ends_no_process(path, name, nested):
         path.rename(path.with_name("model.safetensors" if name == "config.json" else "x.safetensors"))
         path.with_name(name).write_bytes(b'{"a":' + nested + b"}")
     words = (
-        "The safetensors file is damaged" if name == "model.safetensors" else "A JSON file of the checkpoint cannot be read"
+        "The safetensors file is damaged"
+        if name == "model.safetensors"
+        else "A JSON file of the checkpoint cannot be read"
     )
     assert refusal(path.parent)[2].startswith(words)
 
@@ -201,7 +224,8 @@ def test_a_pickle_beside_the_shards_is_never_opened(path):
 
 def test_code_that_a_config_names_is_never_imported(tmp_path):
     folder = edit_config(
-        copy_model("gptq", tmp_path), auto_map={name: f"trap.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+        copy_model("gptq", tmp_path),
+        auto_map={name: f"trap.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")},
     )
     (folder / "trap.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'sprung')!r})")
     with opened_files() as opened:

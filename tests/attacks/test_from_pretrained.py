@@ -1,4 +1,6 @@
-"""Promises 12 to 14: through `from_pretrained`, each mistake of a user ends in one error of hfq that names its place."""
+"""Promises 12 to 14: through `from_pretrained`, each mistake of a user ends in one error of hfq that names
+its place.
+"""
 
 import json
 import os
@@ -14,7 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, PlacementError
 
-WHOLE = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+WHOLE = {
+    "model.embed_tokens": "cpu",
+    "model.layers": "cpu",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
 
 
 def test_unspoilt_copies_load(model):
@@ -80,13 +88,17 @@ def test_missing_weights_and_a_missing_or_broken_config_are_named(model):
 def test_a_dense_checkpoint_is_loaded_as_it_is(tmp_path):
     path, tokens = copy_model("", tmp_path), torch.arange(8)[None]
     with torch.no_grad():
-        assert torch.equal(load(path)(tokens).logits, AutoModelForCausalLM.from_pretrained(path)(tokens).logits)
+        assert torch.equal(
+            load(path)(tokens).logits, AutoModelForCausalLM.from_pretrained(path)(tokens).logits
+        )
 
 
 def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoint(tmp_path):
     path = copy_model("", tmp_path)
     tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors.pop("model.layers.0.mlp.up_proj.weight").to(torch.int32)
+    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors.pop("model.layers.0.mlp.up_proj.weight").to(
+        torch.int32
+    )
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with refused("model.layers.0.mlp.up_proj", kind=FormatError):
         load(path)
@@ -98,21 +110,31 @@ def test_codes_without_a_dialect_are_refused_and_not_taken_for_a_dense_checkpoin
 @pytest.mark.parametrize(
     ("device_map", "words"),
     [
-        ("atuo", "found: 'atuo'"), ("atuo", "did you mean 'auto'?"), ("dsik", "did you mean 'disk'?"),
-        ("disk", '{"": "disk"}'), ("meta", "found: 'meta'"), ({"": "dsik"}, "found: 'dsik'"), ({"": "meta"}, "found: 'meta'"),
-        ({"": None}, "found: None"), ({"": True}, "found: True"), ({"": -1}, "found: -1"),
-        ({"": "cuda:99"}, "found: 'cuda:99'"), ({"": 99}, "found: 99"),
+        ("atuo", "found: 'atuo'"),
+        ("atuo", "did you mean 'auto'?"),
+        ("dsik", "did you mean 'disk'?"),
+        ("disk", '{"": "disk"}'),
+        ("meta", "found: 'meta'"),
+        ({"": "dsik"}, "found: 'dsik'"),
+        ({"": "meta"}, "found: 'meta'"),
+        ({"": None}, "found: None"),
+        ({"": True}, "found: True"),
+        ({"": -1}, "found: -1"),
+        ({"": "cuda:99"}, "found: 'cuda:99'"),
+        ({"": 99}, "found: 99"),
         ({"": "cpu", "model.norm": "dsik"}, "for 'model.norm'; did you mean 'disk'?"),
         ({"model.layers.1x": "cpu", "": "cpu"}, "- 'model.layers.1x'; did you mean 'model.layers.1'?"),
-        ({"model.layers.9": "cpu", "": "cpu"}, "- 'model.layers.9'"), ({"model.layer": "cpu", "": "cpu"}, "- 'model.layer'"),
+        ({"model.layers.9": "cpu", "": "cpu"}, "- 'model.layers.9'"),
+        ({"model.layer": "cpu", "": "cpu"}, "- 'model.layer'"),
         ({**WHOLE, "model.layers": "cpu", "model.nrom": "cpu"}, "- 'model.nrom'; did you mean 'model.norm'?"),
-        ({}, "- model.layers.0."), ({"model.layers.1": "cpu"}, "- model.layers.0."),
+        ({}, "- model.layers.0."),
+        ({"model.layers.1": "cpu"}, "- model.layers.0."),
         ({key: value for key, value in WHOLE.items() if key != "model.norm"}, "- model.norm.weight"),
         ({1: "cpu"}, "1"),
         (["cpu"], "cpu"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_device_map_that_means_nothing_is_refused(model, device_map, words):
     with refused(words, "nothing was loaded", kind=PlacementError):
         load(model, device_map=device_map)
@@ -153,7 +175,13 @@ def test_sizes_of_a_model_of_the_hub_cache_are_checked_before_it_is_built(offlin
         load("o/n", **cache_model(edit_config(gptq, num_hidden_layers=500), tmp_path))
 
 
-HUGE = {"hidden_size": 2**40, "vocab_size": 2**40, "intermediate_size": 2**40, "head_dim": 2**40, "num_hidden_layers": 10**9}
+HUGE = {
+    "hidden_size": 2**40,
+    "vocab_size": 2**40,
+    "intermediate_size": 2**40,
+    "head_dim": 2**40,
+    "num_hidden_layers": 10**9,
+}
 DANGEROUS = {
     **{key: ("FormatError", f"{key}={value}") for key, value in HUGE.items()},
     "truncated file": ("CheckpointError", "truncated by 1 bytes"),
@@ -187,7 +215,9 @@ def dangerous(kind, folder) -> list:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A process of its own, offline and with an empty cache, that loaded the dangerous checkpoints of both kinds."""
+    """A process of its own, offline and with an empty cache, that loaded the dangerous checkpoints of both
+    kinds.
+    """
     paths = [path for kind in ("gptq", "fp8") for path in dangerous(kind, tmp_path_factory.mktemp(kind))]
     return run_python(LOAD_EACH, *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache")))
 

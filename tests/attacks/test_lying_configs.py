@@ -1,4 +1,6 @@
-"""Promise 15: a config.json that contradicts the files, or itself, is refused with the key or the tensor that shows it."""
+"""Promise 15: a config.json that contradicts the files, or itself, is refused with the key or the tensor that
+shows it.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ GATE_PROJ = "model.layers.0.mlp.gate_proj"
 def test_a_config_that_lies_about_bits_is_refused_with_the_tensor_that_shows_it(gptq):
     for bits in (2, 3, 8):
         edit_config(gptq, {"bits": bits})
-        with refused(f"expected: {bits} bits", "found: 4 bits", "`bits`", kind=FormatError, tensor=f"{Q_PROJ}.qzeros"):
+        with refused(
+            f"expected: {bits} bits", "found: 4 bits", "`bits`", kind=FormatError, tensor=f"{Q_PROJ}.qzeros"
+        ):
             load(gptq)
 
 
@@ -32,7 +36,9 @@ def test_group_sizes_that_cannot_be_are_refused(gptq, size):
 
 
 def test_a_group_size_that_the_tensors_contradict_is_refused(gptq):
-    with refused("does not match", f"{Q_PROJ}.scales", "[2, 128], found F16 [1, 128]", kind=FormatError, file=gptq):
+    with refused(
+        "does not match", f"{Q_PROJ}.scales", "[2, 128], found F16 [1, 128]", kind=FormatError, file=gptq
+    ):
         load(edit_config(gptq, {"group_size": 64}))
 
 
@@ -50,14 +56,19 @@ def test_a_block_size_that_the_tensors_contradict_is_refused(fp8):
 @pytest.mark.parametrize("size", [256, 400])
 def test_an_intermediate_size_that_the_tensors_contradict_is_refused(model, size):
     tensor = "qweight" if model.name == "model-gptq" else "weight"
-    with refused("does not match LlamaForCausalLM", f"- {GATE_PROJ}.{tensor}: expected", kind=FormatError, file=model):
+    with refused(
+        "does not match LlamaForCausalLM", f"- {GATE_PROJ}.{tensor}: expected", kind=FormatError, file=model
+    ):
         load(edit_config(model, intermediate_size=size))
 
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_a_depth_that_the_tensors_contradict_is_refused(model, layers):
     with refused(
-        "does not match LlamaForCausalLM", f"model.layers.{layers if layers < 4 else 4}.", kind=FormatError, file=model
+        "does not match LlamaForCausalLM",
+        f"model.layers.{layers if layers < 4 else 4}.",
+        kind=FormatError,
+        file=model,
     ):
         load(edit_config(model, num_hidden_layers=layers))
 
@@ -87,7 +98,11 @@ def test_a_size_that_no_model_can_have_is_refused_by_hfq_itself(gptq, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"n_layers": 10**9}, {"vision_config": {"depth": 10**9}}, {"thinker": {"text": {"num_hidden_layers": 10**9}}}],
+    [
+        {"n_layers": 10**9},
+        {"vision_config": {"depth": 10**9}},
+        {"thinker": {"text": {"num_hidden_layers": 10**9}}},
+    ],
     ids=str,
 )
 def test_a_depth_is_checked_under_every_name_that_a_model_may_give_it(gptq, changes):
@@ -95,7 +110,9 @@ def test_a_depth_is_checked_under_every_name_that_a_model_may_give_it(gptq, chan
         load(edit_config(gptq, **changes))
 
 
-@pytest.mark.parametrize("changes", [{"quantization_config": ["gptq"]}, {"quantization_config": "gptq"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"quantization_config": ["gptq"]}, {"quantization_config": "gptq"}], ids=str
+)
 def test_a_quantization_config_that_is_no_object_is_refused(gptq, changes):
     (gptq / "quantize_config.json").unlink()
     config = {**json.loads((gptq / "config.json").read_text()), **changes}

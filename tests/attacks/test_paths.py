@@ -47,12 +47,24 @@ def test_the_trap_sees_what_is_opened(inside, outside):
 @pytest.mark.parametrize(
     "name",
     [
-        "../outside/x.safetensors", "sub/../../outside/x.safetensors", "./../outside/x.safetensors", "sub/../x.safetensors",
-        "..", "../inside/../outside/x.safetensors", "//outside/x.safetensors", "/etc/passwd", "x\0.safetensors",
-        "..\\outside\\x.safetensors", "sub\\x.safetensors", "C:x.safetensors", "C:/x.safetensors", "x.safetensors:stream",
-        "x\n.safetensors", "\x1b]0;x\x07.safetensors",
+        "../outside/x.safetensors",
+        "sub/../../outside/x.safetensors",
+        "./../outside/x.safetensors",
+        "sub/../x.safetensors",
+        "..",
+        "../inside/../outside/x.safetensors",
+        "//outside/x.safetensors",
+        "/etc/passwd",
+        "x\0.safetensors",
+        "..\\outside\\x.safetensors",
+        "sub\\x.safetensors",
+        "C:x.safetensors",
+        "C:/x.safetensors",
+        "x.safetensors:stream",
+        "x\n.safetensors",
+        "\x1b]0;x\x07.safetensors",
     ],
-)  # fmt: skip
+)
 def test_an_index_that_names_a_place_outside_is_refused(inside, outside, name):
     write_shards(inside, {}, {"a": name})
     assert_nothing_outside_is_opened(inside, ["outside its folder", repr(name)], inside / INDEX)
@@ -81,18 +93,24 @@ def test_a_shard_that_is_a_link_out_is_refused(inside, outside):
 def test_a_shard_in_a_linked_folder_is_refused(inside, outside):
     os.symlink(outside.parent, inside / "linked")
     write_shards(inside, {}, {"a": "linked/x.safetensors"})
-    assert_nothing_outside_is_opened(inside, ["outside its folder", str(outside)], inside / "linked" / "x.safetensors")
+    assert_nothing_outside_is_opened(
+        inside, ["outside its folder", str(outside)], inside / "linked" / "x.safetensors"
+    )
 
 
 def test_a_chain_of_links_is_followed_to_its_end(inside, outside):
     os.symlink(outside, inside / "sub" / "second")
     os.symlink("sub/second", inside / "model.safetensors")
-    assert_nothing_outside_is_opened(inside, ["outside its folder", str(outside)], inside / "model.safetensors")
+    assert_nothing_outside_is_opened(
+        inside, ["outside its folder", str(outside)], inside / "model.safetensors"
+    )
 
 
 def test_a_single_file_that_is_a_link_out_is_refused(inside, outside):
     os.symlink("../outside/x.safetensors", inside / "model.safetensors")
-    assert_nothing_outside_is_opened(inside, ["outside its folder", str(outside)], inside / "model.safetensors")
+    assert_nothing_outside_is_opened(
+        inside, ["outside its folder", str(outside)], inside / "model.safetensors"
+    )
 
 
 def test_a_folder_whose_name_only_begins_the_same_is_outside(inside, outside):

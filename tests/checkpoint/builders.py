@@ -23,14 +23,18 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
 
 
 def write_raw(path, header, data=b"", length=None):
-    """A file of just this header (a dict, or its bytes) and this data; `length` lies about the header's length."""
+    """A file of just this header (a dict, or its bytes) and this data; `length` lies about the header's
+    length.
+    """
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
     return path
 
 
 def write_shards(folder, shards, weight_map=None):
-    """A folder of shards ({file: {tensor: value}}) with the index that describes them, or with `weight_map`."""
+    """A folder of shards ({file: {tensor: value}}) with the index that describes them, or with
+    `weight_map`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file, values in shards.items():
         save_file({name: torch.tensor(value) for name, value in values.items()}, folder / file)
@@ -47,7 +51,9 @@ def stored_bytes(info):
 
 @contextlib.contextmanager
 def refused(*words, kind=CheckpointError, file=None, tensor=None):
-    """Demands one error of just this kind, in hfq's fixed form, that says these words and names this file and tensor."""
+    """Demands one error of just this kind, in hfq's fixed form, that says these words and names this file and
+    tensor.
+    """
     with pytest.raises(HfqError) as caught:
         yield caught
     text = str(caught.value)
@@ -61,6 +67,10 @@ def refused(*words, kind=CheckpointError, file=None, tensor=None):
 def run_python(code, *arguments, **environment):
     """Runs a script of its own process, where a signal or a blocked call cannot take the tests along."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
+    )

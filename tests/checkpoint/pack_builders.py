@@ -40,11 +40,15 @@ def made_up(folder, tensors, metadata=None):
 
 
 def assert_packed(source, target):
-    """Every tensor is as it was; every shard starts its data on a page, and every tensor on its own element."""
+    """Every tensor is as it was; every shard starts its data on a page, and every tensor on its own
+    element.
+    """
     assert tiny_models.digests(target) == tiny_models.digests(source)
     packed = Checkpoint.open(target)
     assert all(header.data_start % 4096 == 0 for header in packed.headers.values())
-    assert all(info.range.offset % max(DTYPE_BITS[info.dtype] // 8, 1) == 0 for info in packed.tensors.values())
+    assert all(
+        info.range.offset % max(DTYPE_BITS[info.dtype] // 8, 1) == 0 for info in packed.tensors.values()
+    )
 
 
 def assert_nothing_left(tmp_path, *others):

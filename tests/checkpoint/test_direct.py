@@ -35,7 +35,9 @@ def reader(files):
 
 
 def aligned(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, max(-(-nbytes // PAGE) * PAGE, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return memoryview(
+        mmap.mmap(-1, max(-(-nbytes // PAGE) * PAGE, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    )
 
 
 def direct(files, file, offset: int, nbytes: int) -> bytes:
@@ -106,7 +108,9 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(files
     assert direct(files, file, PAGE, 5000) == file.read_bytes()[PAGE : PAGE + 5000]
 
 
-def test_permission_lost_or_no_proc_leaves_the_descriptor_that_was_validated(files, reader, file, monkeypatch):
+def test_permission_lost_or_no_proc_leaves_the_descriptor_that_was_validated(
+    files, reader, file, monkeypatch
+):
     content = file.read_bytes()
     reader.descriptor(str(file))
 
@@ -130,14 +134,19 @@ def test_permission_lost_before_the_first_read_is_a_named_error(files, file, mon
 def faulty(monkeypatch, fault):
     """Lets `fault(really, descriptor, targets, offset)` stand for `os.preadv`."""
     really = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda descriptor, targets, offset: fault(really, descriptor, targets, offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda descriptor, targets, offset: fault(really, descriptor, targets, offset)
+    )
 
 
 @pytest.mark.parametrize("most", [1, 100, PAGE])
 @pytest.mark.parametrize("read", [direct, scattered])
 def test_short_reads_are_taken_up_where_they_ended(files, file, monkeypatch, read, most):
     content = file.read_bytes()
-    faulty(monkeypatch, lambda really, descriptor, targets, offset: really(descriptor, [targets[0][:most]], offset))
+    faulty(
+        monkeypatch,
+        lambda really, descriptor, targets, offset: really(descriptor, [targets[0][:most]], offset),
+    )
     assert read(files, file, PAGE, PAGE + 300) == content[PAGE : 2 * PAGE + 300]
 
 
@@ -164,7 +173,9 @@ def test_a_failing_disk_is_a_named_error_and_the_next_read_works(files, file, re
 
     with pytest.MonkeyPatch.context() as patch:
         faulty(patch, fail)
-        with refused("cannot be read any more", "Input/output error", f"5000 bytes from byte {PAGE}", file=file):
+        with refused(
+            "cannot be read any more", "Input/output error", f"5000 bytes from byte {PAGE}", file=file
+        ):
             read(files, file, PAGE, 5000)
     assert read(files, file, PAGE, 5000) == file.read_bytes()[PAGE : PAGE + 5000]
 

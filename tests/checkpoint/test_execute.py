@@ -1,4 +1,6 @@
-"""A plan carried out: the file's own bytes in their places, whatever the threads and the disk do, and no thread left behind."""
+"""A plan carried out: the file's own bytes in their places, whatever the threads and the disk do, and no
+thread left behind.
+"""
 
 import errno
 import hashlib
@@ -40,7 +42,14 @@ def planned(checkpoint, names=None, kind="private"):
     """A plan that reads these tensors, two to a row."""
     names = sorted(names or checkpoint.tensors)
     rows = [
-        ModuleRead(name, "cpu", "read", "for a test", {local: checkpoint.tensors[local] for local in names[i : i + 2]}, "arena")
+        ModuleRead(
+            name,
+            "cpu",
+            "read",
+            "for a test",
+            {local: checkpoint.tensors[local] for local in names[i : i + 2]},
+            "arena",
+        )
         for i, name in enumerate(names)
         if i % 2 == 0
     ]
@@ -62,7 +71,10 @@ def digests(plan, target):
 
 
 def expected(checkpoint, names=None):
-    return {name: hashlib.sha256(stored_bytes(checkpoint.tensors[name])).hexdigest() for name in names or checkpoint.tensors}
+    return {
+        name: hashlib.sha256(stored_bytes(checkpoint.tensors[name])).hexdigest()
+        for name in names or checkpoint.tensors
+    }
 
 
 def memory(plan):
@@ -206,9 +218,15 @@ def test_two_threads_are_at_work_at_once(checkpoint, monkeypatch):
 @pytest.fixture
 def advice(monkeypatch):
     """The advice that was given, as (name, offset, bytes)."""
-    names = {getattr(os, name): name.removeprefix("POSIX_FADV_") for name in dir(os) if name.startswith("POSIX_FADV_")}
+    names = {
+        getattr(os, name): name.removeprefix("POSIX_FADV_")
+        for name in dir(os)
+        if name.startswith("POSIX_FADV_")
+    }
     given = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, nbytes, kind: given.append((names[kind], offset, nbytes)))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, offset, nbytes, kind: given.append((names[kind], offset, nbytes))
+    )
     return given
 
 

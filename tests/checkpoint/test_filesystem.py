@@ -8,7 +8,13 @@ import pytest
 from checkpoint.builders import refused
 
 from hfq.checkpoint import filesystem
-from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network, populate, resident_fraction
+from hfq.checkpoint.filesystem import (
+    available_memory,
+    filesystem_type,
+    is_network,
+    populate,
+    resident_fraction,
+)
 from hfq.tensor_spec import ByteRange
 
 MIB = 1 << 20
@@ -65,7 +71,9 @@ def test_this_system_tells_something(tmp_path):
 
 @pytest.fixture
 def file(tmp_path):
-    """(descriptor, path) of a file of 40 MiB and 3 bytes, all hole: its pages are brought in and let go as any others."""
+    """(descriptor, path) of a file of 40 MiB and 3 bytes, all hole: its pages are brought in and let go as
+    any others.
+    """
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, 40 * MIB + 3)
@@ -81,7 +89,9 @@ def evict(descriptor, source):
 
 
 def check_brings_in(descriptor, source, fill, cold=None):
-    """Every page of a cold range is in memory after `fill`; where the system takes pages back meanwhile, after another try."""
+    """Every page of a cold range is in memory after `fill`; where the system takes pages back meanwhile,
+    after another try.
+    """
     for _ in range(5):
         evict(descriptor, cold or source)
         fill()

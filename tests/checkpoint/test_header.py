@@ -27,7 +27,11 @@ def written_header(path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_that_safetensors_writes_is_read_as_written(tmp_path, dtype):
     path = tmp_path / "model.safetensors"
-    value = torch.arange(32, dtype=torch.uint8).view(dtype) if dtype != torch.bool else torch.tensor([True, False])
+    value = (
+        torch.arange(32, dtype=torch.uint8).view(dtype)
+        if dtype != torch.bool
+        else torch.tensor([True, False])
+    )
     safetensors.torch.save_file({"a": value}, path)
     info = read_header(path).tensors["a"]
     tensors, _, data_start = written_header(path)
@@ -48,7 +52,11 @@ def test_a_file_of_many_tensors_is_read_as_written(tmp_path):
     assert header.tensors.keys() == tensors.keys()
     for name, info in header.tensors.items():
         offset = data_start + tensors[name]["data_offsets"][0]
-        assert (info.name, info.dtype, list(info.shape)) == (name, tensors[name]["dtype"], tensors[name]["shape"])
+        assert (info.name, info.dtype, list(info.shape)) == (
+            name,
+            tensors[name]["dtype"],
+            tensors[name]["shape"],
+        )
         assert info.range.offset == offset
 
 
@@ -96,7 +104,7 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path):
         (b"PK\x03\x04" + bytes(60), "looks like a pickle or a zip archive"),
         (b"\x80\x04\x95\x10" + bytes(60), "looks like a pickle or a zip archive"),
     ],
-)  # fmt: skip
+)
 def test_check_1_the_file_holds_the_header_it_promises(tmp_path, raw, words):
     path = tmp_path / "x"
     path.write_bytes(raw)
@@ -116,13 +124,16 @@ def test_check_1_the_file_holds_the_header_it_promises(tmp_path, raw, words):
         (ONE.replace(b"a", b"\xff", 1), "not valid JSON"),
         (ONE.replace(b"[4]", b"[04]"), "not valid JSON"),
         (ONE.replace(b"[4]", b"[" + b"1" * 5000 + b"]"), "not valid JSON"),
-        *((ONE.replace(b"[4]", constant), "is not JSON") for constant in (b"[NaN]", b"[Infinity]", b"[-Infinity]")),
+        *(
+            (ONE.replace(b"[4]", constant), "is not JSON")
+            for constant in (b"[NaN]", b"[Infinity]", b"[-Infinity]")
+        ),
         (ONE[:-1] + b"," + ONE[1:], "stands twice in its header"),
         (ONE.replace(b"{", b'{"__metadata__":{"k":"1","k":"2"},', 1), "stands twice in its header"),
         (ONE.replace(b'"dtype"', b'"shape":[4],"dtype"'), "stands twice in its header"),
         (ONE[:-1] + b"," + ONE[1:].replace(b'"a"', b'"\\u0061"'), "stands twice in its header"),
     ],
-)  # fmt: skip
+)
 def test_check_2_the_header_is_one_json_object(tmp_path, raw, words):
     path = write_raw(tmp_path / "x", raw, DATA)
     with refused(words, file=path):
@@ -142,16 +153,30 @@ WITHOUT_DTYPE = {"shape": [4], "data_offsets": [0, 4]}
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "entry is malformed"), ([], "entry is malformed"), (WITHOUT_DTYPE, "entry is malformed"),
+        (None, "entry is malformed"),
+        ([], "entry is malformed"),
+        (WITHOUT_DTYPE, "entry is malformed"),
         ({**entry(), "extra": 1}, "entry is malformed"),
         *(({**entry(), "dtype": dtype}, "unknown dtype") for dtype in ("u8", "F3", "", 8, None, ["U8"])),
-        *(({**entry(), "shape": shape}, "unacceptable shape") for shape in (4, "4", None, {}, [4.0], ["4"], [None], [[4]])),
-        *(({**entry(), "shape": shape}, "unacceptable shape") for shape in ([-4], [-2, -2], [2**63], [4] + [1] * 8)),
+        *(
+            ({**entry(), "shape": shape}, "unacceptable shape")
+            for shape in (4, "4", None, {}, [4.0], ["4"], [None], [[4]])
+        ),
+        *(
+            ({**entry(), "shape": shape}, "unacceptable shape")
+            for shape in ([-4], [-2, -2], [2**63], [4] + [1] * 8)
+        ),
         ({**entry(), "shape": [True, 4]}, "unacceptable shape"),
-        *(({**entry(), "data_offsets": value}, "unacceptable data_offsets") for value in (4, [4], [0, 4, 4], [4, 0], [-4, 0])),
-        *(({**entry(), "data_offsets": value}, "unacceptable data_offsets") for value in ([False, 4], [0, 4.0], ["0", "4"])),
+        *(
+            ({**entry(), "data_offsets": value}, "unacceptable data_offsets")
+            for value in (4, [4], [0, 4, 4], [4, 0], [-4, 0])
+        ),
+        *(
+            ({**entry(), "data_offsets": value}, "unacceptable data_offsets")
+            for value in ([False, 4], [0, 4.0], ["0", "4"])
+        ),
     ],
-)  # fmt: skip
+)
 def test_check_4_a_tensor_is_a_dtype_a_shape_and_offsets(tmp_path, value, words):
     path = write_raw(tmp_path / "x", {"a": value}, DATA)
     with refused(words, file=path, tensor="a"):
@@ -172,11 +197,17 @@ def test_check_5_a_name_is_printable_and_no_path(tmp_path, name):
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        (entry(shape=(3,)), "4 bytes"), (entry(shape=(5,)), "4 bytes"), (entry(shape=()), "4 bytes"),
-        (entry("F32", (4,)), "4 bytes"), (entry("F4", (9,)), "4 bytes"), (entry("F16", (2,), (1, 4)), "3 bytes"),
-        (entry(shape=(0,)), "4 bytes"), (entry(shape=(2**62, 2**62)), "4 bytes"), (entry(shape=[2**63 - 1] * 8), "4 bytes"),
+        (entry(shape=(3,)), "4 bytes"),
+        (entry(shape=(5,)), "4 bytes"),
+        (entry(shape=()), "4 bytes"),
+        (entry("F32", (4,)), "4 bytes"),
+        (entry("F4", (9,)), "4 bytes"),
+        (entry("F16", (2,), (1, 4)), "3 bytes"),
+        (entry(shape=(0,)), "4 bytes"),
+        (entry(shape=(2**62, 2**62)), "4 bytes"),
+        (entry(shape=[2**63 - 1] * 8), "4 bytes"),
     ],
-)  # fmt: skip
+)
 def test_check_6_the_bytes_equal_dtype_times_shape(tmp_path, value, found):
     path = write_raw(tmp_path / "x", {"a": value}, DATA)
     with refused("bytes do not match its dtype and shape", f"found: {found}", file=path, tensor="a"):
@@ -188,14 +219,22 @@ def test_check_6_the_bytes_equal_dtype_times_shape(tmp_path, value, found):
     [
         ({"a": entry(), "b": entry(offsets=(3, 7))}, "b", "tensors overlap"),
         ({"a": entry(), "b": entry()}, "b", "tensors overlap"),
-        ({"a": entry(shape=(8,), offsets=(0, 8)), "b": entry(shape=(0,), offsets=(4, 4))}, "b", "tensors overlap"),
+        (
+            {"a": entry(shape=(8,), offsets=(0, 8)), "b": entry(shape=(0,), offsets=(4, 4))},
+            "b",
+            "tensors overlap",
+        ),
         ({"a": entry(offsets=(1, 5))}, "a", "tensors leave a hole"),
-        ({"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(shape=(2,), offsets=(5, 7))}, "b", "tensors leave a hole"),
+        (
+            {"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(shape=(2,), offsets=(5, 7))},
+            "b",
+            "tensors leave a hole",
+        ),
         ({"a": entry(shape=(9,), offsets=(0, 9))}, None, "truncated by 1 bytes"),
         ({"a": entry()}, None, "4 bytes follow its last tensor"),
         ({}, None, "8 bytes follow its last tensor"),
     ],
-)  # fmt: skip
+)
 def test_check_7_the_tensors_cover_the_file(tmp_path, header, tensor, words):
     path = write_raw(tmp_path / "x", header, DATA * 2)
     with refused(words, file=path, tensor=tensor):
@@ -210,7 +249,7 @@ def test_check_7_the_tensors_cover_the_file(tmp_path, header, tensor, words):
         (HeaderLimits(rank=0), "unacceptable shape"),
         (HeaderLimits(name_length=0), "unacceptable name"),
     ],
-)  # fmt: skip
+)
 def test_each_limit_can_be_lowered(tmp_path, limits, words):
     path = write_raw(tmp_path / "x", ONE, DATA)
     assert list(read_header(path).tensors) == ["a"]

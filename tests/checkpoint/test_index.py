@@ -34,8 +34,10 @@ def test_a_single_file_is_found(folder, checkpoint):
     path = str(folder / "model.safetensors")
     assert (checkpoint.root, list(checkpoint.headers), checkpoint.config) == (str(folder), [path], {})
     assert {name: str(info) for name, info in checkpoint.tensors.items()} == {
-        "big": "U8 [512, 512]", "small": "F32 [16]", "tiny": "BF16 [1]",
-    }  # fmt: skip
+        "big": "U8 [512, 512]",
+        "small": "F32 [16]",
+        "tiny": "BF16 [1]",
+    }
     assert checkpoint.nbytes == os.path.getsize(path)
 
 
@@ -86,11 +88,14 @@ def test_a_damaged_shard_is_named(sharded):
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND}, f"d: the index says {SECOND}, the shards say nothing"),
+        (
+            {"a": FIRST, "b": FIRST, "c": SECOND, "d": SECOND},
+            f"d: the index says {SECOND}, the shards say nothing",
+        ),
         ({"a": FIRST, "c": SECOND}, f"b: the index says nothing, the shards say {FIRST}"),
         ({"a": FIRST, "b": SECOND, "c": SECOND}, f"b: the index says {SECOND}, the shards say {FIRST}"),
     ],
-)  # fmt: skip
+)
 def test_an_index_and_its_shards_must_agree(tmp_path, weight_map, words):
     with refused("index and the shards disagree", words, file=tmp_path / INDEX):
         Checkpoint.open(write_shards(tmp_path, SHARDS, weight_map))
@@ -121,7 +126,9 @@ def test_an_index_that_names_a_pickle_is_refused(tmp_path):
 
 
 def test_a_file_in_place_of_a_folder_is_refused_with_its_folder_as_the_fix(folder):
-    with refused("folder, and this is a file", f"Fix: pass its folder, {folder}", file=folder / "model.safetensors"):
+    with refused(
+        "folder, and this is a file", f"Fix: pass its folder, {folder}", file=folder / "model.safetensors"
+    ):
         Checkpoint.open(folder / "model.safetensors")
 
 
@@ -130,7 +137,9 @@ def test_a_missing_folder_is_refused(tmp_path):
         Checkpoint.open(tmp_path / "none")
 
 
-@pytest.mark.parametrize("arguments", [{"root": "a" * 300}, {"root": ".", "variant": "a" * 300}], ids=["root", "variant"])
+@pytest.mark.parametrize(
+    "arguments", [{"root": "a" * 300}, {"root": ".", "variant": "a" * 300}], ids=["root", "variant"]
+)
 def test_a_name_that_no_file_can_have_is_refused(arguments):
     with refused():
         Checkpoint.open(**arguments)
@@ -162,11 +171,16 @@ def test_a_config_is_read(folder):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (b"", "Expecting value"), (b"{", "Expecting property name"), (b"[]", "it holds a list"),
-        (b"null", "it holds a NoneType"), (b'"x"', "it holds a str"), (b"1", "it holds a int"),
-        (b"\xff\xfe{}", "can't decode byte"), (b'{"a":' + b"[" * 100_000, "recursion"),
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[]", "it holds a list"),
+        (b"null", "it holds a NoneType"),
+        (b'"x"', "it holds a str"),
+        (b"1", "it holds a int"),
+        (b"\xff\xfe{}", "can't decode byte"),
+        (b'{"a":' + b"[" * 100_000, "recursion"),
     ],
-)  # fmt: skip
+)
 def test_json_that_is_no_object_is_refused(sharded, name, text, found):
     (sharded / name).write_bytes(text)
     with refused("JSON file of the checkpoint cannot be read", found, file=sharded / name):
@@ -197,7 +211,11 @@ def test_a_side_file_is_read_or_absent_or_refused(folder, checkpoint):
 
 
 def test_metadata_is_that_of_all_files_but_for_what_they_disagree_on(tmp_path):
-    write_raw(tmp_path / "x.safetensors", {"__metadata__": {"format": "pt", "k": "1", "x": "2"}, "a": entry()}, b"1234")
+    write_raw(
+        tmp_path / "x.safetensors",
+        {"__metadata__": {"format": "pt", "k": "1", "x": "2"}, "a": entry()},
+        b"1234",
+    )
     write_raw(tmp_path / "y.safetensors", {"__metadata__": {"format": "pt", "k": "2"}, "b": entry()}, b"1234")
     files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
     assert Checkpoint.from_files(files).metadata() == {"format": "pt", "x": "2"}

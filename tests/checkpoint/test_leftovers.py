@@ -11,7 +11,9 @@ from hfq.checkpoint.cleanup import find_leftovers
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with leftovers, and with what only looks like them; the folder of temporary files is another."""
+    """A folder with leftovers, and with what only looks like them; the folder of temporary files is
+    another.
+    """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     folder = tmp_path / "models"
@@ -38,14 +40,23 @@ def find(folder, **kwargs):
 
 def test_leftovers_are_found_with_their_bytes_and_removed(folder):
     found = find(folder)
-    sizes = {".packed.abcdefgh.tmp": 5, ".model.safetensors.abcd1234.tmp": 3, ".hfq-calibrate-abcd1234": 1, "hfq-abcd1234": 0}
+    sizes = {
+        ".packed.abcdefgh.tmp": 5,
+        ".model.safetensors.abcd1234.tmp": 3,
+        ".hfq-calibrate-abcd1234": 1,
+        "hfq-abcd1234": 0,
+    }
     sizes |= {".model.headers.zip.abcd1234.tmp": 2, "hfq-nested12": 4}
     assert {name: leftover.nbytes for name, leftover in found.items()} == sizes
     for leftover in found.values():
         leftover.remove()
         leftover.remove()  # gone already
     assert find(folder) == {}
-    assert {entry.name for entry in folder.iterdir()} == {".notes.abcd1234.tmp", "model.safetensors", ".deep.abcdefgh.tmp"}
+    assert {entry.name for entry in folder.iterdir()} == {
+        ".notes.abcd1234.tmp",
+        "model.safetensors",
+        ".deep.abcdefgh.tmp",
+    }
 
 
 def test_what_is_young_or_open_is_left_alone(folder):
@@ -55,7 +66,11 @@ def test_what_is_young_or_open_is_left_alone(folder):
         (folder / ".packed.abcdefgh.tmp" / "model.safetensors").open("rb"),
         (folder.parent / "tmp" / "hfq-nested12" / "my-model" / "config.json").open("rb"),
     ):
-        assert set(find(folder)) == {".hfq-calibrate-abcd1234", ".model.headers.zip.abcd1234.tmp", "hfq-abcd1234"}
+        assert set(find(folder)) == {
+            ".hfq-calibrate-abcd1234",
+            ".model.headers.zip.abcd1234.tmp",
+            "hfq-abcd1234",
+        }
 
 
 def test_shared_memory_without_a_lock_is_left_over(tmp_path, folder):
@@ -67,4 +82,6 @@ def test_shared_memory_without_a_lock_is_left_over(tmp_path, folder):
     with (shared / f"hfq-{os.getuid()}-used").open("rb+") as used:
         fcntl.flock(used, fcntl.LOCK_SH)
         found = find_leftovers([], shared)
-    assert [leftover.path.name for leftover in found if leftover.path.parent == shared] == [f"hfq-{os.getuid()}-stale"]
+    assert [leftover.path.name for leftover in found if leftover.path.parent == shared] == [
+        f"hfq-{os.getuid()}-stale"
+    ]

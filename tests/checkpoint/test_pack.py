@@ -17,7 +17,12 @@ from hfq.checkpoint import write_checkpoint as writing
 from hfq.checkpoint.reshard import reshard_checkpoint
 
 SIZES = {"U8": 1, "F32": 4, "I64": 8, "BF16": 2}
-EXPERT = [("up.weight", "U8", (4, 8)), ("up.scale", "BF16", (3,)), ("down.weight", "U8", (5, 8)), ("down.scale", "F32", ())]
+EXPERT = [
+    ("up.weight", "U8", (4, 8)),
+    ("up.scale", "BF16", (3,)),
+    ("down.weight", "U8", (5, 8)),
+    ("down.scale", "F32", ()),
+]
 
 
 @pytest.fixture
@@ -29,7 +34,9 @@ def shards_of(folder):
     """The tensors of each shard, in the order of their bytes."""
     headers = Checkpoint.open(folder).headers
     return {
-        Path(file).name: [i.name for i in sorted(h.tensors.values(), key=lambda i: (i.range.offset, i.nbytes))]
+        Path(file).name: [
+            i.name for i in sorted(h.tensors.values(), key=lambda i: (i.range.offset, i.nbytes))
+        ]
         for file, h in headers.items()
     }
 
@@ -41,7 +48,11 @@ def test_a_packed_model_is_the_same_for_every_reader(tmp_path, name):
     assert_packed(source, target)
     shards = shards_of(target)
     for layer in range(4):
-        (file,) = [file for file, names in shards.items() if any(n.startswith(f"model.layers.{layer}.") for n in names)]
+        (file,) = [
+            file
+            for file, names in shards.items()
+            if any(n.startswith(f"model.layers.{layer}.") for n in names)
+        ]
         assert all(n.startswith(f"model.layers.{layer}.") for n in shards[file])
     assert report.blocks == 4
     assert report.files == len(list(target.iterdir()))
@@ -54,13 +65,16 @@ def test_a_packed_model_is_the_same_for_every_reader(tmp_path, name):
             assert file.metadata() == metadata
             assert sorted(file.keys()) == sorted(names)
             for key in names:
-                assert torch.equal(file.get_tensor(key).view(torch.uint8), expected.pop(key).view(torch.uint8))
+                assert torch.equal(
+                    file.get_tensor(key).view(torch.uint8), expected.pop(key).view(torch.uint8)
+                )
     assert not expected
 
 
 @pytest.mark.parametrize(
     ("name", "home"),
-    [(f"tiny-llama-{kind}", home) for kind in ("gptq", "fp8") for home in ("cpu", "disk")] + [("tiny-llama", None)],
+    [(f"tiny-llama-{kind}", home) for kind in ("gptq", "fp8") for home in ("cpu", "disk")]
+    + [("tiny-llama", None)],
 )
 def test_from_pretrained_gives_the_same_logits(tmp_path, name, home):
     """With hfq, and without it for the checkpoint that is not quantized."""
@@ -88,7 +102,8 @@ def test_odd_sizes_are_aligned_and_identical(tmp_path, odd):
     assert {name.split(".")[2] for name in tenth} == {"10"}
     assert report.blocks == 3
     assert all(
-        header.metadata == {"format": "pt", "note": "ü"} for header in Checkpoint.open(tmp_path / "packed").headers.values()
+        header.metadata == {"format": "pt", "note": "ü"}
+        for header in Checkpoint.open(tmp_path / "packed").headers.values()
     )
 
 
@@ -98,15 +113,23 @@ def test_a_modules_tensors_lie_together_in_the_order_of_the_source(tmp_path):
     source = made_up(tmp_path / "source", tensors)
     reshard_checkpoint(source, tmp_path / "packed")
     ((_, names),) = shards_of(tmp_path / "packed").items()
-    expected = ["h.0.norm.weight", *(f"h.0.{m}.{local}" for m in "cab" for local in ("up.weight", "up.scale"))]
+    expected = [
+        "h.0.norm.weight",
+        *(f"h.0.{m}.{local}" for m in "cab" for local in ("up.weight", "up.scale")),
+    ]
     assert names == expected
     offsets = {name: info.range.offset for name, info in Checkpoint.open(tmp_path / "packed").tensors.items()}
     assert offsets["h.0.norm.weight"] % 16 == 0  # a unit whose sizes 16 divides
 
 
 def test_each_routed_expert_is_one_range(tmp_path):
-    tensors = [(f"model.layers.0.mlp.experts.{n}.{local}", *spec) for local, *spec in EXPERT for n in range(12)]
-    tensors += [("model.layers.0.mlp.gate.weight", "F32", (12,)), ("model.layers.0.mlp.shared.bias", "U8", (3,))]
+    tensors = [
+        (f"model.layers.0.mlp.experts.{n}.{local}", *spec) for local, *spec in EXPERT for n in range(12)
+    ]
+    tensors += [
+        ("model.layers.0.mlp.gate.weight", "F32", (12,)),
+        ("model.layers.0.mlp.shared.bias", "U8", (3,)),
+    ]
     source = made_up(tmp_path / "source", sorted(tensors, key=lambda tensor: -SIZES[tensor[1]]))
     reshard_checkpoint(source, tmp_path / "packed")
     assert_packed(source.root, tmp_path / "packed")
@@ -125,7 +148,11 @@ def test_shards_of_the_source_are_joined_by_block(tmp_path):
     )
     reshard_checkpoint(Checkpoint.open(tmp_path / "source"), tmp_path / "packed")
     assert_packed(tmp_path / "source", tmp_path / "packed")
-    assert [sorted(names) for names in shards_of(tmp_path / "packed").values()] == [["x"], ["h.0.a", "h.0.b"], ["h.1.a"]]
+    assert [sorted(names) for names in shards_of(tmp_path / "packed").values()] == [
+        ["x"],
+        ["h.0.a", "h.0.b"],
+        ["h.1.a"],
+    ]
     index = json.loads((tmp_path / "packed" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 28}
     assert index["weight_map"]["h.1.a"] == "model-00003-of-00003.safetensors"

@@ -77,7 +77,9 @@ def test_a_short_disk_is_found_before_anything_is_copied(tmp_path, odd, monkeypa
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     monkeypatch.setattr(folder.Reader, "read_into", lambda *_: pytest.fail("something was copied"))
-    with refused("nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free") as caught:
+    with refused(
+        "nothing was left behind", "bytes of free space", "No space left on device; ", "bytes were free"
+    ) as caught:
         reshard_checkpoint(odd, tmp_path / "packed")
     assert int(caught.value.expected.split()[0]) > odd.nbytes
     assert_nothing_left(tmp_path)
@@ -123,7 +125,9 @@ def test_a_real_limit_leaves_nothing_behind(tmp_path, odd):
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "posix_fallocate"])
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "fault", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error"), ZeroDivisionError()]
+)
 def test_whatever_interrupts_leaves_nothing_behind(tmp_path, odd, monkeypatch, call, fault):
     def fail(*_):
         raise fault
@@ -164,7 +168,9 @@ def test_a_source_that_changes_is_refused(tmp_path, odd, change, file, moment, m
     changes = [lambda: change(path)]
     if moment == "before":
         reserve = folder._reserve
-        monkeypatch.setattr(folder, "_reserve", lambda *args, **options: (reserve(*args, **options), changes.pop()()))
+        monkeypatch.setattr(
+            folder, "_reserve", lambda *args, **options: (reserve(*args, **options), changes.pop()())
+        )
         pack_it = [None]
     else:
         pack_it = [lambda nbytes: changes and changes.pop()()]

@@ -53,5 +53,7 @@ def test_a_folder_that_is_not_there_is_made_and_one_that_cannot_be_is_named(read
     TemporaryFile(reader, LABEL, len(DATA), tmp_path / "new" / "folder")
     assert not list((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"(?s)could not be written.*(File exists|Not a directory).*offload_folder"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)could not be written.*(File exists|Not a directory).*offload_folder"
+    ):
         TemporaryFile(reader, str(tmp_path / "file" / LABEL), 10, tmp_path / "file")

@@ -29,7 +29,9 @@ def spans(plan, arena):
 
 @pytest.fixture
 def mixed():
-    """Rows of two files in file order and out of it, some mapped, some on disk, with gaps, empty and odd sizes."""
+    """Rows of two files in file order and out of it, some mapped, some on disk, with gaps, empty and odd
+    sizes.
+    """
     return plan_reads(
         [
             row("late", info("w", 9 * MIB, 1001, "b"), info("s", 10 * MIB, 7, "b")),
@@ -64,7 +66,9 @@ def test_every_tensor_has_its_place(mixed):
             for local, tensor in found.infos.items():
                 start = found.offset + found.layout[0][local].offset
                 wanted |= {
-                    (tensor.range.file, tensor.range.offset + i): start + i for i in {0, tensor.nbytes - 1} if tensor.nbytes
+                    (tensor.range.file, tensor.range.offset + i): start + i
+                    for i in {0, tensor.nbytes - 1}
+                    if tensor.nbytes
                 }
         placed = {}
         for request in mixed.requests[name]:
@@ -90,12 +94,18 @@ def test_every_row_starts_at_a_multiple_of_256_in_the_order_of_the_files(mixed):
 def test_requests_are_few_and_never_larger_than_16_mib(mixed):
     sources = [request.source for request in mixed.requests["cpu"]]
     assert [(s.file, s.nbytes) for s in sources] == [
-        ("a", 16 * MIB), ("a", 16 * MIB), ("a", 8 * MIB + 600), ("b", 1001), ("b", 7),
-    ]  # fmt: skip
+        ("a", 16 * MIB),
+        ("a", 16 * MIB),
+        ("a", 8 * MIB + 600),
+        ("b", 1001),
+        ("b", 7),
+    ]
     assert sources == sorted(sources, key=lambda source: (source.file, source.offset))
 
 
-@pytest.mark.parametrize(("distance", "gap", "count"), [(0, 0, 1), (1, 0, 2), (65536, 65536, 1), (65537, 65536, 2)])
+@pytest.mark.parametrize(
+    ("distance", "gap", "count"), [(0, 0, 1), (1, 0, 2), (65536, 65536, 1), (65537, 65536, 2)]
+)
 def test_neighbours_become_one_request_up_to_the_gap(distance, gap, count):
     rows = [row("x", info("w", 0, 10)), row("y", info("w", 10 + distance, 10))]
     plan = plan_reads(rows, [private(gap=gap)])
@@ -122,7 +132,12 @@ def test_staging_is_cut_into_batches_that_fit_and_a_larger_row_is_one_by_itself(
         for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
     plan = plan_reads(rows, [Arena("cuda:0", 0, "staging")], staging=1024)
-    assert [[found.name for found in plan.rows_of(name)] for name in plan.arenas] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+    assert [[found.name for found in plan.rows_of(name)] for name in plan.arenas] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4", "5"],
+    ]
     assert list(plan.arenas) == [f"cuda:0 {i}" for i in range(4)]
     assert plan.staging == 5120
     assert all(plan.rows_of(name)[0].offset == 0 for name in plan.arenas)
@@ -141,8 +156,12 @@ def test_the_bytes_of_each_file_are_known(mixed):
 def test_the_plan_is_printed_and_is_json(mixed):
     text = mixed.explain()
     lines = text.splitlines()
-    assert lines[0] == "41,944,556 bytes needed, 41,944,653 read in 6 requests; 77 mapped; staging at most 256"
-    assert "near.w a 41,943,240 + 500 cpu cpu + 41,943,296 for a test" in [" ".join(line.split()) for line in lines]
+    assert (
+        lines[0] == "41,944,556 bytes needed, 41,944,653 read in 6 requests; 77 mapped; staging at most 256"
+    )
+    assert "near.w a 41,943,240 + 500 cpu cpu + 41,943,296 for a test" in [
+        " ".join(line.split()) for line in lines
+    ]
     assert any(line.startswith("map.w ") and " mapped " in line for line in lines)
     again = json.loads(json.dumps(mixed.to_dict()))
     assert again["bytes_read"] == mixed.bytes_read
@@ -151,6 +170,12 @@ def test_the_plan_is_printed_and_is_json(mixed):
 
 
 def test_ranges_are_joined():
-    ranges = [ByteRange("b", 0, 5), ByteRange("a", 10, 10), ByteRange("a", 0, 4), ByteRange("a", 12, 2), ByteRange("a", 25, 0)]
+    ranges = [
+        ByteRange("b", 0, 5),
+        ByteRange("a", 10, 10),
+        ByteRange("a", 0, 4),
+        ByteRange("a", 12, 2),
+        ByteRange("a", 25, 0),
+    ]
     assert coalesce(ranges, 0) == [ByteRange("a", 0, 4), ByteRange("a", 10, 10), ByteRange("b", 0, 5)]
     assert coalesce(ranges, 6) == [ByteRange("a", 0, 25), ByteRange("b", 0, 5)]

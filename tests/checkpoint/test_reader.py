@@ -1,4 +1,6 @@
-"""`Reader`: the file's own bytes by `pread` and by map, from any thread and process, and never those of another file."""
+"""`Reader`: the file's own bytes by `pread` and by map, from any thread and process, and never those of
+another file.
+"""
 
 import contextlib
 import copy
@@ -26,7 +28,11 @@ def expected(checkpoint):
 
 
 def open_files():
-    return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    return [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
 
 
 def test_read_into_gives_the_bytes_of_the_file(checkpoint):
@@ -97,7 +103,9 @@ def test_runs_of_a_file_that_was_truncated_are_refused(folder, checkpoint):
     target = memoryview(bytearray(len(columns)))
     source.read_runs(runs, target)
     os.truncate(folder / "model.safetensors", runs.offset + 512 * 7 + 50)
-    with refused("changed after it was validated", f"found: {runs.offset + 512 * 7 + 50} bytes", file=runs.file):
+    with refused(
+        "changed after it was validated", f"found: {runs.offset + 512 * 7 + 50} bytes", file=runs.file
+    ):
         source.read_runs(runs, target)
 
 
@@ -121,7 +129,9 @@ def test_a_file_truncated_while_it_is_open_is_refused(folder, checkpoint):
     source, info = Reader(checkpoint), checkpoint.tensors["big"]
     read(source, info)
     os.truncate(folder / "model.safetensors", info.range.offset + 1000)
-    with refused("changed after it was validated", f"found: {info.range.offset + 1000} bytes", file=info.range.file):
+    with refused(
+        "changed after it was validated", f"found: {info.range.offset + 1000} bytes", file=info.range.file
+    ):
         read(source, info)
     with refused("changed after it was validated", file=info.range.file):
         source.map(info.range.file)
@@ -129,7 +139,10 @@ def test_a_file_truncated_while_it_is_open_is_refused(folder, checkpoint):
 
 def test_a_file_truncated_before_it_is_opened_is_refused(folder, checkpoint):
     os.truncate(folder / "model.safetensors", 1000)
-    for touch in (lambda: Reader(checkpoint).map(str(folder / "model.safetensors")), lambda: read_tiny(checkpoint)):
+    for touch in (
+        lambda: Reader(checkpoint).map(str(folder / "model.safetensors")),
+        lambda: read_tiny(checkpoint),
+    ):
         with refused("changed after it was validated", file=folder / "model.safetensors"):
             touch()
 
@@ -238,7 +251,9 @@ def test_parent_and_child_of_a_fork_read_the_right_bytes_at_once(checkpoint):
     child = os.fork()
     if not child:
         try:
-            good = all(read(source, checkpoint.tensors[name]) == right[name] for name in ["small", "tiny"] * 200)
+            good = all(
+                read(source, checkpoint.tensors[name]) == right[name] for name in ["small", "tiny"] * 200
+            )
             os._exit(0 if good else 1)
         finally:
             os._exit(2)

@@ -1,4 +1,6 @@
-"""One copy for all processes of a node: filled once, private when written to, gone with its last user, whoever is killed."""
+"""One copy for all processes of a node: filled once, private when written to, gone with its last user,
+whoever is killed.
+"""
 
 import contextlib
 import errno
@@ -45,11 +47,16 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def process(folder, role, nbytes=NBYTES, key="key"):
-    """A process that opens an arena, says so, and says how much of it is its own when it is asked by a line."""
+    """A process that opens an arena, says so, and says how much of it is its own when it is asked by a
+    line.
+    """
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), role, str(nbytes), key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", SCRIPT, str(folder), role, str(nbytes), key],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as started:  # fmt: skip
+    ) as started:
         try:
             yield started
         finally:
@@ -151,7 +158,9 @@ def test_who_waits_for_a_filler_that_is_killed_fills_himself(tmp_path):
     found = []
     with process(tmp_path, "filler") as filler:
         assert filler.stdout.readline() == "ready\n"
-        waiter = threading.Thread(target=lambda: found.append(SharedMemory.open("key", NBYTES, fives, tmp_path)))
+        waiter = threading.Thread(
+            target=lambda: found.append(SharedMemory.open("key", NBYTES, fives, tmp_path))
+        )
         waiter.start()
         waiter.join(0.05)
         assert waiter.is_alive()
@@ -183,7 +192,12 @@ def test_who_waits_for_a_filler_gets_what_it_filled(tmp_path):
     go.set()
     for thread in threads:
         thread.join(30)
-    assert {name: arena.was_filled for name, arena in found.items()} == {"filler": True, 0: False, 1: False, 2: False}
+    assert {name: arena.was_filled for name, arena in found.items()} == {
+        "filler": True,
+        0: False,
+        1: False,
+        2: False,
+    }
 
 
 def test_a_killed_user_leaves_what_the_next_one_uses_and_another_removes(tmp_path):
@@ -200,10 +214,17 @@ def test_a_killed_user_leaves_what_the_next_one_uses_and_another_removes(tmp_pat
 
 def test_files_without_a_user_are_removed_and_no_others(tmp_path):
     used = SharedMemory.open("used", NBYTES, fives, tmp_path)
-    for name in (f"hfq-{os.getuid()}-old", f"hfq-{os.getuid()}-old.part", f"hfq-{os.getuid() + 1}-other", "hfq-notes"):
+    for name in (
+        f"hfq-{os.getuid()}-old",
+        f"hfq-{os.getuid()}-old.part",
+        f"hfq-{os.getuid() + 1}-other",
+        "hfq-notes",
+    ):
         os.close(os.open(tmp_path / name, os.O_CREAT | os.O_RDWR, 0o600))
     arena = SharedMemory.open("key", NBYTES, fives, tmp_path)
-    assert files(tmp_path) == sorted([NAME, f"hfq-{os.getuid()}-used", f"hfq-{os.getuid() + 1}-other", "hfq-notes"])
+    assert files(tmp_path) == sorted(
+        [NAME, f"hfq-{os.getuid()}-used", f"hfq-{os.getuid() + 1}-other", "hfq-notes"]
+    )
     assert (used.memory[0], arena.memory[0]) == (5, 5)
 
 
@@ -278,7 +299,10 @@ def test_two_processes_hold_one_copy():
         pytest.skip("no shared memory")
     key = f"test-{os.getpid()}"
     with process(folder, "user", nbytes, key) as first, process(folder, "user", nbytes, key) as second:
-        assert sorted([first.stdout.readline(), second.stdout.readline()]) == ["ready False\n", "ready True\n"]
+        assert sorted([first.stdout.readline(), second.stdout.readline()]) == [
+            "ready False\n",
+            "ready True\n",
+        ]
         sizes = []
         for user in (first, second):
             user.stdin.write("\n")

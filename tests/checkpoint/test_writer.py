@@ -1,4 +1,6 @@
-"""`write_safetensors`: what others read back, and that a failure or the end of the process leaves the old file or the new."""
+"""`write_safetensors`: what others read back, and that a failure or the end of the process leaves the old
+file or the new.
+"""
 
 import errno
 import os
@@ -30,7 +32,9 @@ def path(tmp_path):
 
 def content(path):
     with safe_open(path, "pt") as file:
-        return {name: bytes(file.get_tensor(name).reshape(-1).view(torch.uint8).tolist()) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: bytes(file.get_tensor(name).reshape(-1).view(torch.uint8).tolist()) for name in file.keys()
+        }  # noqa: SIM118
 
 
 def assert_untouched(path):
@@ -62,7 +66,9 @@ def test_names_order_and_metadata_are_kept(tmp_path):
         assert file.metadata() == {"format": "pt", "k": "ü\n"}
     header = read_header(tmp_path / "x")
     assert list(header.tensors) == list(tensors)
-    assert sorted(header.tensors.values(), key=lambda info: info.range.offset) == list(header.tensors.values())
+    assert sorted(header.tensors.values(), key=lambda info: info.range.offset) == list(
+        header.tensors.values()
+    )
     assert content(tmp_path / "x") == {"z": b"z", "é": b"1234", "none": b"", "s": b"s"}
 
 

@@ -1,4 +1,6 @@
-"""`hfq bench MODEL`: what it measures and predicts in each placement, as a table and as JSON, and its errors."""
+"""`hfq bench MODEL`: what it measures and predicts in each placement, as a table and as JSON, and its
+errors.
+"""
 
 import contextlib
 import io

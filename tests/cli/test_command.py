@@ -20,7 +20,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """printed(*arguments) → what the command prints, in this process: a new one imports torch and transformers again."""
+    """printed(*arguments) → what the command prints, in this process: a new one imports torch and
+    transformers again.
+    """
 
     def printed(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["hfq", *arguments])
@@ -48,7 +50,9 @@ print(*verbs)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert {"inspect", "demo", "plan", "doctor", "calibrate", "bench"} <= set(done.stdout.splitlines()[-1].split())
+    assert {"inspect", "demo", "plan", "doctor", "calibrate", "bench"} <= set(
+        done.stdout.splitlines()[-1].split()
+    )
 
 
 @pytest.mark.parametrize("verb", [[], ["plan"]], ids=["none", "the one with most options"])
@@ -59,7 +63,9 @@ def test_help_answers_at_once(verb):
         run(*verb, "--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.5  # the promise itself, in seconds of CPU; the best of four, as a busy machine slows these, too
+    assert (
+        min(times) < 0.5
+    )  # the promise itself, in seconds of CPU; the best of four, as a busy machine slows these, too
 
 
 def test_inspect_tells_dialect_bits_bytes_and_alignment(printed):
@@ -79,8 +85,9 @@ def test_inspect_tells_which_kernel_multiplies_and_why_no_other(printed):
     report = json.loads(printed("inspect", GPTQ, "--kernels", "--json"))
     reasons = {"cpp": "HFQ_DISABLE_CPP=1", "torch": None, "reference": "torch comes first"}
     assert all(module["kernels"] == reasons for module in report["modules"])
-    assert f"{len(report['modules'])} by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)" in " ".join(
-        printed("inspect", GPTQ, "--kernels").split()
+    assert (
+        f"{len(report['modules'])} by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)"
+        in " ".join(printed("inspect", GPTQ, "--kernels").split())
     )
 
 

@@ -19,7 +19,10 @@ def test_it_converts_and_says_what_it_wrote(tmp_path):
     assert done.exit_code == 0, done.output
     files = list((tmp_path / "v2").iterdir())
     nbytes = sum(file.stat().st_size for file in files)
-    told = f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-equal; {len(files)} files, {nbytes:,} bytes\n"
+    told = (
+        f"{tmp_path / 'v2'}: 28 layers as gptq_v2, each read back bit-equal; {len(files)} files, "
+        f"{nbytes:,} bytes\n"
+    )
     assert done.stdout == told
     assert done.stderr == ""
 
@@ -28,10 +31,14 @@ def test_json_says_the_same(tmp_path):
     report = json.loads(run(GPTQ, tmp_path / "packed", "--to", "pack-quantized", "--json").stdout)
     files = list((tmp_path / "packed").iterdir())
     assert report == {
-        "path": str(tmp_path / "packed"), "to": "pack-quantized", "layers": 28, "files": len(files),
-        "nbytes": sum(file.stat().st_size for file in files), "source_nbytes": (GPTQ / "model.safetensors").stat().st_size,
+        "path": str(tmp_path / "packed"),
+        "to": "pack-quantized",
+        "layers": 28,
+        "files": len(files),
+        "nbytes": sum(file.stat().st_size for file in files),
+        "source_nbytes": (GPTQ / "model.safetensors").stat().st_size,
         "left_out": ["quantize_config.json"],
-    }  # fmt: skip
+    }
 
 
 def test_what_cannot_be_held_is_an_error(tmp_path):

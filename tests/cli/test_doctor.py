@@ -51,11 +51,19 @@ def test_versions_are_those_of_the_constraints():
 
 def test_it_tells_what_is_here_and_names_nobody(tmp_path):
     found = findings(GPTQ)
-    assert {"environment", "versions", "devices", "kernels", "DeepSpeed operators", "disk", "checkpoint", "leftovers"} == {
-        finding["section"] for finding in found
-    }
-    assert "28 × gptq v1 int4 g128 sym by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)" in texts(
-        found, "checkpoint"
+    assert {
+        "environment",
+        "versions",
+        "devices",
+        "kernels",
+        "DeepSpeed operators",
+        "disk",
+        "checkpoint",
+        "leftovers",
+    } == {finding["section"] for finding in found}
+    assert (
+        "28 × gptq v1 int4 g128 sym by torch (cpp: HFQ_DISABLE_CPP=1; reference: torch comes first)"
+        in texts(found, "checkpoint")
     )
     assert "cpp does not run: HFQ_DISABLE_CPP=1" in texts(found, "kernels")
     assert "HFQ_DISABLE_CPP=1" in texts(found, "environment")
@@ -89,7 +97,9 @@ def without_compiler(monkeypatch, tmp_path):
 def test_without_a_compiler_the_extra_that_brings_one_is_the_fix(without_compiler, monkeypatch):
     monkeypatch.setenv("HFQ_DISABLE_CPP", "0")
     told = [finding for finding in findings() if finding["text"].startswith("cpp does not run")]
-    assert [(finding["status"], finding["fix"]) for finding in told] == [("warning", "pip install 'hfq[compiler]'")]
+    assert [(finding["status"], finding["fix"]) for finding in told] == [
+        ("warning", "pip install 'hfq[compiler]'")
+    ]
     assert "there is no C++ compiler" in told[0]["text"]
     assert "fix: pip install 'hfq[compiler]'" in run().stdout
 
@@ -108,10 +118,15 @@ def test_a_damaged_checkpoint_is_an_error_with_its_fix(tmp_path):
 
 
 def test_configs_are_checked_and_all_their_faults_told(tmp_path):
-    good = [ROOT / "configs" / "deepspeed" / "zero3.json", ROOT / "configs" / "accelerate" / "inference_zero3_nvme.yaml"]
+    good = [
+        ROOT / "configs" / "deepspeed" / "zero3.json",
+        ROOT / "configs" / "accelerate" / "inference_zero3_nvme.yaml",
+    ]
     bad = tmp_path / "bad.json"
     zero = {"stage": 2, "zero_quantized_weights": True, "zero_hpz_partition_size": 4}
-    bad.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, "fp16": {"enabled": True}}))
+    bad.write_text(
+        json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    )
     found = findings(*(f"--config={file}" for file in [*good, bad]), exit_code=1)
     told = [finding for finding in found if finding["section"] == "configs"]
     assert [finding["status"] for finding in told] == ["ok", "ok", "error", "error", "error", "error"]
@@ -122,7 +137,11 @@ def test_configs_are_checked_and_all_their_faults_told(tmp_path):
 def test_leftovers_are_told_and_removed(tmp_path):
     left = tmp_path / ".model.safetensors.abcd1234.tmp"
     left.write_bytes(b"1234")
-    assert ".model.safetensors.abcd1234.tmp, 4 bytes, of a save" in texts(findings(tmp_path, exit_code=1), "leftovers")
+    assert ".model.safetensors.abcd1234.tmp, 4 bytes, of a save" in texts(
+        findings(tmp_path, exit_code=1), "leftovers"
+    )
     assert left.exists()
-    assert "removed .model.safetensors.abcd1234.tmp" in texts(findings(tmp_path, "--clean", exit_code=1), "leftovers")
+    assert "removed .model.safetensors.abcd1234.tmp" in texts(
+        findings(tmp_path, "--clean", exit_code=1), "leftovers"
+    )
     assert not left.exists()

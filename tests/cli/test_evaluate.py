@@ -23,7 +23,19 @@ def text(tmp_path_factory):
 
 
 def test_eval_prints_json_and_writes_a_page_and_a_plot(text, tmp_path):
-    done = run("eval", GPTQ, "--text", text, "--reference", LLAMA, "--sequence-length", 32, "--json", "--out", tmp_path)
+    done = run(
+        "eval",
+        GPTQ,
+        "--text",
+        text,
+        "--reference",
+        LLAMA,
+        "--sequence-length",
+        32,
+        "--json",
+        "--out",
+        tmp_path,
+    )
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "eval.json").read_text())
@@ -70,7 +82,9 @@ def test_verify_of_two_models_ends_with_1(text):
     assert "28 differ: 28 quantized" in table.stdout
 
 
-@pytest.mark.parametrize("arguments", [("verify", GPTQ, "/nowhere"), ("verify", GPTQ, GPTQ, "--placement-b", "dsik")])
+@pytest.mark.parametrize(
+    "arguments", [("verify", GPTQ, "/nowhere"), ("verify", GPTQ, GPTQ, "--placement-b", "dsik")]
+)
 def test_verify_of_what_cannot_be_compared_ends_with_2(arguments):
     done = run(*arguments)
     assert done.exit_code == 2

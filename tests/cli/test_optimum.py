@@ -16,7 +16,9 @@ QUANTIZE = ["quantize", "--method", "rtn", "--bits", "3", "--group-size", "32"]
 @pytest.fixture
 def run(monkeypatch, capsys):
     """run(arguments) → (the exit status, what was printed) of `optimum-cli hfq arguments`."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # an installed hfq has the file beside optimum's own
+    monkeypatch.syspath_prepend(
+        Path(__file__).parents[2]
+    )  # an installed hfq has the file beside optimum's own
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["optimum-cli", "hfq", *map(str, arguments)])

@@ -34,9 +34,12 @@ def test_json_says_the_same_and_what_was_left_out(tmp_path):
     report = json.loads(run(source, tmp_path / "packed", "--json").stdout)
     files = list((tmp_path / "packed").iterdir())
     assert report == {
-        "path": str(tmp_path / "packed"), "files": len(files), "nbytes": sum(file.stat().st_size for file in files),
-        "blocks": 4, "left_out": ["training_args.bin"],
-    }  # fmt: skip
+        "path": str(tmp_path / "packed"),
+        "files": len(files),
+        "nbytes": sum(file.stat().st_size for file in files),
+        "blocks": 4,
+        "left_out": ["training_args.bin"],
+    }
     assert "left out: 'training_args.bin'\n" in run(source, tmp_path / "again").stdout
 
 

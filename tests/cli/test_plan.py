@@ -39,7 +39,9 @@ def test_a_packed_checkpoint_is_counted_in_its_packed_bytes():
     assert planned["model"]["packed_nbytes"] >= inspected["packed_nbytes"]  # segments start on 16 bytes
     stages = planned["stages"]
     assert stages[2]["parts_per_rank"]["packed weights"] == {"device": planned["model"]["packed_nbytes"]}
-    assert stages[3]["parts_per_rank"]["packed weights"] == {"cpu": planned["model"]["packed_nbytes"] // 2}  # 16 divides by 4
+    assert stages[3]["parts_per_rank"]["packed weights"] == {
+        "cpu": planned["model"]["packed_nbytes"] // 2
+    }  # 16 divides by 4
     assert planned["setup"]["optimizer"] == "none"
     assert "28 packed rows" in run(GPTQ, "--zero", "3").stdout
 

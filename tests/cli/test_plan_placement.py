@@ -1,4 +1,6 @@
-"""`hfq plan CHECKPOINT`: tables, JSON, files and errors. Its bytes are compared with loads in tests/integrations/test_planning.py."""
+"""`hfq plan CHECKPOINT`: tables, JSON, files and errors. Its bytes are compared with loads in
+tests/integrations/test_planning.py.
+"""
 
 import json
 
@@ -60,7 +62,10 @@ def test_several_accelerators_hold_the_model_alone():
     planned = report("--gpu", "RTX-4090×2")
     assert planned["machine"]["gpus"] == [24 * 10**9] * 2
     assert set(planned["device_map"].values()) == {0, 1}
-    assert sum(home["weights"] for home in planned["devices"].values()) == report("--cpu", "1GB")["devices"]["cpu"]["weights"]
+    assert (
+        sum(home["weights"] for home in planned["devices"].values())
+        == report("--cpu", "1GB")["devices"]["cpu"]["weights"]
+    )
 
 
 def test_a_named_profile_predicts(tmp_path):
@@ -81,12 +86,16 @@ def test_a_named_profile_predicts(tmp_path):
 
 
 def test_zero3_prints_configs_that_their_readers_take(tmp_path):
-    planned = report("--launcher", "zero3", "--ranks", 2, "--gpu", "1GB×2", "--cpu", "1GB", "--out", tmp_path / "out")
+    planned = report(
+        "--launcher", "zero3", "--ranks", 2, "--gpu", "1GB×2", "--cpu", "1GB", "--out", tmp_path / "out"
+    )
     assert planned["zero3"]["offload_param"] == "none"
     config = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert config["zero_optimization"]["stage"] == 3
     assert yaml.safe_load((tmp_path / "out" / "accelerate.yaml").read_text())["num_processes"] == 2
-    tight = report("--launcher", "zero3", "--ranks", 2, "--gpu", "13MB×2", "--cpu", "1GB", "--nvme", "/scratch")
+    tight = report(
+        "--launcher", "zero3", "--ranks", 2, "--gpu", "13MB×2", "--cpu", "1GB", "--nvme", "/scratch"
+    )
     assert tight["zero3"]["offload_param"] == "cpu"
     assert "ZeRO-3, 2 ranks" in run("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB").stdout
 
@@ -100,7 +109,9 @@ def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
     rates = {"gptq 4-bit bfloat16": {1: 1e9}, "dense bfloat16": {1: 1e9}}
     measured = Zero3Rates(2, "cpu", gathering=1e8, slowdown=2.0, layer_seconds=0.01, step_seconds=0.1)
     file = tmp_path / "profile.json"
-    file.write_text(Profile("measured", 1e9, 2e9, 3e9, None, rates, 0.001, (0.5, 0.1), facts, zero3=measured).to_json())
+    file.write_text(
+        Profile("measured", 1e9, 2e9, 3e9, None, rates, 0.001, (0.5, 0.1), facts, zero3=measured).to_json()
+    )
     found = report(*here, "--profile", file)
     assert found["prediction"]["terms"]["layers"] == pytest.approx(0.14)
     gathered = found["zero3"]["gathered_nbytes_a_forward"]

@@ -20,11 +20,24 @@ def run(*arguments):
 
 
 def test_it_says_what_it_wrote_and_how_far_it_is(tmp_path):
-    done = run(tmp_path / "out", "--method", "rtn", "--bits", "3", "--group-size", "32", "--asymmetric", "--skip", "o_proj")
+    done = run(
+        tmp_path / "out",
+        "--method",
+        "rtn",
+        "--bits",
+        "3",
+        "--group-size",
+        "32",
+        "--asymmetric",
+        "--skip",
+        "o_proj",
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(f"{tmp_path / 'out'}: 24 layers as gptq v2 int3 g32 asym, ")
     lines = done.stderr.splitlines()
-    assert [line.split()[:2] for line in lines] == [[f"[{n}/4]", f"model.layers.{n - 1}"] for n in range(1, 5)]
+    assert [line.split()[:2] for line in lines] == [
+        [f"[{n}/4]", f"model.layers.{n - 1}"] for n in range(1, 5)
+    ]
     assert all("loss" in line and "s left" in line for line in lines)
     config = source_config(Checkpoint.open(tmp_path / "out"))
     assert (config["bits"], config["group_size"], config["sym"]) == (3, 32, False)

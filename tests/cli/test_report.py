@@ -1,4 +1,6 @@
-"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in tests/plots."""
+"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in
+tests/plots.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +41,9 @@ def test_it_writes_pictures_and_a_page_and_says_where(tmp_path):
     assert done.stdout.split() == [str(tmp_path / name) for name in written]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(written)
     events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == len(json.loads(RUN.read_text())["timeline"]["spans"])
+    assert sum(event["ph"] == "X" for event in events) == len(
+        json.loads(RUN.read_text())["timeline"]["spans"]
+    )
     plain = run(RUN, "--out", tmp_path / "plain")
     assert not (tmp_path / "plain" / "report.html").exists(), plain.stdout
     (tmp_path / "file").touch()

@@ -1,7 +1,9 @@
-"""Ranks that a launcher starts become forks of one process, which has imported what they need: seconds of a processor saved for each.
+"""Ranks that a launcher starts become forks of one process, which has imported what they need: seconds of a
+processor saved for each.
 
-`accelerate launch --config_file FILE forked.py script.py ARGUMENTS`: what the launcher starts hands its arguments, environment, folder
-and output over to a fork, which runs the script with them, and ends as that ends. A fork whose rank is ended, ends.
+`accelerate launch --config_file FILE forked.py script.py ARGUMENTS`: what the launcher starts hands its
+arguments, environment, folder and output over to a fork, which runs the script with them, and ends as that
+ends. A fork whose rank is ended, ends.
 """
 
 import json
@@ -24,7 +26,9 @@ ADDRESS = "HFQ_TEST_FORKS"
 
 @contextmanager
 def served(environment: dict[str, str]):
-    """The environment in which a launcher finds a process that forks; the process lives as long as this context."""
+    """The environment in which a launcher finds a process that forks; the process lives as long as this
+    context.
+    """
     name = f"hfq-forks-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
@@ -74,7 +78,9 @@ def ask(address: str) -> int:
     """The exit code of the fork that runs this rank's script."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(f"\0{address}")
-        numbers = [word for word in sys.argv[1:] if word.startswith("--local_rank")]  # deepspeed puts it first
+        numbers = [
+            word for word in sys.argv[1:] if word.startswith("--local_rank")
+        ]  # deepspeed puts it first
         script, *others = (word for word in sys.argv[1:] if word not in numbers)
         request = json.dumps([[script, *numbers, *others], dict(os.environ), os.getcwd()])
         socket.send_fds(server, [request.encode()], [1, 2])

@@ -1,4 +1,5 @@
-"""One training step, or one forward, under the config of `accelerate launch --config_file C run_accelerate.py OUT`.
+"""One training step, or one forward, under the config of
+`accelerate launch --config_file C run_accelerate.py OUT`.
 
 Every rank writes OUT-<rank>.json.
 """

@@ -1,6 +1,8 @@
-"""What each DeepSpeed config does to a small model: run by `deepspeed --num_gpus 2 run_deepspeed.py OUT CONFIG… --deepspeed_config X`.
+"""What each DeepSpeed config does to a small model: run by
+`deepspeed --num_gpus 2 run_deepspeed.py OUT CONFIG… --deepspeed_config X`.
 
-Every rank writes OUT/<config>-<rank>.json: logits of the untrained model, the loss of two training steps, and the bytes it holds.
+Every rank writes OUT/<config>-<rank>.json: logits of the untrained model, the loss of two training steps, and
+the bytes it holds.
 """
 
 import argparse
@@ -38,7 +40,9 @@ def digest(logits: torch.Tensor) -> str:
 
 
 def held_bytes(engine) -> dict:
-    """Every parameter's elements, and the bytes of this rank: weights by home, float32 masters, and moments."""
+    """Every parameter's elements, and the bytes of this rank: weights by home, float32 masters, and
+    moments.
+    """
     weights: dict[str, int] = {}
     for parameter in engine.module.parameters():
         shard = parameter.ds_tensor
@@ -46,7 +50,9 @@ def held_bytes(engine) -> dict:
         weights[home] = weights.get(home, 0) + shard.ds_numel * shard.element_size()
     optimizer = engine.optimizer
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])
-    states = [value for state in getattr(optimizer, "state", {}).values() for value in state.values() if value.dim()]
+    states = [
+        value for state in getattr(optimizer, "state", {}).values() for value in state.values() if value.dim()
+    ]
     sizes = [[p.ds_numel, p.requires_grad] for p in engine.module.parameters()]
     return {
         "sizes": sizes,
@@ -62,7 +68,9 @@ def run(path: Path, config: dict) -> dict:
     trains = not path.stem.startswith("inference")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains and "q_proj" in name)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) if trains else None
+    optimizer = (
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) if trains else None
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=alive.config)
     tokens = torch.arange(32)[None] * 7 % 4096
     engine.eval()

@@ -1,4 +1,6 @@
-"""Every config is read by the library that it is for, says what its name says, and has nothing that would harm packed bytes."""
+"""Every config is read by the library that it is for, says what its name says, and has nothing that would
+harm packed bytes.
+"""
 
 import importlib.util
 import json
@@ -72,7 +74,9 @@ def test_deepspeed_reads_each_as_its_name_says(parsed):
         assert config["optimizer"] == ("cpu" if is_offloaded else "none")
         assert config["is_offload"] is (home != "none")
         assert config["reuse"] == 0
-        assert config["aio"] == (32 if home == "nvme" else 8)  # 8 is DeepSpeed's default: aio was found where it stands
+        assert config["aio"] == (
+            32 if home == "nvme" else 8
+        )  # 8 is DeepSpeed's default: aio was found where it stands
 
 
 def test_none_has_an_option_that_changes_packed_bytes(parsed):
@@ -89,14 +93,21 @@ def test_the_readme_explains_every_key_and_file():
     for path in JSONS:
         assert f"`{path.name}`" in text
         config = json.loads(path.read_text())
-        keys = {*config.pop("zero_optimization"), *config} - {"stage", "offload_param"}  # the files' table says these
+        keys = {*config.pop("zero_optimization"), *config} - {
+            "stage",
+            "offload_param",
+        }  # the files' table says these
         assert [key for key in sorted(keys) if f"`{key}" not in text] == []
 
 
 def test_zero3_md_has_the_commands_of_the_readme():
     def commands(page: Path) -> list[str]:
         lines = page.read_text(encoding="utf-8").splitlines()
-        return [line.partition(" #")[0].rstrip() for line in lines if line.startswith(("accelerate launch", "deepspeed "))]
+        return [
+            line.partition(" #")[0].rstrip()
+            for line in lines
+            if line.startswith(("accelerate launch", "deepspeed "))
+        ]
 
     assert len(found := commands(ROOT / "configs" / "deepspeed" / "README.md")) == 3
     assert commands(ROOT / "docs" / "zero3.md") == found
@@ -107,7 +118,11 @@ def test_accelerate_reads_each(path):
     config = load_config_from_file(str(path))
     assert path.read_text(encoding="utf-8").count("#") >= 5
     if path.stem == "device_map":
-        assert (config.distributed_type, config.num_processes, config.deepspeed_config) == (DistributedType.NO, 1, {})
+        assert (config.distributed_type, config.num_processes, config.deepspeed_config) == (
+            DistributedType.NO,
+            1,
+            {},
+        )
         return
     assert config.distributed_type == DistributedType.DEEPSPEED
     stored = f"configs/deepspeed/{path.stem}.json"

@@ -1,4 +1,6 @@
-"""Every DeepSpeed config under the real launchers, 2 CPU ranks: equal logits, equal losses, and the bytes that were planned."""
+"""Every DeepSpeed config under the real launchers, 2 CPU ranks: equal logits, equal losses, and the bytes
+that were planned.
+"""
 
 import importlib.util
 import json
@@ -37,7 +39,12 @@ def free_port() -> str:
 
 def variables() -> dict[str, str]:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
-    return {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def documented(start: str, option: str, *script: object) -> list:
@@ -49,7 +56,9 @@ def documented(start: str, option: str, *script: object) -> list:
 
 
 def launch(command: list, folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
@@ -71,18 +80,34 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder) -> dict:
     """What each config did: {its name: [of rank 0, of rank 1]}; one launch."""
-    configs = [path.relative_to(ROOT) for path in JSONS if compiled_io.is_built() or not path.stem.endswith("nvme")]
+    configs = [
+        path.relative_to(ROOT) for path in JSONS if compiled_io.is_built() or not path.stem.endswith("nvme")
+    ]
     if compiled_io.is_built():
         config = json.loads((folder / "configs/deepspeed/zero3_nvme.json").read_text())
-        config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": ".nvme", "buffer_count": 4}
+        config["zero_optimization"]["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": ".nvme",
+            "buffer_count": 4,
+        }
         (folder / "zero3_optimizer_nvme.json").write_text(json.dumps(config))
         configs.append(Path("zero3_optimizer_nvme.json"))
     others = [path for path in configs if path.name != "inference_zero3.json"]
-    start = "deepspeed --num_gpus 2 script.py --deepspeed --deepspeed_config configs/deepspeed/inference_zero3.json"
-    launch(documented(start, "--master_port", HERE / "run_deepspeed.py", folder, *others), folder, variables())
-    found = {path.stem: [json.loads((folder / f"{path.stem}-{rank}.json").read_text()) for rank in (0, 1)] for path in configs}
+    start = (
+        "deepspeed --num_gpus 2 script.py --deepspeed --deepspeed_config "
+        "configs/deepspeed/inference_zero3.json"
+    )
+    launch(
+        documented(start, "--master_port", HERE / "run_deepspeed.py", folder, *others), folder, variables()
+    )
+    found = {
+        path.stem: [json.loads((folder / f"{path.stem}-{rank}.json").read_text()) for rank in (0, 1)]
+        for path in configs
+    }
     states = folder / ".nvme" / "zero_stage_3" / "optimizer" / "rank0"
-    found["states on nvme"] = sum(file.stat().st_size for file in states.rglob("*.swp")) if compiled_io.is_built() else 0
+    found["states on nvme"] = (
+        sum(file.stat().st_size for file in states.rglob("*.swp")) if compiled_io.is_built() else 0
+    )
     return found
 
 
@@ -101,7 +126,10 @@ def test_logits_and_losses_are_those_of_every_other_config(runs):
 
 def test_each_rank_holds_what_was_planned(runs):
     for name, ranks in of_each(runs).items():
-        trains, home = not name.startswith("inference"), "nvme" if "nvme" in name else "cpu" if "cpu" in name else "none"
+        trains, home = (
+            not name.startswith("inference"),
+            "nvme" if "nvme" in name else "cpu" if "cpu" in name else "none",
+        )
         optimizer_home = "nvme" if "optimizer" in name else "cpu" if trains and home != "none" else "none"
         for held in (found["held"] for found in ranks):
             frozen = tuple(numel for numel, is_trained in held["sizes"] if not is_trained)
@@ -115,14 +143,18 @@ def test_each_rank_holds_what_was_planned(runs):
                     weights["nvme" if where == "nvme" else "memory"] += nbytes
             assert {"nvme": 0, **held["weights"]} == weights, name
             states = held["masters"] + held["moments"]
-            assert states == sum(n for where, n in parts.get("optimizer states", {}).items() if where != "nvme"), name
+            assert states == sum(
+                n for where, n in parts.get("optimizer states", {}).items() if where != "nvme"
+            ), name
             assert bool(trained) is trains
 
 
 def test_optimizer_states_rest_on_nvme_as_planned(runs):
     if "zero3_optimizer_nvme" not in runs:
         pytest.skip(compiled_io.REASON)
-    trained = tuple(numel for numel, is_trained in runs["zero3_optimizer_nvme"][0]["held"]["sizes"] if is_trained)
+    trained = tuple(
+        numel for numel, is_trained in runs["zero3_optimizer_nvme"][0]["held"]["sizes"] if is_trained
+    )
     planned = estimate_zero(ModelStates(trained=trained), ZeroSetup(3, 2, offload_optimizer="nvme"))
     assert planned.parts["optimizer states"] == {"nvme": runs["states on nvme"]}
 
@@ -131,7 +163,9 @@ def test_nvme_configs_put_large_shards_on_nvme(runs):
     if not compiled_io.is_built():
         pytest.skip(compiled_io.REASON)
     for name in ("zero3_nvme", "inference_zero3_nvme"):
-        assert runs[name][0]["held"]["weights"]["nvme"] == 2 * 4096 * 512  # half of the embedding and of the head, in bf16
+        assert (
+            runs[name][0]["held"]["weights"]["nvme"] == 2 * 4096 * 512
+        )  # half of the embedding and of the head, in bf16
 
 
 @pytest.mark.parametrize("name", YAMLS)
@@ -162,11 +196,16 @@ def test_accelerate_launches_what_its_config_names(name, runs, folder, forks):
 def test_deepspeed_launches_a_script_of_trainer(folder, forks):
     start = "deepspeed --num_gpus 2 script.py --deepspeed configs/deepspeed/zero3_cpu.json --bf16"
     command = documented(start, "--master_port", HERE / "forked.py", ROOT / "examples" / "finetune_lora.py")
-    options = "--use_cpu --do_train --max_steps 1 --per_device_train_batch_size 1 --save_strategy no --report_to none"
+    options = (
+        "--use_cpu --do_train --max_steps 1 --per_device_train_batch_size 1 --save_strategy no "
+        "--report_to none"
+    )
     launch([*command, *options.split(), "--output_dir", folder / "trained"], folder, forks)
     assert (folder / "trained" / "adapter_model.safetensors").is_file()
 
 
 def test_accelerate_launches_hfq_with_the_config_of_a_device_map():
     config = ["--config_file", "configs/accelerate/device_map.yaml", "--module"]
-    launch(["accelerate", "launch", *config, "hfq", "inspect", "tests/data/tiny-llama-gptq"], ROOT, variables())
+    launch(
+        ["accelerate", "launch", *config, "hfq", "inspect", "tests/data/tiny-llama-gptq"], ROOT, variables()
+    )

@@ -25,12 +25,14 @@ from hfq.formats.torchao import Torchao
 GPTQMODEL = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
 
-@dataclass(frozen=True, eq=False)  # hashable: pytest runs the tests of a row one after the other, with one set of fixtures
+@dataclass(
+    frozen=True, eq=False
+)  # hashable: pytest runs the tests of a row one after the other, with one set of fixtures
 class Case:
     """A variant of a format: what quantizes with it, and the quantization_config that goes with the tensors.
 
-    `schema` gives the file's metadata for one module, where the dialect keeps any there; `kind` is what optimum-quanto's side
-    file calls the weights; `text` is what the format says of
+    `schema` gives the file's metadata for one module, where the dialect keeps any there; `kind` is what
+    optimum-quanto's side file calls the weights; `text` is what the format says of
     itself, where the quantizing instance does not know it before it has seen a weight.
     """
 
@@ -44,7 +46,11 @@ class Case:
 
 def gptq(id: str, zero_reading: str, config: dict, **options) -> Case:
     weight_format = Gptq(zero_reading=zero_reading, g_idx_length=128, **options)
-    hints = {"bits": weight_format.num_bits, "group_size": weight_format.group_size, "sym": weight_format.symmetric}
+    hints = {
+        "bits": weight_format.num_bits,
+        "group_size": weight_format.group_size,
+        "sym": weight_format.symmetric,
+    }
     return Case(id, weight_format, {**config, **hints})
 
 
@@ -53,7 +59,10 @@ PLANAR = {"quant_method": "gptq", "checkpoint_format": "gptq_p"}
 AUTOGPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 MLX = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+}
 
 
 def compressed_tensors(strategy: str, format: str = "float-quantized", **options) -> dict:
@@ -67,7 +76,13 @@ def integers(format: str, strategy: str, num_bits: int, **options) -> dict:
 
 
 def awq(version: str, group_size: int) -> dict:
-    return {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": version}
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": version,
+    }
 
 
 def torchao(kind: str) -> Callable[[dict], str]:
@@ -109,7 +124,12 @@ CASES = [
     Case(
         "fp8-block-ue8m0",
         Fp8(strategy="block", block_structure=(64, 64), scale_name="weight_scale_inv", scale_dtype="F8_E8M0"),
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [64, 64],
+            "scale_fmt": "ue8m0",
+        },
     ),
     Case("fp8-tensor", Fp8(strategy="tensor"), compressed_tensors("tensor")),
     Case("fp8-channel", Fp8(strategy="channel"), compressed_tensors("channel")),
@@ -124,14 +144,20 @@ CASES = [
         Fp8(strategy="tensor", scale_shape=(), input_scale_name="input_scale"),
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     ),
-    Case("fp8-fbgemm", Fp8(strategy="channel"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    Case(
+        "fp8-fbgemm", Fp8(strategy="channel"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    ),
     Case(
         "fp8-gptqmodel-reciprocal",
         Fp8(strategy="channel", scale_shape=(1,), scale_name="weight_scale_inv", reciprocal=True),
         {"quant_method": "fp8", "format": "float8_e4m3fn", "bits": 8, "weight_scale_semantics": "inverse"},
     ),
     Case("fp8-e5m2", Fp8(strategy="channel", codes_dtype="F8_E5M2"), compressed_tensors("channel")),
-    Case("fp8-modelopt-tensor", Fp8(strategy="tensor", scale_shape=()), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    Case(
+        "fp8-modelopt-tensor",
+        Fp8(strategy="tensor", scale_shape=()),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
     Case(
         "int-quantized-channel",
         IntQuantized(scale_shape=(2, 1)),
@@ -143,14 +169,26 @@ CASES = [
         IntQuantized(scale_shape=(2, 2), zero_dtype="I8"),
         integers("naive-quantized", "group", 8, symmetric=False),
     ),
-    Case("pack-quantized-w4", PackQuantized(num_bits=4, scale_shape=(1, 2)), integers("pack-quantized", "group", 4)),
+    Case(
+        "pack-quantized-w4",
+        PackQuantized(num_bits=4, scale_shape=(1, 2)),
+        integers("pack-quantized", "group", 4),
+    ),
     Case(
         "pack-quantized-w4-asym",
         PackQuantized(num_bits=4, scale_shape=(1, 4), is_symmetric=False),
         integers("pack-quantized", "group", 4, symmetric=False),
     ),
-    Case("pack-quantized-w3-channel", PackQuantized(num_bits=3, scale_shape=(1, 1)), integers("pack-quantized", "channel", 3)),
-    Case("pack-quantized-w8", PackQuantized(num_bits=8, scale_shape=(1, 1)), integers("pack-quantized", "channel", 8)),
+    Case(
+        "pack-quantized-w3-channel",
+        PackQuantized(num_bits=3, scale_shape=(1, 1)),
+        integers("pack-quantized", "channel", 3),
+    ),
+    Case(
+        "pack-quantized-w8",
+        PackQuantized(num_bits=8, scale_shape=(1, 1)),
+        integers("pack-quantized", "channel", 8),
+    ),
     Case(
         "pack-quantized-g-idx",
         PackQuantized(num_bits=4, scale_shape=(1, 2), is_symmetric=False, has_g_idx=True),
@@ -161,16 +199,32 @@ CASES = [
         PackQuantized(num_bits=3, scale_shape=(1, 2), is_straddling=False),
         integers("pack-quantized", "group", 3),
     ),
-    Case("nvfp4", Nvfp4(), compressed_tensors("tensor_group", "nvfp4-pack-quantized", num_bits=4, group_size=16)),
+    Case(
+        "nvfp4",
+        Nvfp4(),
+        compressed_tensors("tensor_group", "nvfp4-pack-quantized", num_bits=4, group_size=16),
+    ),
     Case(
         "nvfp4-modelopt",
         Nvfp4(stored_codes_name="weight", global_shape=()),
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     ),
     Case("mxfp4", Mxfp4(), compressed_tensors("group", "mxfp4-pack-quantized", num_bits=4, group_size=32)),
-    Case("nvfp4-e5m3", Nvfp4E5m3(), {"quant_method": "auto-round", "data_type": "nvfp4_v2", "bits": 4, "group_size": 16}),
-    Case("mxint4", Mxfp4(is_integer=True), {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4, "group_size": 32}),
-    Case("mxfp4-modelopt", Mxfp4(stored_codes_name="weight"), {"quant_method": "modelopt", "quant_algo": "mxfp4"}),
+    Case(
+        "nvfp4-e5m3",
+        Nvfp4E5m3(),
+        {"quant_method": "auto-round", "data_type": "nvfp4_v2", "bits": 4, "group_size": 16},
+    ),
+    Case(
+        "mxint4",
+        Mxfp4(is_integer=True),
+        {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4, "group_size": 32},
+    ),
+    Case(
+        "mxfp4-modelopt",
+        Mxfp4(stored_codes_name="weight"),
+        {"quant_method": "modelopt", "quant_algo": "mxfp4"},
+    ),
     Case("mxfp4-blocks", GptOssMxfp4(), {"quant_method": "mxfp4"}),
     Case(
         "bitsandbytes-int8",
@@ -196,11 +250,20 @@ CASES = [
         schema=torchao("IntxUnpackedToInt8Tensor"),
     ),
     Case("quanto-qint8", QuantoBytes(scale_shape=(2, 1), others=SCALARS), None, kind="qint8"),
-    Case("quanto-qfloat8", QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS), None, kind="qfloat8"),
+    Case(
+        "quanto-qfloat8",
+        QuantoBytes(codes_dtype="F8_E4M3", scale_shape=(2, 1), others=SCALARS),
+        None,
+        kind="qfloat8",
+    ),
     Case("quanto-qint4", QuantoBits(num_bits=4, group_size=64, others=SCALARS), None, kind="qint4"),
     Case("quanto-qint2", QuantoBits(num_bits=2, group_size=32, others=SCALARS), None, kind="qint2"),
     Case("mlx-4bit", Mlx(), MLX),
-    Case("mlx-3bit-metal", Mlx(num_bits=3, group_size=32, biases_name="qbiases"), {"quant_method": "metal", "bits": 3}),
+    Case(
+        "mlx-3bit-metal",
+        Mlx(num_bits=3, group_size=32, biases_name="qbiases"),
+        {"quant_method": "metal", "bits": 3},
+    ),
     Case("mlx-6bit", Mlx(num_bits=6, group_size=32), None),
     Case("mlx-8bit", Mlx(num_bits=8, group_size=128), None),
     Case("mlx-mxfp4", MlxFp4(), MLX | {"group_size": 32, "mode": "mxfp4"}),
@@ -224,7 +287,9 @@ CASES = [
         ModeloptInt8(scale_shape=(2,), others=(("input_scale", "F32", ()),)),
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
     ),
-    Case("modelopt-w8a16", ModeloptInt8(scale_shape=(2,)), {"quant_method": "modelopt", "quant_algo": "W8A16"}),
+    Case(
+        "modelopt-w8a16", ModeloptInt8(scale_shape=(2,)), {"quant_method": "modelopt", "quant_algo": "W8A16"}
+    ),
     Case(
         "modelopt-int4",
         ModeloptInt4(group_size=64, has_columns=True),
@@ -243,4 +308,6 @@ CASES = [
 ]
 
 REPRESENTATIVES = frozenset({type(case.format): case.id for case in reversed(CASES)}.values())
-"""The first row of each format: the others run the same code with other numbers, and prove less in the fast suite."""
+"""The first row of each format: the others run the same code with other numbers, and prove less in the fast
+suite.
+"""

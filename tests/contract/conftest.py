@@ -15,7 +15,9 @@ from hfq.formats.configs.source_config import detection_hints
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         indexed = "indexed_tensors" in metafunc.fixturenames
-        cases = [case for case in CASES if not indexed or "g_idx" in case.format.quantize(torch.randn(128, 128))]
+        cases = [
+            case for case in CASES if not indexed or "g_idx" in case.format.quantize(torch.randn(128, 128))
+        ]
         metafunc.parametrize("case", cases, ids=lambda case: case.id, scope="session")
 
 
@@ -46,7 +48,9 @@ def checkpoint(case, tensors, tmp_path_factory):
 
 
 def write(folder, tensors, case):
-    return tiny_models.write_model(folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
+    return tiny_models.write_model(
+        folder, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind
+    )
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,8 @@ def test_the_rounding_error_is_that_of_the_bits(case, weight):
     tensors, weight_format = packed(case, weight)
     error = (weight_format.dequantize(tensors) - weight).norm() / weight.norm()
     bits = weight_format.bits_per_code
-    # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half of that for each further bit up to FP8's 3-4 bit mantissa
+    # RTN of Gaussian weights: below 0.65 at 2 bits, and less than half of that for each further bit up to
+    # FP8's 3-4 bit mantissa
     assert 0.001 < error < {1: 1.5, 2: 0.65, 3: 0.3, 4: 0.16, 5: 0.08, 6: 0.04, 8: 0.07}[bits]
 
 
@@ -80,7 +81,8 @@ def test_linear_is_a_product_with_the_dequantized_weight(module, dtype):
     found = reference.linear(activations, tensors, detected)
     assert found.dtype == dtype
     assert found.shape == (3, 5, OUT)
-    # the weight is the same bit for bit; a product over panels may sum in another order than one over the whole
+    # the weight is the same bit for bit; a product over panels may sum in another order than one over the
+    # whole
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     assert (found - expected).float().norm() <= tolerance * expected.float().norm()
 

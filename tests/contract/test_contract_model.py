@@ -1,4 +1,6 @@
-"""What every format promises through `from_pretrained`: any placement, the same logits, the same bytes; damage is refused."""
+"""What every format promises through `from_pretrained`: any placement, the same logits, the same bytes;
+damage is refused.
+"""
 
 import pytest
 import tiny_models
@@ -30,7 +32,9 @@ def resident(load, checkpoint):
     return logits(load(checkpoint))
 
 
-@pytest.mark.parametrize("placement", ["half", "disk", *(pytest.param(other, marks=ONCE) for other in ("cpu", "auto"))])
+@pytest.mark.parametrize(
+    "placement", ["half", "disk", *(pytest.param(other, marks=ONCE) for other in ("cpu", "auto"))]
+)
 def test_every_placement_gives_the_same_logits(load, checkpoint, resident, placement):
     model = load(checkpoint, PLACEMENTS[placement])
     assert torch.equal(logits(model), resident)
@@ -47,7 +51,9 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
     packed = {f"{module}.{name}" for module, (_, local) in detected.items() for name in local}
     dense = {name: tensor for name, tensor in tensors.items() if name not in packed}
     dense |= {f"{module}.weight": found.dequantize(local) for module, (found, local) in detected.items()}
-    plain = AutoModelForCausalLM.from_pretrained(tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(
+        tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32
+    )
     # the same weights bit for bit; the products of panels may sum in another order
     assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
 
@@ -56,7 +62,9 @@ def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
     report = inspect_checkpoint(Checkpoint.open(checkpoint))
     assert sum(report["formats"].values()) == len(detected) == 14
     if report["bits_per_packed_weight"] is not None:
-        assert case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
+        assert (
+            case.format.bits_per_code <= report["bits_per_packed_weight"] <= case.format.bits_per_code * 2 + 1
+        )
 
 
 @pytest.mark.parametrize("placement", HALF_AND_ONCE)
@@ -75,7 +83,9 @@ def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_
 def damaged(tensors, tmp_path, case, name, change) -> str:
     broken = dict(tensors)
     change(broken, name)
-    return tiny_models.write_model(tmp_path, broken, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
+    return tiny_models.write_model(
+        tmp_path, broken, case.config, tiny_models.schemas(tensors, case.schema), case.kind
+    )
 
 
 @pytest.fixture
@@ -114,7 +124,9 @@ def test_a_wrong_dtype_is_refused_by_name(case, required, tensors, load, tmp_pat
         name = f"{tiny_models.FIRST}.{local}"
         others = {torch.int32: torch.float32, torch.int8: torch.int32, torch.uint8: torch.int16}
         cast = others.get(tensors[name].dtype, torch.int8)
-        path = damaged(tensors, tmp_path / local, case, name, lambda t, n, cast=cast: t.__setitem__(n, t[n].to(cast)))
+        path = damaged(
+            tensors, tmp_path / local, case, name, lambda t, n, cast=cast: t.__setitem__(n, t[n].to(cast))
+        )
         with pytest.raises(FormatError) as caught:
             load(path)
         assert name in str(caught.value), local
@@ -130,8 +142,12 @@ def test_a_wrong_shape_is_refused_by_name(case, required, tensors, load, tmp_pat
         assert tiny_models.FIRST in str(caught.value), local
 
 
-@pytest.mark.parametrize("device_map", [None, pytest.param({"": "disk"}, marks=ONCE)], ids=["resident", "disk"])
-def test_a_scale_that_is_not_finite_is_refused_while_loading(case, detected, tensors, load, tmp_path, device_map):
+@pytest.mark.parametrize(
+    "device_map", [None, pytest.param({"": "disk"}, marks=ONCE)], ids=["resident", "disk"]
+)
+def test_a_scale_that_is_not_finite_is_refused_while_loading(
+    case, detected, tensors, load, tmp_path, device_map
+):
     specs = detected[tiny_models.FIRST][0].tensor_specs(128, 128)
     local = next(spec.name for spec in specs if spec.role == "scale")
 
@@ -140,7 +156,9 @@ def test_a_scale_that_is_not_finite_is_refused_while_loading(case, detected, ten
         tiny_models.poison(t[n].view(-1), -1)
 
     path = damaged(tensors, tmp_path, case, f"{tiny_models.FIRST}.{local}", poison)
-    with pytest.raises(FormatError, match=rf"(?s)not finite; nothing was loaded.*{tiny_models.FIRST}.{local}"):
+    with pytest.raises(
+        FormatError, match=rf"(?s)not finite; nothing was loaded.*{tiny_models.FIRST}.{local}"
+    ):
         load(path, device_map)
 
 

@@ -1,4 +1,6 @@
-"""What the compiled kernel promises of the dialects it reads: one result in every placement, the reference's up to rounding."""
+"""What the compiled kernel promises of the dialects it reads: one result in every placement, the reference's
+up to rounding.
+"""
 
 import pytest
 from contract.test_contract_model import PLACEMENTS, logits
@@ -7,12 +9,16 @@ from hfq.kernels.cpp.layers import reason_against
 from hfq.modules.linear import QuantizedLinear
 
 
-def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(native, case, detected, load, checkpoint):
+def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(
+    native, case, detected, load, checkpoint
+):
     formats = [weight_format for weight_format, _ in detected.values()]
     if any(reason_against(weight_format, 128, 128) for weight_format in formats):
         pytest.skip("the compiled kernel does not read this dialect")
     model = load(checkpoint, kernel="cpp")
-    assert {module.kernel.name for module in model.modules() if isinstance(module, QuantizedLinear)} == {"cpp"}
+    assert {module.kernel.name for module in model.modules() if isinstance(module, QuantizedLinear)} == {
+        "cpp"
+    }
     found, reference = logits(model), logits(load(checkpoint, kernel="reference"))
     assert (found - reference).norm() <= 1e-5 * reference.norm()  # the products are summed in another order
     assert logits(load(checkpoint, PLACEMENTS["half"], cpu_memory="private")).equal(found)

@@ -1,4 +1,6 @@
-"""Every pair of dialects: the same logits bit for bit, the tensors that the target's readers expect, and the way back."""
+"""Every pair of dialects: the same logits bit for bit, the tensors that the target's readers expect, and the
+way back.
+"""
 
 import json
 
@@ -69,7 +71,9 @@ def sources(tmp_path_factory):
 
 def logits(path, device_map=None):
     config = HfqConfig(kernel="reference", quantize_activations=False)
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=torch.float32, device_map=device_map
+    )
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -77,7 +81,9 @@ def logits(path, device_map=None):
 def formats_of(path):
     checkpoint = Checkpoint.open(path)
     modules = tensors_by_module(checkpoint.tensors)
-    return modules, detect_formats(modules, detection_hints(checkpoint, checkpoint.config["quantization_config"]))
+    return modules, detect_formats(
+        modules, detection_hints(checkpoint, checkpoint.config["quantization_config"])
+    )
 
 
 @pytest.mark.parametrize(("name", "to"), [(name, to) for name, targets in PAIRS.items() for to in targets])
@@ -110,7 +116,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "targets"), WAYS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("name", "targets"), WAYS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
 def test_the_way_back_leads_to_the_same_bytes(sources, tmp_path, name, targets):
     path, _ = sources(name)
     steps = [path]
@@ -141,9 +149,17 @@ def test_what_config_json_says_of_gptq(sources, tmp_path):
     config = quantization(tmp_path / "to")
     assert config["meta"]["quantizer"][0].startswith("hfq:")
     expected = {
-        "quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2",
-        "format": "gptq_v2", "lm_head": False, "pack_dtype": "int32", "meta": config["meta"],
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": False,
+        "desc_act": False,
+        "checkpoint_format": "gptq_v2",
+        "format": "gptq_v2",
+        "lm_head": False,
+        "pack_dtype": "int32",
+        "meta": config["meta"],
+    }
     sizes = {each["group_size"] for each in config["dynamic"].values()}
     assert sizes == {128}  # down_proj: as many groups of twice as many channels
     assert {**config, "dynamic": None} == {**expected, "dynamic": None}
@@ -158,34 +174,56 @@ def test_what_config_json_says_of_pack_quantized(sources, tmp_path):
     assert config["ignore"] == ["lm_head", "model.embed_tokens"]
     assert config["config_groups"] == {
         "group_0": {
-            "targets": ["Linear"], "input_activations": None, "output_activations": None, "format": "pack-quantized",
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
             "weights": {
-                "num_bits": 4, "type": "int", "strategy": "group", "symmetric": False, "dynamic": False, "group_size": 32,
-                "block_structure": None, "actorder": None,
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "symmetric": False,
+                "dynamic": False,
+                "group_size": 32,
+                "block_structure": None,
+                "actorder": None,
             },
         }
-    }  # fmt: skip
+    }
 
 
 def test_activations_are_asked_for_as_they_were(sources, tmp_path):
     convert_checkpoint(Checkpoint.open(sources("fp8-block")[0]), tmp_path / "block", "float-quantized")
     (group,) = quantization(tmp_path / "block")["config_groups"].values()
     asked = group["input_activations"]
-    assert (asked["strategy"], asked["group_size"], asked["dynamic"], asked["type"]) == ("group", 128, True, "float")
+    assert (asked["strategy"], asked["group_size"], asked["dynamic"], asked["type"]) == (
+        "group",
+        128,
+        True,
+        "float",
+    )
     assert group["weights"]["block_structure"] == [128, 128]
     convert_checkpoint(Checkpoint.open(sources("fp8-autofp8-static")[0]), tmp_path / "static", "fp8")
     config = quantization(tmp_path / "static")
     assert (config["activation_scheme"], config["weight_block_size"]) == ("static", None)
-    schemes = [{found.activation_scheme for found in formats_of(tmp_path / name)[1].values()} for name in ("block", "static")]
+    schemes = [
+        {found.activation_scheme for found in formats_of(tmp_path / name)[1].values()}
+        for name in ("block", "static")
+    ]
     assert [(scheme.strategy, scheme.group_size, scheme.scale_name) for (scheme,) in schemes] == [
-        ("group", 128, None), ("tensor", None, "activation_scale"),
-    ]  # fmt: skip
+        ("group", 128, None),
+        ("tensor", None, "activation_scale"),
+    ]
 
 
 def test_gptqs_own_config_is_kept_but_for_its_label(sources, tmp_path):
     path, _ = sources("gptq-v1-w4-asym")
     convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
-    assert quantization(tmp_path / "to") == {**quantization(path), "checkpoint_format": "gptq_v2", "format": "gptq_v2"}
+    assert quantization(tmp_path / "to") == {
+        **quantization(path),
+        "checkpoint_format": "gptq_v2",
+        "format": "gptq_v2",
+    }
 
 
 SHARED = {

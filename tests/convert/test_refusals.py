@@ -25,7 +25,9 @@ FIRST = tiny_models.FIRST
 
 
 def write(folder, name, **changed):
-    """A checkpoint of a row of the contract; `changed` maps a tensor's local name to what is done with it in the first layer."""
+    """A checkpoint of a row of the contract; `changed` maps a tensor's local name to what is done with it in
+    the first layer.
+    """
     case = ROWS[name]
     tensors = tiny_models.packed_tensors(case.format)
     for local, change in changed.items():
@@ -69,7 +71,11 @@ def test_a_zero_point_of_0_is_refused_for_v1_alone(tmp_path):
 
 def test_a_zero_point_that_wraps_in_v1_is_kept_by_others(tmp_path):
     """gptqmodel stores 0 as -1 on the packed word; its own v2 twin, and pack-quantized, hold a plain 0."""
-    path = write(tmp_path / "source", "gptq-v1-w4-asym", qzeros=lambda zeros: ((zeros + 0x11111111) & ~0xF) - 0x11111111)
+    path = write(
+        tmp_path / "source",
+        "gptq-v1-w4-asym",
+        qzeros=lambda zeros: ((zeros + 0x11111111) & ~0xF) - 0x11111111,
+    )
     convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
     zeros = tiny_models.stored_tensors(tmp_path / "to")[f"{FIRST}.qzeros"]
     assert bool((zeros & 0xF == 0).all())
@@ -90,7 +96,9 @@ def test_experts_that_gptqmodel_cut_across_gate_and_up_are_refused(tmp_path):
     """No other dialect says that they are, so what reads them would take the halves for gate and up."""
     scheme = next(scheme for scheme in moe_models.SCHEMES if "halves" in scheme.id)
     path = moe_models.write(scheme, lambda name: False).save(tmp_path / "source")
-    with refused("in halves, across gate and up channels; nothing was written", "takes in turns", kind=FormatError):
+    with refused(
+        "in halves, across gate and up channels; nothing was written", "takes in turns", kind=FormatError
+    ):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "pack-quantized")
     assert_nothing_left(tmp_path)
 
@@ -113,7 +121,9 @@ def test_a_quantized_cache_is_refused(tmp_path):
 def test_codes_that_no_dialect_explains_are_not_copied_as_floats(tmp_path):
     case = ROWS["fp8-block"]
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = tiny_models.packed_tensors(case.format) | {experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)}
+    tensors = tiny_models.packed_tensors(case.format) | {
+        experts: torch.zeros(2, 8, 8).to(torch.float8_e4m3fn)
+    }
     path = tiny_models.write_model(tmp_path / "source", tensors, case.config)
     with refused("nothing tells what this is", kind=FormatError, tensor=experts):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "float-quantized")
@@ -123,14 +133,21 @@ def test_layers_that_differ_are_refused_where_one_setting_is_all_there_is(tmp_pa
     case = ROWS["fp8-autofp8-static"]
     tensors = tiny_models.packed_tensors(case.format)
     del tensors[f"{FIRST}.input_scale"]
-    path = tiny_models.write_model(tmp_path / "source", tensors, {**case.config, "activation_scheme": "dynamic"})
+    path = tiny_models.write_model(
+        tmp_path / "source", tensors, {**case.config, "activation_scheme": "dynamic"}
+    )
     with refused("one setting for all layers", kind=FormatError):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "fp8")
 
 
 @pytest.mark.parametrize(
     ("name", "to"),
-    [("gptq-v1-w4-sym", "gptq"), ("gptq-v2-w4-asym", "gptq_v2"), ("fp8-block", "fp8"), ("fp8-channel", "float-quantized")],
+    [
+        ("gptq-v1-w4-sym", "gptq"),
+        ("gptq-v2-w4-asym", "gptq_v2"),
+        ("fp8-block", "fp8"),
+        ("fp8-channel", "float-quantized"),
+    ],
 )
 def test_a_checkpoint_that_is_there_already_is_refused(tmp_path, name, to):
     path = write(tmp_path / "source", name)
@@ -198,9 +215,11 @@ def test_what_does_not_read_back_is_never_given_the_name(tmp_path, monkeypatch, 
     expected = KeyboardInterrupt if fault == "interrupted" else CheckpointError
     with pytest.raises(
         expected,
-        match={"other values": "does not read back", "other codes": "not the source's", "other size": "another size"}.get(
-            fault
-        ),
+        match={
+            "other values": "does not read back",
+            "other codes": "not the source's",
+            "other size": "another size",
+        }.get(fault),
     ):
         convert_checkpoint(Checkpoint.open(path), tmp_path / "to", "gptq_v2")
     assert_nothing_left(tmp_path)
@@ -213,7 +232,9 @@ def shard(path):
     weight_map = {}
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05d}-of-00003.safetensors"
-        write_safetensors(path / file, {name: tiny_models.as_stored(t) for name, t in part.items()}, {"format": "pt"})
+        write_safetensors(
+            path / file, {name: tiny_models.as_stored(t) for name, t in part.items()}, {"format": "pt"}
+        )
         weight_map |= dict.fromkeys(part, file)
     (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -231,7 +252,9 @@ def test_a_layer_split_over_files_is_written_into_one(tmp_path):
     devices = {}
     for name, info in written.tensors.items():
         devices.setdefault(name.rpartition(".")[0], set()).add(info.range.file)
-        assert info.range.offset % torch.empty(0, dtype=tiny_models.torch_dtype(info.dtype)).element_size() == 0
+        assert (
+            info.range.offset % torch.empty(0, dtype=tiny_models.torch_dtype(info.dtype)).element_size() == 0
+        )
     assert all(len(files) == 1 for files in devices.values())
 
 

@@ -19,7 +19,9 @@ OUTPUT = tiny_models.DATA / "goldens"
 def by_gptqmodel(path) -> torch.Tensor:
     from gptqmodel import BACKEND, GPTQModel
 
-    peer = GPTQModel.load(str(path), backend=BACKEND.TORCH, device="cpu", dtype=torch.float16)  # else it casts the F16 scales
+    peer = GPTQModel.load(
+        str(path), backend=BACKEND.TORCH, device="cpu", dtype=torch.float16
+    )  # else it casts the F16 scales
     return peer.model.get_submodule(MODULE).dequantize_weight().t()
 
 

@@ -69,14 +69,24 @@ def logits(model, samples: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(case: dict) -> dict:
-    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered less often.
+    """Optimizer states in CPU memory, or on NVMe in the folder that the case names; a dense model is gathered
+    less often.
 
-    Adapters stay gathered, as under the configs of configs/deepspeed, and packed rows do not, but for the cases that say otherwise.
+    Adapters stay gathered, as under the configs of configs/deepspeed, and packed rows do not, but for the
+    cases that say otherwise.
     """
     states = {"device": "nvme", "nvme_path": case["states"]} if "states" in case else {"device": "cpu"}
-    wide = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**7, "stage3_max_reuse_distance": 10**7}
+    wide = {
+        "stage3_prefetch_bucket_size": 10**6,
+        "stage3_max_live_parameters": 10**7,
+        "stage3_max_reuse_distance": 10**7,
+    }
     kept = {"stage3_param_persistence_threshold": case.get("kept", 4000)}
-    return {"offload_optimizer": states | {"pin_memory": False}, **kept, **(wide if case.get("plain") else {})}
+    return {
+        "offload_optimizer": states | {"pin_memory": False},
+        **kept,
+        **(wide if case.get("plain") else {}),
+    }
 
 
 def states_on(folder: Path) -> int:
@@ -104,9 +114,13 @@ def train(case: dict, folder: Path, rank: int) -> dict:
         found["gathered_equals_file"] = worker.gathered_equals_file(engine.module, None)
     if case.get("resumes"):
         again = start(case, config)
-        again.load_checkpoint(folder / "checkpoint", load_module_strict=False)  # frozen parameters are not in it
+        again.load_checkpoint(
+            folder / "checkpoint", load_module_strict=False
+        )  # frozen parameters are not in it
         found["resumed"] = steps(again, samples, rank, range(half, count))
-        files = [torch.load(file, weights_only=False) for file in (folder / "checkpoint").rglob("*model_states.pt")]
+        files = [
+            torch.load(file, weights_only=False) for file in (folder / "checkpoint").rglob("*model_states.pt")
+        ]
         found["saved"] = [name for file in files for name in file["module"]]
         del again
     if case.get("saves"):
@@ -116,9 +130,13 @@ def train(case: dict, folder: Path, rank: int) -> dict:
     del alive, engine
     gc.collect()
     if case.get("saves"):
-        model = PeftModel.from_pretrained(load(case), folder / "adapter", autocast_adapter_dtype=not case.get("half"))
+        model = PeftModel.from_pretrained(
+            load(case), folder / "adapter", autocast_adapter_dtype=not case.get("half")
+        )
         unsharded = logits(model.eval(), samples)
-        found["adapters"] = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+        found["adapters"] = sum(
+            parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name
+        )
         found["logits_equal"] = torch.equal(sharded, unsharded)
         found["logits_apart"] = (sharded.float() - unsharded.float()).abs().max().item()
     return found

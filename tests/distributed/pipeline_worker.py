@@ -1,4 +1,5 @@
-"""One stage of `examples/07_pipeline.py`, for several checkpoints: its logits beside the whole model's, and what it has read.
+"""One stage of `examples/07_pipeline.py`, for several checkpoints: its logits beside the whole model's, and
+what it has read.
 
 torchrun --nproc_per_node 2 tests/distributed/pipeline_worker.py --cases cases.json --out folder
 """
@@ -23,10 +24,20 @@ MICRO_BATCHES = 4
 
 def run(case: dict, example, rank: int, world: int) -> dict:
     module = example.Stage(case["checkpoint"], rank, world)
-    resting = {name: m.resting_tensors() for name, m in module.whole.named_modules() if isinstance(m, QuantizedModule)}
-    held = sum(tensor.nbytes for tensors in resting.values() for tensor in tensors.values() if not tensor.is_meta)
+    resting = {
+        name: m.resting_tensors()
+        for name, m in module.whole.named_modules()
+        if isinstance(m, QuantizedModule)
+    }
+    held = sum(
+        tensor.nbytes for tensors in resting.values() for tensor in tensors.values() if not tensor.is_meta
+    )
     loading = module.whole.hf_quantizer.loading
-    own = [name for name in loading.packed if loading.devices[f"{name}.{next(iter(loading.packed[name].infos))}"] == "cpu"]
+    own = [
+        name
+        for name in loading.packed
+        if loading.devices[f"{name}.{next(iter(loading.packed[name].infos))}"] == "cpu"
+    ]
     codes = {name: m.infos[m.weight_format.codes_name].nbytes for name, m in loading.packed.items()}
     stored = {name: sum(info.nbytes for info in m.infos.values()) for name, m in loading.packed.items()}
     tokens = torch.randint(3, 90, (8, 6), generator=torch.Generator().manual_seed(1))
@@ -35,13 +46,21 @@ def run(case: dict, example, rank: int, world: int) -> dict:
     with torch.no_grad():
         logits = schedule.step(*([tokens] if module.is_first else []))
     found = {
-        "read": module.read.bytes_read, "held": held, "own": sum(stored[name] for name in own), "all": sum(stored.values()),
-        "small": sum(stored[name] - codes[name] for name in stored if name not in own), "stage": [name.split(".")[2] for name in own],
-    }  # fmt: skip
+        "read": module.read.bytes_read,
+        "held": held,
+        "own": sum(stored[name] for name in own),
+        "all": sum(stored.values()),
+        "small": sum(stored[name] - codes[name] for name in stored if name not in own),
+        "stage": [name.split(".")[2] for name in own],
+    }
     if module.is_last:
-        model = AutoModelForCausalLM.from_pretrained(case["checkpoint"], quantization_config=HfqConfig(cpu_memory="private")).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            case["checkpoint"], quantization_config=HfqConfig(cpu_memory="private")
+        ).eval()
         with torch.no_grad():
-            expected = torch.cat([model(part, use_cache=False).logits for part in tokens.chunk(MICRO_BATCHES)])
+            expected = torch.cat(
+                [model(part, use_cache=False).logits for part in tokens.chunk(MICRO_BATCHES)]
+            )
         found["equal"] = torch.equal(logits, expected)
     return found
 
@@ -57,7 +76,9 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("pipeline", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    results = {case["id"]: run(case, example, rank, world) for case in json.loads(arguments.cases.read_text())}
+    results = {
+        case["id"]: run(case, example, rank, world) for case in json.loads(arguments.cases.read_text())
+    }
     (arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

@@ -1,4 +1,6 @@
-"""`examples/07_pipeline.py` on two CPU ranks: logits of the whole model, and each rank reads and holds its stage alone."""
+"""`examples/07_pipeline.py` on two CPU ranks: logits of the whole model, and each rank reads and holds its
+stage alone.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,10 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
-    cases = [{"id": name, "checkpoint": str(path), "schedule": schedule} for name, (path, schedule) in CASES.items()]
+    cases = [
+        {"id": name, "checkpoint": str(path), "schedule": schedule}
+        for name, (path, schedule) in CASES.items()
+    ]
     return launch(tmp_path_factory.mktemp("pipeline"), cases, 2, TORCHRUN, WORKER)
 
 
@@ -43,7 +48,8 @@ def test_each_rank_reads_and_holds_its_stage_alone(case, results):
     assert first["own"] + last["own"] == first["all"]
     for rank in (first, last):
         assert rank["held"] == rank["own"]
-        # scales and indices are checked while loading, wherever they rest; norms that lie between packed tensors are read along
+        # scales and indices are checked while loading, wherever they rest; norms that lie between packed
+        # tensors are read along
         assert 0 <= rank["read"] - rank["own"] - rank["small"] <= 4 * 128 * 2
         assert rank["small"] < 0.15 * rank["own"]
 

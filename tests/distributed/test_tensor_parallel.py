@@ -1,4 +1,6 @@
-"""Packed models that two CPU ranks share, through torchrun: each holds its slices, and together they compute what one process does."""
+"""Packed models that two CPU ranks share, through torchrun: each holds its slices, and together they compute
+what one process does.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ from contract.cases import GPTQMODEL, compressed_tensors
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
-pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
+pytest.importorskip(
+    "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
+)
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +27,25 @@ GPTQ = Gptq(zero_reading="word_plus_one", group_size=32, g_idx_length=128)
 GPTQ_CONFIG = {**GPTQMODEL, "bits": 4, "group_size": 32, "sym": True}
 BLOCK = Fp8(strategy="block", block_structure=(32, 32), scale_name="weight_scale_inv")
 GATHERED = {
-    "model.layers.*.mlp.gate_proj": "colwise_gather_output", "model.layers.*.mlp.up_proj": "colwise_rep",
+    "model.layers.*.mlp.gate_proj": "colwise_gather_output",
+    "model.layers.*.mlp.up_proj": "colwise_rep",
     "model.layers.*.mlp.down_proj": "rowwise_split_input",
-}  # fmt: skip
+}
 TOLERANCE = 4e-6
-"""The sums of slices along the input add the same float32 products in another order: some units in the last place (2**-23) of the
-largest logit, after the 2 to 4 layers of these models."""
+"""The sums of slices along the input add the same float32 products in another order: some units in the last
+place (2**-23) of the largest logit, after the 2 to 4 layers of these models.
+"""
 EXACT = ("gptq", "fp8-block", "fp8-channel")
-EQUAL = (*EXACT, "act-order, biases", "within a block", "tied", "mixtral", "gathered", "shared expert", "pack-quantized")
+EQUAL = (
+    *EXACT,
+    "act-order, biases",
+    "within a block",
+    "tied",
+    "mixtral",
+    "gathered",
+    "shared expert",
+    "pack-quantized",
+)
 
 
 def write(folder: Path, weight_format, config: dict, change=None, **options) -> str:
@@ -50,7 +65,9 @@ def scatter(tensors: dict) -> None:
     for name in [name for name in tensors if name.endswith("g_idx")]:
         tensors[name] = tensors[name][torch.randperm(tensors[name].numel(), generator=generator)]
         module = name.removesuffix("g_idx")
-        tensors[f"{module}bias"] = torch.randn(tensors[f"{module}scales"].shape[1], generator=generator).half()
+        tensors[f"{module}bias"] = torch.randn(
+            tensors[f"{module}scales"].shape[1], generator=generator
+        ).half()
 
 
 def untie(tensors: dict) -> None:
@@ -74,9 +91,19 @@ def write_moe(folder: Path, id: str) -> str:
 
 def torchrun(script: Path, *arguments: object) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "TQDM_DISABLE": "1",
+    }
     done = subprocess.run(
-        [*launcher, str(script), *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*launcher, str(script), *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -92,24 +119,40 @@ def paths(folder) -> dict[str, str]:
     coarse = Fp8(strategy="block", block_structure=(48, 80), scale_name="weight_scale_inv")
     made = {
         "gptq": write(folder / "gptq", GPTQ, GPTQ_CONFIG),
-        "fp8-block": write(folder / "fp8-block", BLOCK, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+        "fp8-block": write(
+            folder / "fp8-block", BLOCK, {"quant_method": "fp8", "weight_block_size": [32, 32]}
+        ),
         "fp8-channel": write(folder / "fp8-channel", channel, compressed_tensors("channel")),
         "act-order, biases": write(
-            folder / "act-order", GPTQ, {**GPTQ_CONFIG, "desc_act": True}, scatter, attention_bias=True, mlp_bias=True
+            folder / "act-order",
+            GPTQ,
+            {**GPTQ_CONFIG, "desc_act": True},
+            scatter,
+            attention_bias=True,
+            mlp_bias=True,
         ),
-        "within a block": write(folder / "coarse", coarse, {"quant_method": "fp8", "weight_block_size": [48, 80]}),
-        "tied": write(folder / "tied", channel, compressed_tensors("channel"), untie, tie_word_embeddings=True),
+        "within a block": write(
+            folder / "coarse", coarse, {"quant_method": "fp8", "weight_block_size": [48, 80]}
+        ),
+        "tied": write(
+            folder / "tied", channel, compressed_tensors("channel"), untie, tie_word_embeddings=True
+        ),
         "mixtral": write_moe(folder / "mixtral", "mixtral w1 w2 w3, gptq"),
         "shared expert": write_moe(folder / "shared", "qwen2 with a shared expert, fp8 blocks"),
         "pack-quantized": write_moe(folder / "pack-quantized", "qwen3 by expert, pack-quantized"),
         "fused experts": write_moe(folder / "fused", "mixtral fused gate_up, fp8"),
         "bitsandbytes": write_moe(folder / "bitsandbytes", "qwen3 by expert, bitsandbytes"),
         "one head": write(
-            folder / "heads", channel, compressed_tensors("channel"), num_attention_heads=2, num_key_value_heads=1, head_dim=64
+            folder / "heads",
+            channel,
+            compressed_tensors("channel"),
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
         ),
         "poisoned": write(folder / "poisoned", channel, compressed_tensors("channel"), poison),
         "two readings": write(folder / "readings", GPTQ, GPTQ_CONFIG, relabel),
-    }  # fmt: skip
+    }
     others = ("gathered", "rule for a weight", "fused rule", "not there")
     return made | dict.fromkeys(others, made["gptq"]) | {"other head": made["fp8-channel"]}
 
@@ -118,11 +161,16 @@ def paths(folder) -> dict[str, str]:
 def results(folder, paths) -> list[dict]:
     """The results of both ranks; one launch runs all cases."""
     details = {
-        "gptq": {"saves": True, "standalone": True}, "fp8-block": {"saves": True, "copies": True}, "fp8-channel": {"saves": True},
-        "not there": {"elsewhere": str(folder / "nowhere"), "standalone": True}, "other head": {"elsewhere": paths["one head"]},
-        "gathered": {"tp_plan": GATHERED}, "rule for a weight": {"tp_plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}},
-        "fused rule": {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}}, "mixtral": {"saves": True},
-    }  # fmt: skip
+        "gptq": {"saves": True, "standalone": True},
+        "fp8-block": {"saves": True, "copies": True},
+        "fp8-channel": {"saves": True},
+        "not there": {"elsewhere": str(folder / "nowhere"), "standalone": True},
+        "other head": {"elsewhere": paths["one head"]},
+        "gathered": {"tp_plan": GATHERED},
+        "rule for a weight": {"tp_plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}},
+        "fused rule": {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}},
+        "mixtral": {"saves": True},
+    }
     cases = [{"id": id, "path": path, **details.get(id, {})} for id, path in paths.items()]
     (folder / "cases.json").write_text(json.dumps(cases))
     torchrun(Path(__file__).parent / "tp_worker.py", "--cases", folder / "cases.json", "--out", folder)
@@ -145,7 +193,9 @@ def test_two_ranks_compute_what_one_process_does(case, results):
 
 
 def expected_nbytes(path: str) -> tuple[int, int]:
-    """(read, held): half of everything, but scales that whole rows share where the input is cut, and the index of GPTQ."""
+    """(read, held): half of everything, but scales that whole rows share where the input is cut, and the
+    index of GPTQ.
+    """
     read = held = 0
     for name, tensor in tiny_models.stored_tensors(Path(path)).items():
         module, _, local = name.rpartition(".")
@@ -167,15 +217,22 @@ def test_each_rank_reads_and_holds_its_slices_alone(case, results, paths):
 
 
 @pytest.mark.parametrize("case", [*EXACT, "mixtral"])
-def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_source(case, results, folder, paths):
-    source, saved = (tiny_models.stored_tensors(Path(path)) for path in (paths[case], folder / f"saved-{case}"))
+def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_source(
+    case, results, folder, paths
+):
+    source, saved = (
+        tiny_models.stored_tensors(Path(path)) for path in (paths[case], folder / f"saved-{case}")
+    )
     assert source.keys() == saved.keys()
     for name, tensor in source.items():
         is_packed = "_proj." in name or "experts." in name
         assert not is_packed or saved[name].dtype == tensor.dtype, name
         assert torch.equal(saved[name].to(tensor.dtype).view(torch.uint8), tensor.view(torch.uint8)), name
     config = json.loads((folder / f"saved-{case}" / "config.json").read_text())
-    assert config["quantization_config"] == json.loads((Path(paths[case]) / "config.json").read_text())["quantization_config"]
+    assert (
+        config["quantization_config"]
+        == json.loads((Path(paths[case]) / "config.json").read_text())["quantization_config"]
+    )
     assert "distributed_config" not in config
 
 
@@ -183,10 +240,23 @@ def test_a_shared_model_is_saved_whole_and_its_packed_bytes_are_those_of_the_sou
     ("case", "error"),
     [
         ("fused experts", "experts.0.gate_up_proj; found: gate and up projections fused into one"),
-        ("bitsandbytes", "hfq does not cut bitsandbytes nf4 layers for tensor parallelism; tensor: model.layers.0."),
-        ("rule for a weight", "model.layers.0.mlp.up_proj; expected: a rule for the layer; found: a rule for its weight"),
-        ("one head", "tensor: model.layers.0.self_attn.k_proj; found: 1 heads; expected: a multiple of 2 ranks"),
-        ("two readings", "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': 'stored'}"),
+        (
+            "bitsandbytes",
+            "hfq does not cut bitsandbytes nf4 layers for tensor parallelism; tensor: model.layers.0.",
+        ),
+        (
+            "rule for a weight",
+            "model.layers.0.mlp.up_proj; expected: a rule for the layer; found: a rule for its weight",
+        ),
+        (
+            "one head",
+            "tensor: model.layers.0.self_attn.k_proj; found: 1 heads; expected: a multiple of 2 ranks",
+        ),
+        (
+            "two readings",
+            "tensor: model.layers.1.mlp.up_proj; expected: {}, as on rank 0; found: {'zero_reading': "
+            "'stored'}",
+        ),
         ("fused rule", "found: tp_plan's 'packed_colwise' for a packed QuantizedLinear"),
     ],
 )
@@ -206,8 +276,13 @@ def test_what_one_rank_finds_all_ranks_are_told(results):
 
 
 def test_a_rank_that_fails_before_it_has_met_the_others_ends_all_and_is_named(results):
-    """Without its files, which is before transformers makes its meshes, and for its own config, which is after."""
-    for case, cause in {"not there": "nowhere", "other head": "A packed layer cannot be cut as tp_plan asks"}.items():
+    """Without its files, which is before transformers makes its meshes, and for its own config, which is
+    after.
+    """
+    for case, cause in {
+        "not there": "nowhere",
+        "other head": "A packed layer cannot be cut as tp_plan asks",
+    }.items():
         first, second = (found[case]["text"] for found in results)
         assert "Another rank of this run failed; nothing was loaded." in first
         assert "rank: 1" in first
@@ -232,5 +307,7 @@ def test_the_example_generates_on_two_ranks(results, folder):
     held, tensors = 237_184, tiny_models.stored_tensors(ROOT / "tests" / "data" / "tiny-llama-gptq")
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj." in name)
     printed = [(folder / f"example{rank}.txt").read_text().splitlines() for rank in (0, 1)]
-    assert [lines[0] for lines in printed] == [f"rank {rank} of 2: {held:,} of {stored:,} packed bytes" for rank in (0, 1)]
+    assert [lines[0] for lines in printed] == [
+        f"rank {rank} of 2: {held:,} of {stored:,} packed bytes" for rank in (0, 1)
+    ]
     assert printed[0][1].startswith("The return value is")

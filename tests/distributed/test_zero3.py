@@ -1,4 +1,6 @@
-"""Models under ZeRO-3 on two CPU ranks, through the `deepspeed` command: equal to unsharded ones, bit for bit."""
+"""Models under ZeRO-3 on two CPU ranks, through the `deepspeed` command: equal to unsharded ones, bit for
+bit.
+"""
 
 import pytest
 import tiny_models
@@ -16,7 +18,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(folder):
     """{name: the folder of a checkpoint}."""
-    paths = {name: write_format(folder / name, name) for name in ("gptq4", "fp8-block", "fp8-tensor-0-dim", "int8")}
+    paths = {
+        name: write_format(folder / name, name) for name in ("gptq4", "fp8-block", "fp8-tensor-0-dim", "int8")
+    }
     paths["tied"] = write_format(folder / "tied", "nf4", is_tied=True)
     paths["poisoned"] = write_format(folder / "poisoned", "fp8-block", poisoned=POISONED)
     paths["mixtral"] = write_mixtral(folder / "mixtral")
@@ -38,22 +42,58 @@ def results(folder, sources, run, tmp_path_factory):
         {"id": "none", "checkpoint": sources["gptq4"], "home": "none", "saves": True, "early": True},
         {"id": "in place", "checkpoint": sources["gptq4"], "home": "nvme", "saves": True},
         {"id": "cpu", "checkpoint": sources["fp8-block"], "home": "cpu"},
-        {"id": "0-dim in place, direct", "checkpoint": sources["fp8-tensor-0-dim"], "home": "nvme", "options": {"disk_io": "direct"}},
+        {
+            "id": "0-dim in place, direct",
+            "checkpoint": sources["fp8-tensor-0-dim"],
+            "home": "nvme",
+            "options": {"disk_io": "direct"},
+        },
         {"id": "int8 on cpu", "checkpoint": sources["int8"], "home": "cpu"},
         {"id": "tied", "checkpoint": sources["tied"], "home": "none", "saves": True},
         {"id": "mixtral", "checkpoint": sources["mixtral"], "home": "nvme", "differs": True, "saves": True},
-        {"id": "reads weights", "checkpoint": mamba, "home": "none", **details, "options": {"quantize_activations": False}},
+        {
+            "id": "reads weights",
+            "checkpoint": mamba,
+            "home": "none",
+            **details,
+            "options": {"quantize_activations": False},
+        },
         {"id": "lacks internals", "checkpoint": sources["gptq4"], "home": "none", "lacks": True},
-        {"id": "broadcast", "checkpoint": sources["own code"], "elsewhere": str(folder / "nowhere" / "own-code"), "home": "cpu",
-         "options": {"reader_ranks": "rank0"}, "arguments": {"trust_remote_code": True}},
+        {
+            "id": "broadcast",
+            "checkpoint": sources["own code"],
+            "elsewhere": str(folder / "nowhere" / "own-code"),
+            "home": "cpu",
+            "options": {"reader_ranks": "rank0"},
+            "arguments": {"trust_remote_code": True},
+        },
         {"id": "whole", "checkpoint": sources["fp8-block"], "whole": True},
         {"id": "poisoned", "checkpoint": sources["poisoned"], "home": "none", "fails": True},
-        {"id": "another model", "checkpoint": sources["gptq4"], "elsewhere": sources["int8"], "home": "none", "fails": True},
-        {"id": "not there", "checkpoint": sources["gptq4"], "elsewhere": str(folder / "nowhere"), "home": "none", "fails": True},
+        {
+            "id": "another model",
+            "checkpoint": sources["gptq4"],
+            "elsewhere": sources["int8"],
+            "home": "none",
+            "fails": True,
+        },
+        {
+            "id": "not there",
+            "checkpoint": sources["gptq4"],
+            "elsewhere": str(folder / "nowhere"),
+            "home": "none",
+            "fails": True,
+        },
         {"id": "trains on cpu", "checkpoint": sources["gptq4"], "home": "cpu", "trains": True},
-        {"id": "trains in place", "checkpoint": sources["gptq4"], "home": "nvme", "trains": True, "recomputes": True, "resumes": True},
+        {
+            "id": "trains in place",
+            "checkpoint": sources["gptq4"],
+            "home": "nvme",
+            "trains": True,
+            "recomputes": True,
+            "resumes": True,
+        },
         {"id": "trains mixtral", "checkpoint": sources["mixtral"], "home": "none", "trains": True},
-    ]  # fmt: skip
+    ]
     return once(tmp_path_factory, "zero3", lambda: launch(run, cases, ranks=2, command=DEEPSPEED))
 
 
@@ -70,7 +110,10 @@ def test_a_tied_head_is_the_embedding_and_rests_once(results):
             case: {"lm_head.weight", "model.embed_tokens.weight"} & set(found[case]["dense_names"])
             for case in ("none", "tied")
         }
-        assert heads == {"none": {"lm_head.weight", "model.embed_tokens.weight"}, "tied": {"model.embed_tokens.weight"}}
+        assert heads == {
+            "none": {"lm_head.weight", "model.embed_tokens.weight"},
+            "tied": {"model.embed_tokens.weight"},
+        }
 
 
 @pytest.mark.parametrize("case", ["in place", "0-dim in place, direct", "mixtral"])
@@ -78,7 +121,9 @@ def test_shards_that_stay_in_the_checkpoint_are_read_for_each_forward_and_writte
     for found in results:
         check_exact(found[case], ranks=2, is_read=False)
         assert found[case]["written"] == 0
-        assert found[case]["packed_read"] < 0.6 * found[case]["packed_shard"]  # small tensors, which are checked
+        assert (
+            found[case]["packed_read"] < 0.6 * found[case]["packed_shard"]
+        )  # small tensors, which are checked
         passes = 3 + 3  # forwards and generated tokens
         assert found[case]["swapped_in"] >= 0.9 * passes * found[case]["packed_shard"]
         assert "swap buffers" in found[case]["line"]
@@ -90,7 +135,9 @@ def test_a_gathered_model_is_saved_as_the_bytes_that_were_loaded(case, results, 
     saved = tiny_models.digests(run / case / "saved")
     assert all(found[case]["gathered_equals_file"] for found in results)
     if case == "mixtral":  # its dense tensors are stored as float32, and loaded as bfloat16
-        source, saved = ({n: d for n, d in digests.items() if "q" in n.rpartition(".")[2]} for digests in (source, saved))
+        source, saved = (
+            {n: d for n, d in digests.items() if "q" in n.rpartition(".")[2]} for digests in (source, saved)
+        )
         assert len(source) > 60
     assert saved == source
 
@@ -103,7 +150,9 @@ def test_the_report_says_what_a_rank_holds(results):
 def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
     for found in results:
         called, layer, weight, copied = found["none"]["early"]
-        assert called.startswith("PlacementError: A model that is sharded by ZeRO-3 was called without DeepSpeed's engine")
+        assert called.startswith(
+            "PlacementError: A model that is sharded by ZeRO-3 was called without DeepSpeed's engine"
+        )
         assert layer.startswith("PlacementError: model.layers.0.self_attn.q_proj is sharded by ZeRO-3")
         assert weight.startswith("PlacementError: matmul was given a weight that is not in memory")
         assert copied.startswith("SetupError: A model that several ranks share cannot be copied.")
@@ -111,10 +160,14 @@ def test_a_model_that_is_used_without_the_engine_or_copied_says_so(results):
 
 
 def test_an_engine_that_would_cast_packed_tensors_is_refused_by_name(results):
-    """float32 scales of FP8 blocks, which stage 2 casts to bfloat16; and whole rows, which stage 3 cuts by value."""
+    """float32 scales of FP8 blocks, which stage 2 casts to bfloat16; and whole rows, which stage 3 cuts by
+    value.
+    """
     for found in results:
         stage_2, stage_3 = found["whole"]["plain"]
-        assert stage_2.startswith("SetupError: DeepSpeed would cast packed tensors that lie one by one; no engine was made.")
+        assert stage_2.startswith(
+            "SetupError: DeepSpeed would cast packed tensors that lie one by one; no engine was made."
+        )
         assert 'Fix: load the model with HfqConfig(cpu_memory="private")' in stage_2
         assert stage_3.startswith("SetupError: ZeRO-3 was given a model that every rank has loaded whole")
         assert "zero3_init_flag: true" in stage_3
@@ -143,7 +196,9 @@ def test_rank_0_deals_out_what_others_do_not_have(results):
 
 
 def test_one_damaged_scale_ends_all_ranks_and_is_named(results):
-    own, other = sorted((found["poisoned"]["error"] for found in results), key=lambda text: "Another rank" in text)
+    own, other = sorted(
+        (found["poisoned"]["error"] for found in results), key=lambda text: "Another rank" in text
+    )
     assert own.startswith("FormatError: A scale is not finite")
     assert other.startswith("PlacementError: Another rank of this run failed")
     assert POISONED in own

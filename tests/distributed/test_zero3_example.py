@@ -1,4 +1,6 @@
-"""`examples/finetune_lora.py` on two ranks of ZeRO-3: a classifier is trained, evaluated and predicts; a causal model is evaluated."""
+"""`examples/finetune_lora.py` on two ranks of ZeRO-3: a classifier is trained, evaluated and predicts; a
+causal model is evaluated.
+"""
 
 import json
 import re
@@ -24,8 +26,10 @@ HELD_OUT = ROWS[::10]
 
 QUIET = "--use_cpu --bf16 --report_to none --disable_tqdm true"
 TRAINS = (
-    "--task classification --deepspeed configs/deepspeed/zero3_cpu.json --do_train --do_eval --do_predict --max_steps 24 "
-    "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 3e-3 --logging_steps 8 --save_strategy no"
+    "--task classification --deepspeed configs/deepspeed/zero3_cpu.json --do_train --do_eval --do_predict "
+    "--max_steps 24 "
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 3e-3 --logging_steps 8 "
+    "--save_strategy no"
 )
 EVALUATES = "--deepspeed configs/deepspeed/inference_zero3_cpu.json --do_eval --per_device_train_batch_size 1"
 
@@ -49,12 +53,15 @@ def folder(tmp_path_factory) -> Path:
 def accuracies(folder: Path) -> list[float]:
     """The accuracy that each run printed at its end."""
     return [
-        float(found) for found in re.findall(r"^  eval_accuracy +=  *([\d.]+)", (folder / "printed.txt").read_text(), re.M)
+        float(found)
+        for found in re.findall(r"^  eval_accuracy +=  *([\d.]+)", (folder / "printed.txt").read_text(), re.M)
     ]
 
 
 def test_a_classifier_learns_and_predicts_what_it_was_not_trained_on(folder):
-    losses = [float(found) for found in re.findall(r"'loss': '([\d.e-]+)'", (folder / "printed.txt").read_text())]
+    losses = [
+        float(found) for found in re.findall(r"'loss': '([\d.e-]+)'", (folder / "printed.txt").read_text())
+    ]
     assert losses[2] < 0.5 * losses[0]
     assert accuracies(folder)[0] == 1.0
     assert (folder / "trained" / "predictions.txt").read_text().split() == [label for label, _ in HELD_OUT]
@@ -72,8 +79,12 @@ def test_its_adapter_and_head_give_an_unsharded_model_the_same_predictions(folde
 
 
 def test_a_model_that_is_only_evaluated_is_the_unsharded_one(folder):
-    model = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=HfqConfig(), dtype=torch.bfloat16).eval()
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(MODEL)((folder / "text.txt").read_text())["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, quantization_config=HfqConfig(), dtype=torch.bfloat16
+    ).eval()
+    tokens = torch.tensor(
+        AutoTokenizer.from_pretrained(MODEL)((folder / "text.txt").read_text())["input_ids"]
+    )
     blocks = tokens[: len(tokens) // 64 * 64].view(-1, 64)[::10]
     with torch.no_grad():
         chosen = model(blocks).logits.argmax(-1)

@@ -1,4 +1,6 @@
-"""LoRA under ZeRO-3 on two ranks: one curve wherever shards rest, that of the dequantized model; resumed, saved and loaded."""
+"""LoRA under ZeRO-3 on two ranks: one curve wherever shards rest, that of the dequantized model; resumed,
+saved and loaded.
+"""
 
 from pathlib import Path
 
@@ -46,25 +48,64 @@ def results(tmp_path_factory):
         {"id": "cpu", "checkpoint": gptq, "home": "cpu", "resumes": True},
         {"id": "in place", "checkpoint": gptq, "home": "nvme", "saves": True},
         {"id": "dequantized", "checkpoint": plain["gptq"], "home": "none", "plain": True},
-        {"id": "recomputes", "checkpoint": gptq, "home": "nvme", "recomputes": {"use_reentrant": False}, "steps": 3, "kept": 0},
-        {"id": "recomputes, reentrant", "checkpoint": gptq, "home": "cpu", "recomputes": {"use_reentrant": True}, "steps": 3},
+        {
+            "id": "recomputes",
+            "checkpoint": gptq,
+            "home": "nvme",
+            "recomputes": {"use_reentrant": False},
+            "steps": 3,
+            "kept": 0,
+        },
+        {
+            "id": "recomputes, reentrant",
+            "checkpoint": gptq,
+            "home": "cpu",
+            "recomputes": {"use_reentrant": True},
+            "steps": 3,
+        },
         {"id": "fp8 none", "checkpoint": fp8, "home": "none", "steps": 3, "kept": 0},
         {"id": "fp8 cpu", "checkpoint": fp8, "home": "cpu", "steps": 3},
         {"id": "fp8 in place", "checkpoint": fp8, "home": "nvme", "saves": True},
         {"id": "fp8 dequantized", "checkpoint": plain["fp8"], "home": "none", "plain": True, "steps": 5},
-        {"id": "mixtral", "checkpoint": mixtral, "home": "nvme", "lora": {"target_modules": ATTENTION}, **short},
-        {"id": "embedding", "checkpoint": gptq, "home": "cpu", "lora": {"target_modules": ["embed_tokens", "q_proj"]}, **short},
-        {"id": "dora", "checkpoint": gptq, "home": "nvme", "lora": {"use_dora": True}, "kept": 16384, **short},
-        {"id": "whole head", "checkpoint": mixtral, "home": "cpu", "half": True, **short,
-         "lora": {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}},
+        {
+            "id": "mixtral",
+            "checkpoint": mixtral,
+            "home": "nvme",
+            "lora": {"target_modules": ATTENTION},
+            **short,
+        },
+        {
+            "id": "embedding",
+            "checkpoint": gptq,
+            "home": "cpu",
+            "lora": {"target_modules": ["embed_tokens", "q_proj"]},
+            **short,
+        },
+        {
+            "id": "dora",
+            "checkpoint": gptq,
+            "home": "nvme",
+            "lora": {"use_dora": True},
+            "kept": 16384,
+            **short,
+        },
+        {
+            "id": "whole head",
+            "checkpoint": mixtral,
+            "home": "cpu",
+            "half": True,
+            **short,
+            "lora": {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]},
+        },
         {"id": "experts", "checkpoint": mixtral, "home": "none"},
-    ]  # fmt: skip
+    ]
     if compiled_io.is_built():
         swap = {"home": "nvme", "options": {"nvme_source": "swap_files"}, "steps": 3}
         cases += [
             {"id": "states on nvme", "checkpoint": gptq, "home": "nvme", "states": str(states), "steps": 3},
-            {"id": "swap", "checkpoint": gptq, **swap}, {"id": "fp8 swap", "checkpoint": fp8, **swap},
-        ]  # fmt: skip
+            {"id": "swap", "checkpoint": gptq, **swap},
+            {"id": "fp8 swap", "checkpoint": fp8, **swap},
+        ]
     return launch(folder / "run", cases, ranks=2, worker=WORKER)
 
 
@@ -74,7 +115,9 @@ def losses(results: list[dict], case: str) -> list[list[float]]:
     return [found[case]["losses"] for found in results]
 
 
-@pytest.mark.parametrize(("case", "other"), [(case, "none") for case in GPTQ] + [(case, "fp8 in place") for case in FP8])
+@pytest.mark.parametrize(
+    ("case", "other"), [(case, "none") for case in GPTQ] + [(case, "fp8 in place") for case in FP8]
+)
 def test_the_curve_is_the_same_wherever_shards_and_states_rest(case, other, results):
     if case in ON_NVME and not compiled_io.is_built():
         pytest.skip(compiled_io.REASON)
@@ -84,11 +127,15 @@ def test_the_curve_is_the_same_wherever_shards_and_states_rest(case, other, resu
     assert all((found[case]["states_on_nvme"] > 0) == (case == "states on nvme") for found in results)
 
 
-@pytest.mark.parametrize(("case", "plain"), [("in place", "dequantized"), ("fp8 in place", "fp8 dequantized")])
+@pytest.mark.parametrize(
+    ("case", "plain"), [("in place", "dequantized"), ("fp8 in place", "fp8 dequantized")]
+)
 def test_the_curve_is_that_of_the_dequantized_model_up_to_rounding(case, plain, results):
-    """Not bit for bit: a packed layer multiplies in float32 and rounds once, torch's bfloat16 linear on a CPU otherwise.
+    """Not bit for bit: a packed layer multiplies in float32 and rounds once, torch's bfloat16 linear on a CPU
+    otherwise.
 
-    Measured: 0.15 % apart in the first step, where adapters still add nothing, and at most 3.1 % in one of 20.
+    Measured: 0.15 % apart in the first step, where adapters still add nothing, and at most 3.1 % in one of
+        20.
     """
     for packed, dense in zip(losses(results, case), losses(results, plain), strict=True):
         assert len(dense) == (20 if plain == "dequantized" else 5)
@@ -98,7 +145,9 @@ def test_the_curve_is_that_of_the_dequantized_model_up_to_rounding(case, plain, 
 
 @pytest.mark.parametrize("case", ["in place", "fp8 in place"])
 def test_losses_fall(case, results):
-    """Both ranks together take the ten samples of held_out.txt in each five steps, the same ones in the last five as in the first."""
+    """Both ranks together take the ten samples of held_out.txt in each five steps, the same ones in the last
+    five as in the first.
+    """
     for curve in losses(results, case):
         assert sum(curve[-5:]) < 0.4 * sum(curve[:5])  # measured: 4.2 to 4.5 of 15.4 to 15.8
 
@@ -112,7 +161,8 @@ def test_packed_bytes_are_those_of_the_file(case, results):
 def test_a_run_resumed_by_a_fresh_model_continues_the_curve(results):
     for found in results:
         assert found["cpu"]["resumed"] == found["cpu"]["losses"][10:]
-        # A and B of 28 layers, in the file of each rank, and the name of the tied head, which DeepSpeed does not know as frozen
+        # A and B of 28 layers, in the file of each rank, and the name of the tied head, which DeepSpeed does
+        # not know as frozen
         adapters = [name for name in found["cpu"]["saved"] if ".lora_" in name]
         assert len(adapters) == 2 * 56
         assert set(found["cpu"]["saved"]) - set(adapters) == {"base_model.model.lm_head.weight"}
@@ -129,5 +179,7 @@ def test_saved_adapters_give_an_unsharded_model_the_same_logits(case, results):
 
 def test_experts_are_refused_by_name_on_all_ranks(results):
     for found in results:
-        assert found["experts"]["error"].startswith("SetupError: target_parameters names 'down_proj', which is packed")
+        assert found["experts"]["error"].startswith(
+            "SetupError: target_parameters names 'down_proj', which is packed"
+        )
         assert "Fix: name the attention layers" in found["experts"]["error"]

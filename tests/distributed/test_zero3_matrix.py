@@ -1,4 +1,6 @@
-"""ZeRO-3 on two and three ranks: formats and homes beside those of test_zero3.py, every dialect, and what stock does to words."""
+"""ZeRO-3 on two and three ranks: formats and homes beside those of test_zero3.py, every dialect, and what
+stock does to words.
+"""
 
 import json
 
@@ -10,8 +12,19 @@ from zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
 
-HOMES = {"none": ("none", {}), "cpu": ("cpu", {}), "in place": ("nvme", {}), "swap": ("nvme", {"nvme_source": "swap_files"})}
-FAST = {("gptq4", "none"), ("gptq4", "in place"), ("fp8-block", "cpu"), ("fp8-tensor-0-dim", "in place"), ("int8", "cpu")}
+HOMES = {
+    "none": ("none", {}),
+    "cpu": ("cpu", {}),
+    "in place": ("nvme", {}),
+    "swap": ("nvme", {"nvme_source": "swap_files"}),
+}
+FAST = {
+    ("gptq4", "none"),
+    ("gptq4", "in place"),
+    ("fp8-block", "cpu"),
+    ("fp8-tensor-0-dim", "in place"),
+    ("int8", "cpu"),
+}
 """What test_zero3.py has run."""
 
 
@@ -42,18 +55,28 @@ def run(tmp_path_factory, sources):
         if ranks not in done:
             pairs = {1: ONE, 2: TWO, 3: THREE}[ranks]
             cases = [
-                {"id": f"{name} {home}", "checkpoint": sources[name], "home": HOMES[home][0], "options": HOMES[home][1]}
+                {
+                    "id": f"{name} {home}",
+                    "checkpoint": sources[name],
+                    "home": HOMES[home][0],
+                    "options": HOMES[home][1],
+                }
                 for name, home in pairs
                 if home != "swap" or compiled_io.is_built()
             ]
             if ranks == 2:
                 folder = tmp_path_factory.mktemp("formats")
                 paths = {case.id: write_dialect(folder / case.id, case) for case in DIALECTS}
-                cases += [{"id": name, "checkpoint": path, "home": "cpu", "generates": False} for name, path in paths.items()]
+                cases += [
+                    {"id": name, "checkpoint": path, "home": "cpu", "generates": False}
+                    for name, path in paths.items()
+                ]
             if ranks == 2 and compiled_io.is_built():
                 cases.append({"id": "stock", "checkpoint": sources["gptq4"], "home": "nvme", "stock": True})
             done[ranks] = once(
-                tmp_path_factory, f"zero3-{ranks}", lambda: launch(tmp_path_factory.mktemp("run"), cases, ranks)
+                tmp_path_factory,
+                f"zero3-{ranks}",
+                lambda: launch(tmp_path_factory.mktemp("run"), cases, ranks),
             )
         return done[ranks]
 
@@ -92,7 +115,9 @@ def test_every_format_is_sharded_by_bytes(case, run):
 
 
 def test_stock_nvme_offload_still_casts_the_values_of_packed_words(run):
-    """Why rows are viewed as ZeRO's own dtype. Where this fails, DeepSpeed has mended it: look at `zero_make._is_swapped`."""
+    """Why rows are viewed as ZeRO's own dtype. Where this fails, DeepSpeed has mended it: look at
+    `zero_make._is_swapped`.
+    """
     need("swap")
     for results in run(2):
         assert results["stock"]["words_destroyed"] > 0.9
@@ -107,7 +132,13 @@ def test_accelerate_launch_with_its_own_config_file(tmp_path, sources):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true\n"
         f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'zero3.json'}\n  zero3_init_flag: true\n"
     )
-    command = [str(BIN / "accelerate"), "launch", "--config_file", str(tmp_path / "accelerate.yaml"), "--main_process_port"]
+    command = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        str(tmp_path / "accelerate.yaml"),
+        "--main_process_port",
+    ]
     case = {"id": "accelerate", "checkpoint": sources["fp8-block"], "home": "none", "accelerates": True}
     for results in launch(tmp_path / "run", [case], ranks=2, command=command):
         check_exact(results["accelerate"], ranks=2, is_read=False)

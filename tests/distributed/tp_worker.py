@@ -1,4 +1,5 @@
-"""One rank of a tensor parallel run: loads each case whole and cut, and writes how the two compare as JSON for pytest to judge.
+"""One rank of a tensor parallel run: loads each case whole and cut, and writes how the two compare as JSON
+for pytest to judge.
 
 torchrun --nproc_per_node 2 tests/distributed/tp_worker.py --cases cases.json --out folder
 """
@@ -39,7 +40,9 @@ def cut(case: dict, world: int):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers calls the argument deprecated
             return load(case, tp_plan="auto")
-    return load(case, distributed_config=DistributedConfig(tp_size=world, tp_plan=case.get("tp_plan", "auto")))
+    return load(
+        case, distributed_config=DistributedConfig(tp_size=world, tp_plan=case.get("tp_plan", "auto"))
+    )
 
 
 def copy_error(model) -> str:
@@ -51,7 +54,9 @@ def copy_error(model) -> str:
 
 
 def compare_modules(whole, model) -> dict:
-    """Whether every slice is bit for bit that of the whole layer: its weight, and what a slice along the output computes."""
+    """Whether every slice is bit for bit that of the whole layer: its weight, and what a slice along the
+    output computes.
+    """
     slices, found = (
         model.hf_quantizer.loading.slices,
         {"weights": [], "outputs": [], "cut": len(model.hf_quantizer.loading.slices)},
@@ -91,10 +96,14 @@ def run(case: dict, rank: int, world: int, out: Path) -> dict:
         tokens = [m.generate(TOKENS, max_new_tokens=10, do_sample=False).tolist() for m in (model, whole)]
     packed = [module for module in model.modules() if isinstance(module, QuantizedModule)]
     result = {
-        "modules": compare_modules(whole, model), "logits": logits, "tokens": tokens[0] == tokens[1],
-        "gradient": distance(gradient(model), gradient(whole)), "read": loading.read_report.read,
-        "parts": sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values()), "rules": dict(model.tp_plan),
-    }  # fmt: skip
+        "modules": compare_modules(whole, model),
+        "logits": logits,
+        "tokens": tokens[0] == tokens[1],
+        "gradient": distance(gradient(model), gradient(whole)),
+        "read": loading.read_report.read,
+        "parts": sum(tensor.nbytes for module in packed for tensor in module.resting_tensors().values()),
+        "rules": dict(model.tp_plan),
+    }
     if case.get("copies"):
         result["copy"] = copy_error(model)
     if case.get("saves"):

@@ -1,4 +1,5 @@
-"""One rank of a run: loads each case plainly and under ZeRO-3, and writes what both gave as JSON for pytest to judge.
+"""One rank of a run: loads each case plainly and under ZeRO-3, and writes what both gave as JSON for pytest
+to judge.
 
 deepspeed --num_gpus 2 tests/distributed/worker.py --cases cases.json --out folder
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code that comes with a model: of each rank, as on nodes of their own
+os.environ["HF_MODULES_CACHE"] = (
+    tempfile.mkdtemp()
+)  # code that comes with a model: of each rank, as on nodes of their own
 import compiled_io
 import deepspeed
 import torch
@@ -36,32 +39,60 @@ TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 
 def ds_config(home: str, folder: Path, **zero) -> dict:
     """A config under which even tiny rows are gathered, released, fetched ahead and swapped."""
-    offload = {"device": home, "pin_memory": False, **({"nvme_path": str(folder / "nvme")} if home == "nvme" else {})}
+    offload = {
+        "device": home,
+        "pin_memory": False,
+        **({"nvme_path": str(folder / "nvme")} if home == "nvme" else {}),
+    }
     options = {
-        "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20_000,
-        "stage3_max_live_parameters": 60_000, "stage3_max_reuse_distance": 0, **zero,
-    }  # fmt: skip
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 20_000,
+        "stage3_max_live_parameters": 60_000,
+        "stage3_max_reuse_distance": 0,
+        **zero,
+    }
     if home != "none":
         options["offload_param"] = offload
     return {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": options,
-        "aio": {"block_size": 4096, "queue_depth": 4, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": options,
+        "aio": {
+            "block_size": 4096,
+            "queue_depth": 4,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
 
 
 def load(case: dict, path: str, **options):
     auto = getattr(transformers, case.get("auto", "AutoModelForCausalLM"))
-    arguments = {"quantization_config": HfqConfig(**options), "dtype": torch.bfloat16, **case.get("arguments", {})}
+    arguments = {
+        "quantization_config": HfqConfig(**options),
+        "dtype": torch.bfloat16,
+        **case.get("arguments", {}),
+    }
     return auto.from_pretrained(path, **arguments).eval()
 
 
 def outputs(case: dict, model, called, rank: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Logits of three forwards, the first recording and the others following DeepSpeed's trace, and greedy tokens."""
+    """Logits of three forwards, the first recording and the others following DeepSpeed's trace, and greedy
+    tokens.
+    """
     inputs = case.get("inputs") or [{"input_ids": [tokens]} for tokens in TOKENS]
     if case.get("differs"):  # each rank has tokens of its own
-        inputs = [{name: [[(token + rank) % 90 for token in row] for row in rows] for name, rows in i.items()} for i in inputs]
+        inputs = [
+            {name: [[(token + rank) % 90 for token in row] for row in rows] for name, rows in i.items()}
+            for i in inputs
+        ]
     with torch.no_grad():
-        logits = [called(**{name: torch.tensor(rows) for name, rows in each.items()}).logits.clone() for each in inputs]
+        logits = [
+            called(**{name: torch.tensor(rows) for name, rows in each.items()}).logits.clone()
+            for each in inputs
+        ]
         if not case.get("generates", True):
             return logits, []
         first = torch.tensor(inputs[0]["input_ids"])
@@ -80,7 +111,9 @@ def gathered_equals_file(model, loading) -> bool:
                 info = module.infos[local]
                 with open(info.range.file, "rb") as stream:
                     stream.seek(info.range.offset)
-                    if stream.read(info.nbytes) != bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()):
+                    if stream.read(info.nbytes) != bytes(
+                        tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                    ):
                         return False
     return True
 
@@ -89,28 +122,42 @@ def measures(model, loading, folder: Path) -> dict:
     plan, filler, swapper = loading.zero_plan, loading.maker.filler, loading.maker.swapper
     rows = [module.flat_buffer for module in packed_modules(model)]
     return {
-        "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in rows), "packed_shard": plan.packed_shard_nbytes,
-        "packed_total": plan.packed_nbytes, "rows": [row.nbytes for row in plan.rows if row.is_packed],
-        "packed_read": filler.packed_read + filler.checked_read, "line": loading.describe_shards(),
+        "resident": sum(row.ds_tensor.ds_numel * row.dtype.itemsize for row in rows),
+        "packed_shard": plan.packed_shard_nbytes,
+        "packed_total": plan.packed_nbytes,
+        "rows": [row.nbytes for row in plan.rows if row.is_packed],
+        "packed_read": filler.packed_read + filler.checked_read,
+        "line": loading.describe_shards(),
         "written": sum(file.stat().st_size for file in (folder / "nvme").rglob("*") if file.is_file()),
-        "swapped_in": swapper.nbytes_read if swapper else None, "buffers": swapper.most_nbytes if swapper else None,
+        "swapped_in": swapper.nbytes_read if swapper else None,
+        "buffers": swapper.most_nbytes if swapper else None,
         "dense_names": [name for name, _ in model.named_parameters() if not name.endswith("flat_buffer")],
-        "dense_resident": [p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("flat_buffer")],
-    }  # fmt: skip
+        "dense_resident": [
+            p.ds_tensor.numel() for n, p in model.named_parameters() if not n.endswith("flat_buffer")
+        ],
+    }
 
 
 def run(case: dict, plain, path: str, folder: Path, rank: int) -> dict:
     config = ds_config(case["home"], folder, **case.get("zero", {}))
-    accelerator = Accelerator() if case.get("accelerates") else None  # its config file keeps a config of its own alive
+    accelerator = (
+        Accelerator() if case.get("accelerates") else None
+    )  # its config file keeps a config of its own alive
     alive = HfDeepSpeedConfig(config) if accelerator is None else None
     started = time.perf_counter()
-    lacking = mock.patch.object(internals, "_METHODS", ("_no_such_method",)) if case.get("lacks") else contextlib.nullcontext()
+    lacking = (
+        mock.patch.object(internals, "_METHODS", ("_no_such_method",))
+        if case.get("lacks")
+        else contextlib.nullcontext()
+    )
     with lacking:
         model = load(case, path, **case.get("options", {}))
     loading, found = model.hf_quantizer.loading, {"seconds": time.perf_counter() - started}
     if case.get("early"):
         found["early"] = errors_of_early_use(model)
-    engine = accelerator.prepare(model) if accelerator else deepspeed.initialize(model=model, config=config)[0]
+    engine = (
+        accelerator.prepare(model) if accelerator else deepspeed.initialize(model=model, config=config)[0]
+    )
     logits, tokens = outputs(case, engine.module, engine, rank)
     found["logits_equal"] = [torch.equal(a, b) for a, b in zip(logits, plain[0], strict=True)]
     found["tokens_equal"] = tokens == plain[1]
@@ -155,37 +202,56 @@ def steps(engine, count: int) -> list[float]:
 
 
 def train(case: dict, path: str, folder: Path) -> dict:
-    """The losses of four steps, and of the last two once more after DeepSpeed's checkpoint was loaded into a new engine."""
-    config = ds_config(case["home"], folder) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    """The losses of four steps, and of the last two once more after DeepSpeed's checkpoint was loaded into a
+    new engine.
+    """
+    config = ds_config(case["home"], folder) | {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
     alive = HfDeepSpeedConfig(config)
     engine = trainer(case, path, config)
     losses = steps(engine, 2)
     if case.get("resumes"):
         engine.save_checkpoint(folder / "checkpoint", exclude_frozen_parameters=True)
     losses += steps(engine, 2)
-    found = {"losses": losses, "gathered_equals_file": gathered_equals_file(engine.module, engine.module.hf_quantizer.loading)}
+    found = {
+        "losses": losses,
+        "gathered_equals_file": gathered_equals_file(engine.module, engine.module.hf_quantizer.loading),
+    }
     if case.get("resumes"):
         again = trainer(case, path, config)
-        again.load_checkpoint(folder / "checkpoint", load_module_strict=False)  # frozen parameters are not in it
+        again.load_checkpoint(
+            folder / "checkpoint", load_module_strict=False
+        )  # frozen parameters are not in it
         found["resumed"] = steps(again, 2)
-        found["saved_nbytes"] = sum(file.stat().st_size for file in (folder / "checkpoint").rglob("*") if file.is_file())
+        found["saved_nbytes"] = sum(
+            file.stat().st_size for file in (folder / "checkpoint").rglob("*") if file.is_file()
+        )
     del alive
     return found
 
 
 def run_stock(folder: Path) -> dict:
     """What DeepSpeed's own partitioning to NVMe makes of a frozen int32 parameter, as of GPTQ words."""
-    words = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(3)
+    )
     module = torch.nn.Module()
     module.words = torch.nn.Parameter(words.clone(), requires_grad=False)
     deepspeed.zero.Init(module=module, config_dict_or_path=ds_config("nvme", folder))
     with deepspeed.zero.GatheredParameters([module.words]):
         back = module.words.data.clone()
-    return {"words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(), "dtype": str(back.dtype)}
+    return {
+        "words_destroyed": (back.to(torch.int64) != words.to(torch.int64)).float().mean().item(),
+        "dtype": str(back.dtype),
+    }
 
 
 def run_whole(case: dict, plain) -> dict:
-    """What DeepSpeed makes of a model that every rank holds whole: loaded without its config, and with one of stage 2."""
+    """What DeepSpeed makes of a model that every rank holds whole: loaded without its config, and with one of
+    stage 2.
+    """
     optimized = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **optimized}
     found = {"plain": [], "held": []}
@@ -235,7 +301,9 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
     parser.add_argument("--local_rank", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = 4096  # tiny shards are swapped, too
+    partitioned_param_swapper.MIN_AIO_BYTES = optimizer_utils.MIN_AIO_BYTES = (
+        4096  # tiny shards are swapped, too
+    )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     compiled_io.use()
     deepspeed.init_distributed()
@@ -245,7 +313,10 @@ def serve(run_case: Callable[[dict, Path, int], dict]) -> None:
         try:
             results[case["id"]] = run_case(case, arguments.out / case["id"], rank)
         except Exception as error:
-            results[case["id"]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            results[case["id"]] = {
+                "error": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc(),
+            }
     (arguments.out / f"rank{rank}.json").write_text(json.dumps(results))
 
 

@@ -1,7 +1,9 @@
-"""Every block of code in the documentation is run: Python as it stands, commands of hfq through its command line.
+"""Every block of code in the documentation is run: Python as it stands, commands of hfq through its command
+line.
 
-A page's blocks run one after the other in a folder that holds what the pages name: checkpoints, a text, a config; `path` is a small
-GPTQ checkpoint. What cannot run here has a comment before it, `<!-- not run: WHY; WHAT RUNS IT -->`, and stands in NOT_RUN.
+A page's blocks run one after the other in a folder that holds what the pages name: checkpoints, a text, a
+config; `path` is a small GPTQ checkpoint. What cannot run here has a comment before it,
+`<!-- not run: WHY; WHAT RUNS IT -->`, and stands in NOT_RUN.
 """
 
 import re
@@ -18,7 +20,9 @@ from hfq.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/benchmarks", "configs/deepspeed", "configs/accelerate", "examples")
-PAGES = sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md")
+)
 
 NOT_RUN = {
     "README.md": ["make demo"],
@@ -37,10 +41,17 @@ NEEDS = {"docs/quantize.md": "optimum", "docs/report.md": "matplotlib", "docs/tr
 """What a page says that has to be installed."""
 
 STAND_INS = {
-    "CHECKPOINT": "tiny-llama-gptq", "A": "tiny-llama-gptq", "B": "tiny-llama-gptq", "tiny-llama-gptq": "tiny-llama-gptq",
-    "tiny-llama-fp8": "tiny-llama-fp8", "tiny-llama": "tiny-llama", "path/to/floats": "tiny-llama",
-}  # fmt: skip
-"""What the pages call a checkpoint, and the one of tests/data that it is here; SRC is one that the page's command takes."""
+    "CHECKPOINT": "tiny-llama-gptq",
+    "A": "tiny-llama-gptq",
+    "B": "tiny-llama-gptq",
+    "tiny-llama-gptq": "tiny-llama-gptq",
+    "tiny-llama-fp8": "tiny-llama-fp8",
+    "tiny-llama": "tiny-llama",
+    "path/to/floats": "tiny-llama",
+}
+"""What the pages call a checkpoint, and the one of tests/data that it is here; SRC is one that the page's
+command takes.
+"""
 
 
 class OffloadUnit(NamedTuple):
@@ -53,7 +64,9 @@ def blocks_of(page: str) -> list[OffloadUnit]:
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
         OffloadUnit(*found)
-        for found in re.findall(r"^(?:<!-- not run: (.*?) -->\n\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for found in re.findall(
+            r"^(?:<!-- not run: (.*?) -->\n\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+        )
     ]
 
 
@@ -107,7 +120,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_every_block_of_a_page_runs(page, folder):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
-    shutil.copytree(tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"), folder / "SRC")
+    shutil.copytree(
+        tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"), folder / "SRC"
+    )
     names = {"path": str(tiny_models.DATA / "tiny-llama-gptq")}
     for block in blocks_of(page):
         if is_code(block) and not block.reason:
@@ -117,7 +132,9 @@ def test_every_block_of_a_page_runs(page, folder):
 def test_what_is_not_run_is_known_and_says_why():
     marked = {page: [block for block in blocks_of(page) if block.reason] for page in PAGES}
     assert {
-        page: [" ".join(block.text.split()[:2]) for block in blocks] for page, blocks in marked.items() if blocks
+        page: [" ".join(block.text.split()[:2]) for block in blocks]
+        for page, blocks in marked.items()
+        if blocks
     } == NOT_RUN
     for block in (block for blocks in marked.values() for block in blocks):
         _, _, runs_it = block.reason.partition("; ")
@@ -130,11 +147,15 @@ def test_no_block_is_passed_over():
     for page in PAGES:
         text, blocks = (ROOT / page).read_text(encoding="utf-8"), blocks_of(page)
         assert len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) == 2 * len(blocks), page
-        assert len(re.findall(r"^ *<!-- not run", text, re.MULTILINE)) == sum(bool(block.reason) for block in blocks), page
+        assert len(re.findall(r"^ *<!-- not run", text, re.MULTILINE)) == sum(
+            bool(block.reason) for block in blocks
+        ), page
         for block in blocks:
             assert block.language in ("python", "bash", "toml", ""), page
             if not block.language:
-                assert not re.search(r"^(hfq|make|pip|python|accelerate|deepspeed|torchrun) ", block.text, re.MULTILINE), page
+                assert not re.search(
+                    r"^(hfq|make|pip|python|accelerate|deepspeed|torchrun) ", block.text, re.MULTILINE
+                ), page
 
 
 def test_the_first_screen_has_six_lines_of_code_and_two_commands():
@@ -151,6 +172,8 @@ def test_a_shown_command_prints_what_is_shown(tmp_path, monkeypatch):
     assert shown
     for text in shown:
         command, _, expected = text.partition("\n")
-        done = CliRunner().invoke(app, command.split()[2:], env={"COLUMNS": "100", "XDG_CACHE_HOME": str(tmp_path)})
+        done = CliRunner().invoke(
+            app, command.split()[2:], env={"COLUMNS": "100", "XDG_CACHE_HOME": str(tmp_path)}
+        )
         assert done.exit_code == 0, done.exception
         assert done.stdout.startswith(expected)

@@ -1,4 +1,6 @@
-"""The documentation: made pages are what their sources say, and what pages name is there. Their code: test_blocks.py."""
+"""The documentation: made pages are what their sources say, and what pages name is there. Their code:
+test_blocks.py.
+"""
 
 import re
 from pathlib import Path
@@ -34,7 +36,9 @@ def test_a_table_of_the_benchmarks_is_read_by_its_title():
 
 
 def test_commands_that_pages_name_exist():
-    verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    verbs = {command.name for command in app.registered_commands} | {
+        group.name for group in app.registered_groups
+    }
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in (ROOT / "README.md", *(page for page in DOCS.glob("*.md") if page.stem != "troubleshooting")):
         text = page.read_text(encoding="utf-8")
@@ -51,7 +55,11 @@ def test_the_reference_has_everything_that_hfq_exports():
 
 def test_every_example_and_every_verb_is_run_by_a_test():
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    tests += "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "distributed").glob("*.py"))
+    tests += "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "distributed").glob("*.py")
+    )
     assert [path.name for path in (ROOT / "examples").glob("*.py") if path.stem not in tests] == []
-    verbs = [command.name for command in app.registered_commands] + [group.name for group in app.registered_groups]
+    verbs = [command.name for command in app.registered_commands] + [
+        group.name for group in app.registered_groups
+    ]
     assert [verb for verb in verbs if f'"{verb}"' not in tests] == []

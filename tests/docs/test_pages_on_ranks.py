@@ -15,18 +15,26 @@ from hfq import HfqConfig
 pytestmark = pytest.mark.slow
 
 PAGES = {"docs/zero3.md": 0.0, "docs/tensor_parallel.md": 0.02}
-"""By how much of the largest logit they may differ from those of one process. Sums of slices in bfloat16 are rounded before they are
-added: 0.7 % was measured (docs/tensor_parallel.md)."""
+"""By how much of the largest logit they may differ from those of one process. Sums of slices in bfloat16 are
+rounded before they are
+added: 0.7 % was measured (docs/tensor_parallel.md).
+"""
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_block_of_a_page_runs_on_two_ranks(page, tmp_path):
     if page == "docs/tensor_parallel.md":
-        pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
+        pytest.importorskip(
+            "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
+        )
     (block,) = [block for block in blocks_of(page) if block.language == "python"]
     (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
     shutil.copy(ROOT / "configs" / "deepspeed" / "inference_zero3.json", tmp_path / "zero3.json")
-    start([str(ROOT / "tests" / "docs" / "run_block.py"), str(tmp_path / "block.py"), str(tmp_path)], 2, tmp_path / "printed")
+    start(
+        [str(ROOT / "tests" / "docs" / "run_block.py"), str(tmp_path / "block.py"), str(tmp_path)],
+        2,
+        tmp_path / "printed",
+    )
     path = tiny_models.DATA / "tiny-llama-gptq"
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), dtype=torch.bfloat16)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md has every error of the sources, and an error that is raised is found there by its text."""
+"""docs/troubleshooting.md has every error of the sources, and an error that is raised is found there by its
+text.
+"""
 
 import functools
 import re
@@ -28,7 +30,10 @@ def entries():
 def pattern(template: str) -> re.Pattern:
     """What a template may be filled in to."""
     return re.compile(
-        "".join(".*" if index % 2 else re.escape(part) for index, part in enumerate(re.split(r"(\{[^}]*\})", template))),
+        "".join(
+            ".*" if index % 2 else re.escape(part)
+            for index, part in enumerate(re.split(r"(\{[^}]*\})", template))
+        ),
         re.DOTALL,
     )
 
@@ -36,10 +41,12 @@ def pattern(template: str) -> re.Pattern:
 def explained(error: hfq.HfqError, entries) -> list:
     """The entries that an error has on the page."""
     return [
-        entry for entry in entries
-        if entry.cls == type(error).__name__ and any(pattern(what).fullmatch(error.message) for what in entry.what)
+        entry
+        for entry in entries
+        if entry.cls == type(error).__name__
+        and any(pattern(what).fullmatch(error.message) for what in entry.what)
         and any(pattern(fix).fullmatch(error.fix) for fix in entry.fix)
-    ]  # fmt: skip
+    ]
 
 
 def test_classes_are_those_of_the_package(modules):
@@ -60,7 +67,12 @@ def test_every_place_that_makes_an_error_is_read(modules):
         for name in error_classes(modules)
     )
     names = error_classes(modules)
-    calls = {(module.name, node.lineno) for module in modules for name in names for node in module.calls.get(name, ())}
+    calls = {
+        (module.name, node.lineno)
+        for module in modules
+        for name in names
+        for node in module.calls.get(name, ())
+    }
     assert 250 < len(calls) <= made
     assert (
         len(error_calls(modules)) >= len(calls) - 12
@@ -72,7 +84,9 @@ def test_every_entry_says_what_and_how_to_mend_it(entries):
         assert entry.what, entry
         assert all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.what), entry
         is_of_another_rank = entry.what[0].startswith("Another rank of this run failed")
-        assert is_of_another_rank or (entry.fix and all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.fix)), entry
+        assert is_of_another_rank or (
+            entry.fix and all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.fix)
+        ), entry
 
 
 def test_the_page_shows_each_message_and_fix(entries):
@@ -96,7 +110,7 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
         lambda: load(device_map={"": "cpu", "model.layer.1": "disk"}),
         lambda: load(device_map={"": "dsik"}),
         lambda: load(max_memory={"cpu": "1MB"}),
-    ]  # fmt: skip
+    ]
     shown = []
     for attempt in attempts:
         with pytest.raises(hfq.HfqError) as caught:
@@ -110,7 +124,9 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
 
 def test_what_a_helper_is_given_by_its_callers_stands_on_the_page(entries):
     texts = {what for entry in entries for what in entry.what}
-    assert "The calibration set cannot be used: it is shorter than one sequence." in texts  # a helper that puts texts together
+    assert (
+        "The calibration set cannot be used: it is shorter than one sequence." in texts
+    )  # a helper that puts texts together
     assert any(
         "zero_optimization.zero_quantized_weights quantizes packed bytes" in text for text in texts
     )  # a table in a loop

@@ -24,7 +24,9 @@ def write(folder, tensors, config):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Checkpoints of one random model: v1, and v2 with the same numbers, fp8, and dense with the numbers of v1."""
+    """Checkpoints of one random model: v1, and v2 with the same numbers, fp8, and dense with the numbers of
+    v1.
+    """
     folder = tmp_path_factory.mktemp("made")
     v1 = ROWS["gptq-v1-w4-asym"]
     tensors = tiny_models.packed_tensors(v1.format)
@@ -36,7 +38,9 @@ def made(tmp_path_factory):
     paths["v2"] = write(folder / "v2", other, v1.config | {"checkpoint_format": "gptq_v2"})
     fp8 = ROWS["fp8-block"]
     paths["fp8"] = write(folder / "fp8", tiny_models.packed_tensors(fp8.format), fp8.config)
-    model = AutoModelForCausalLM.from_pretrained(paths["v1"], quantization_config=HfqConfig(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        paths["v1"], quantization_config=HfqConfig(), dtype=torch.float32
+    )
     dense = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
     for name, module in model.hf_quantizer.loading.packed.items():
         dense[f"{name}.weight"] = module.weight.detach().clone()
@@ -63,7 +67,10 @@ def test_placements_of_one_checkpoint_are_the_same_model(made, placement):
 
 def test_loaded_models_can_be_compared(made):
     model = AutoModelForCausalLM.from_pretrained(
-        made["v1"], quantization_config=HfqConfig(kernel="reference"), dtype=torch.float32, device_map={"": "disk"}
+        made["v1"],
+        quantization_config=HfqConfig(kernel="reference"),
+        dtype=torch.float32,
+        device_map={"": "disk"},
     )
     assert hfq.compare(model, made["v1"]).equal
     stock = AutoModelForCausalLM.from_pretrained(made["dense"], dtype=torch.float32)
@@ -111,7 +118,9 @@ def test_distances_are_those_of_the_dequantized_weights(made):
     ]
     (apart,) = (each.distance for each in found.differences if each.name == Q_PROJ)
     gap = (weights[0] - weights[1]).double()
-    assert apart.max_abs == pytest.approx(float(gap.abs().max()), rel=1e-12)  # a difference of two float32 in float64
+    assert apart.max_abs == pytest.approx(
+        float(gap.abs().max()), rel=1e-12
+    )  # a difference of two float32 in float64
     # sums of float64 in another order
     assert apart.relative_l2 == pytest.approx(float(gap.norm() / weights[0].double().norm()), rel=1e-9)
     assert found.logits.kl_mean > 0

@@ -44,7 +44,9 @@ def probabilities(model: Bigram) -> list[list[float]]:
 
 
 def by_hand(model: Bigram, tokens: torch.Tensor, context: int, stride: int) -> float:
-    """exp of the mean of -log p(token | the one before) over every token that some window has context for, once."""
+    """exp of the mean of -log p(token | the one before) over every token that some window has context for,
+    once.
+    """
     table, text = probabilities(model), tokens.tolist()
     begins = range(0, len(text) - context + 1, stride)
     scored = sorted({place for begin in begins for place in range(begin + 1, begin + context)})
@@ -59,12 +61,16 @@ def by_hand(model: Bigram, tokens: torch.Tensor, context: int, stride: int) -> f
 def test_it_is_the_mean_surprise_of_every_token_that_has_context(model, count, context, stride, batch_size):
     text = tokens(count)
     found = perplexity(model, text, context, batch_size, stride)
-    assert found == pytest.approx(by_hand(model, text, context, stride), rel=1e-12)  # sums of doubles in another order
+    assert found == pytest.approx(
+        by_hand(model, text, context, stride), rel=1e-12
+    )  # sums of doubles in another order
 
 
 def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large():
     # one exp and one log of doubles
-    assert perplexity(Bigram(torch.zeros(VOCABULARY, VOCABULARY)), tokens(64), 16) == pytest.approx(VOCABULARY, rel=1e-12)
+    assert perplexity(Bigram(torch.zeros(VOCABULARY, VOCABULARY)), tokens(64), 16) == pytest.approx(
+        VOCABULARY, rel=1e-12
+    )
 
 
 def test_a_model_that_knows_the_text_is_not_perplexed():
@@ -131,7 +137,9 @@ def divergences(reference: Bigram, model: Bigram, text: list[int], context: int)
 @pytest.mark.parametrize("held", [1 << 30, 1])
 def test_the_divergence_is_that_of_the_two_tables(model, held, monkeypatch):
     monkeypatch.setattr(module, "_LOGITS_NBYTES", held)  # all batches in one run, or each in a run of its own
-    reference = Bigram(model.table.detach() + torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5)))
+    reference = Bigram(
+        model.table.detach() + torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    )
     text = tokens(807)
     found, own, seconds = score_against(model, reference, cut(text, 8, batch_size=4), VOCABULARY)
     expected = sorted(divergences(reference, model, text.tolist(), 8))

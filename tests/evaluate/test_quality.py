@@ -1,4 +1,6 @@
-"""`evaluate`: the tiny Llama's packed versions beside their reference, in memory and layer by layer from disk."""
+"""`evaluate`: the tiny Llama's packed versions beside their reference, in memory and layer by layer from
+disk.
+"""
 
 import json
 import math
@@ -30,7 +32,11 @@ def rows(text):
 def test_fp8_is_nearer_to_the_reference_than_four_bits(rows):
     reference, gptq, fp8 = rows
     assert [row.is_reference for row in rows] == [True, False, False]
-    assert (reference.score.kl_mean, reference.score.kl_p99, reference.score.top1_agreement) == (None, None, None)
+    assert (reference.score.kl_mean, reference.score.kl_p99, reference.score.top1_agreement) == (
+        None,
+        None,
+        None,
+    )
     assert 0 < fp8.score.kl_mean < gptq.score.kl_mean / 5  # measured: 5e-4 and 1.4e-2
     assert fp8.score.kl_mean < fp8.score.kl_p99 < gptq.score.kl_p99
     assert gptq.score.top1_agreement < fp8.score.top1_agreement < 1
@@ -44,10 +50,20 @@ def test_bits_and_bytes_are_those_of_the_files(rows):
         stored = tiny_models.stored_tensors(path)
         assert row.nbytes == (path / "model.safetensors").stat().st_size
         assert row.bits_per_weight == 8 * sum(tensor.nbytes for tensor in stored.values()) / row.weights
-        assert row.weights == 1049728 == sum(tensor.numel() for tensor in tiny_models.stored_tensors(LLAMA).values())
+        assert (
+            row.weights
+            == 1049728
+            == sum(tensor.numel() for tensor in tiny_models.stored_tensors(LLAMA).values())
+        )
     reference, gptq, fp8 = rows
-    assert (reference.bits_per_packed_weight, reference.bits_per_weight, reference.variants) == (None, 16.0, "dense")
-    assert 4 < gptq.bits_per_packed_weight < 4.5 < gptq.bits_per_weight < 8 < fp8.bits_per_packed_weight < 8.01
+    assert (reference.bits_per_packed_weight, reference.bits_per_weight, reference.variants) == (
+        None,
+        16.0,
+        "dense",
+    )
+    assert (
+        4 < gptq.bits_per_packed_weight < 4.5 < gptq.bits_per_weight < 8 < fp8.bits_per_packed_weight < 8.01
+    )
     assert gptq.variants == "gptq v1 int4 g128 sym"
     assert reference.seconds is None
     assert gptq.seconds > 0
@@ -79,7 +95,9 @@ def test_it_is_what_the_models_own_loss_says(text, rows):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(LLAMA)(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+    tokens = torch.tensor(
+        AutoTokenizer.from_pretrained(LLAMA)(text.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    )
     windows = tokens[: len(tokens) // 64 * 64].view(-1, 64)
     with torch.no_grad():
         expected = math.exp(model(input_ids=windows, labels=windows).loss.item())
@@ -105,10 +123,13 @@ def unloaded(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("", "is empty"), (" \n\t", "is empty"), ("one word", "shorter than one sequence"), (b"\xff\xfe\x00", "cannot be read"),
+        ("", "is empty"),
+        (" \n\t", "is empty"),
+        ("one word", "shorter than one sequence"),
+        (b"\xff\xfe\x00", "cannot be read"),
         (None, "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_text_is_refused(tmp_path, unloaded, content, match):
     file = tmp_path / "text.txt"
     if content is not None:
@@ -155,7 +176,9 @@ def test_a_model_whose_logits_are_not_finite_is_refused(tmp_path, text):
     tensors = tiny_models.stored_tensors(path)
     tensors["model.norm.weight"][3] = float("nan")
     write_safetensors(
-        path / "model.safetensors", {name: tiny_models.as_stored(t) for name, t in tensors.items()}, {"format": "pt"}
+        path / "model.safetensors",
+        {name: tiny_models.as_stored(t) for name, t in tensors.items()},
+        {"format": "pt"},
     )
     with pytest.raises(CheckpointError, match="logits are not finite"):
         evaluate([path], text, sequence_length=64)

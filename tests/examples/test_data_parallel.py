@@ -1,4 +1,6 @@
-"""The data-parallel example through `accelerate launch`: all prompts answered, as one process does, from one copy of the bytes."""
+"""The data-parallel example through `accelerate launch`: all prompts answered, as one process does, from one
+copy of the bytes.
+"""
 
 import json
 import subprocess
@@ -31,13 +33,17 @@ def test_two_processes_share_the_prompts_and_one_copy_of_the_weights():
     done = subprocess.run([*launcher, SCRIPT, GPTQ, *PROMPTS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [(answer["process"], answer["prompt"]) for answer in found["answers"]] == list(zip((0, 0, 1), PROMPTS, strict=True))
+    assert [(answer["process"], answer["prompt"]) for answer in found["answers"]] == list(
+        zip((0, 0, 1), PROMPTS, strict=True)
+    )
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig()),
         AutoTokenizer.from_pretrained(GPTQ),
     )
     for answer in found["answers"]:
-        generated = model.generate(**tokenizer(answer["prompt"], return_tensors="pt"), max_new_tokens=8, do_sample=False)
+        generated = model.generate(
+            **tokenizer(answer["prompt"], return_tensors="pt"), max_new_tokens=8, do_sample=False
+        )
         assert answer["text"] == tokenizer.decode(generated[0])
     assert len(found["memory"]) == 2
     for in_memory, own_share in found["memory"]:

@@ -24,7 +24,9 @@ def train_tiny():
 
 def test_the_fp8_version_is_made_again_byte_for_byte(tmp_path):
     script = EXAMPLES / "quantize_tiny_fp8.py"
-    done = subprocess.run([sys.executable, script, TINY, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script, TINY, tmp_path], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     for made in sorted(tmp_path.iterdir()):
         assert made.read_bytes() == (tiny_models.DATA / "tiny-llama-fp8" / made.name).read_bytes(), made.name
@@ -36,7 +38,9 @@ def test_the_trained_model_has_the_perplexity_that_its_card_says():
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     from hfq.evaluation.perplexity import perplexity
 
-    assert perplexity(model, tokens) == pytest.approx(32.298, rel=2e-2)  # the card's figure ends each document with </s>
+    assert perplexity(model, tokens) == pytest.approx(
+        32.298, rel=2e-2
+    )  # the card's figure ends each document with </s>
 
 
 @pytest.mark.slow  # of the script alone, not of hfq
@@ -50,7 +54,9 @@ def test_training_is_deterministic():
 @pytest.mark.slow  # of the script alone, not of hfq
 def test_the_script_writes_a_model_with_its_tokenizer_and_text(tmp_path, monkeypatch, capsys):
     module = train_tiny()
-    documents = [f"{name}: {pydoc_data.topics.topics[name]}" for name in sorted(pydoc_data.topics.topics)[:60]]
+    documents = [
+        f"{name}: {pydoc_data.topics.topics[name]}" for name in sorted(pydoc_data.topics.topics)[:60]
+    ]
     assert any(map(module.is_held_out, documents))
     monkeypatch.setattr(module, "read_documents", lambda: documents)
     monkeypatch.setattr("sys.argv", ["train_tiny.py", str(tmp_path), "--steps", "1"])
@@ -60,7 +66,11 @@ def test_the_script_writes_a_model_with_its_tokenizer_and_text(tmp_path, monkeyp
         torch.use_deterministic_algorithms(False)
     assert "60 documents, " in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == module.VOCABULARY >= len(tokenizer)
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size
+        == module.VOCABULARY
+        >= len(tokenizer)
+    )
     assert (tmp_path / "held_out.txt").stat().st_size > 0
 
 

@@ -5,9 +5,16 @@ import pytest
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 
 SAFETENSORS = {
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0", "torch.uint8": "U8",
-    "torch.int8": "I8", "torch.int32": "I32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32",
-}  # fmt: skip
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.float8_e8m0fnu": "F8_E8M0",
+    "torch.uint8": "U8",
+    "torch.int8": "I8",
+    "torch.int32": "I32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+}
 
 
 def describe_one(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -19,10 +26,15 @@ def describe_one(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 @pytest.fixture
 def describe():
-    """describe(module, qweight=("I32", (8, 64)), …) → the module's tensors by local name, as headers describe them."""
+    """describe(module, qweight=("I32", (8, 64)), …) → the module's tensors by local name, as headers describe
+    them.
+    """
 
     def describe(module: str, **tensors):
-        return {local: describe_one(f"{module}.{local}", dtype, shape) for local, (dtype, shape) in tensors.items()}
+        return {
+            local: describe_one(f"{module}.{local}", dtype, shape)
+            for local, (dtype, shape) in tensors.items()
+        }
 
     return describe
 

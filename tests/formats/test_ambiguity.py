@@ -33,7 +33,11 @@ def test_mxfp4_and_mxint4_look_the_same(weight):
     for config in ({}, {"quant_method": "auto-round"}, {"data_type": "MX_INT"}, {"data_type": ["mx_int"]}):
         with pytest.raises(FormatError, match="MXFP4 or MXINT4"):
             settle(Mxfp4(), tensors, config)
-    extra = {"quant_method": "auto-round", "data_type": "mx_fp", "extra_config": {"m": {"data_type": "mx_int"}}}
+    extra = {
+        "quant_method": "auto-round",
+        "data_type": "mx_fp",
+        "extra_config": {"m": {"data_type": "mx_int"}},
+    }
     assert settle(Mxfp4(), tensors, extra).describe() == "mxint4"
 
 
@@ -123,9 +127,14 @@ def test_other_blocksizes_of_bitsandbytes_are_told_by_their_scales(weight):
 
 
 def test_one_scale_a_row_contradicts_a_config_of_groups(weight):
-    """A config that says groups and a file that has none: the scales of a row would silently stand for all of its groups."""
+    """A config that says groups and a file that has none: the scales of a row would silently stand for all of
+    its groups.
+    """
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}},
+    }
     with pytest.raises(FormatError, match="contradict"):
         settle(PackQuantized(), PackQuantized(num_bits=4).quantize(weight), config)
     with pytest.raises(FormatError, match="contradicts"):

@@ -32,7 +32,10 @@ def stream(words: list[int], num_bits: int, count: int) -> list[int]:
 def multiply(codes: list, zeros: list, scales: np.ndarray, group_size: int) -> torch.Tensor:
     """W[n, k] = (q - z) * s in float32, `zeros` and `scales` as [n][group]."""
     weight = [
-        [np.float32(code - zeros[n][k // group_size]) * scales[n, k // group_size] for k, code in enumerate(row)]
+        [
+            np.float32(code - zeros[n][k // group_size]) * scales[n, k // group_size]
+            for k, code in enumerate(row)
+        ]
         for n, row in enumerate(codes)
     ]
     return torch.from_numpy(np.array(weight, dtype=np.float32))
@@ -95,7 +98,9 @@ def random_fast(out_features: int, in_features: int, group_size: int, zeros_name
 
 
 def fast_by_hand(tensors, group_size: int, zeros_name: str = "qzeros") -> torch.Tensor:
-    """Undoes AutoAWQ's `pack_intweight`: four rows share a word, and channels are permuted twice within 32."""
+    """Undoes AutoAWQ's `pack_intweight`: four rows share a word, and channels are permuted twice within
+    32.
+    """
     words = tensors["qweight"].tolist()
     in_features, out_features = len(words[0]), 4 * len(words)
     first = [
@@ -112,7 +117,10 @@ def fast_by_hand(tensors, group_size: int, zeros_name: str = "qzeros") -> torch.
                 codes[4 * quad + line][column // 32 * 32 + source[column % 32]] = nibble(word, i)
     scales, zeros = tensors["scales"].float().numpy(), tensors[zeros_name].float().numpy()
     weight = [
-        [np.float32(code) * scales[k // group_size, n] + zeros[k // group_size, n] for k, code in enumerate(line)]
+        [
+            np.float32(code) * scales[k // group_size, n] + zeros[k // group_size, n]
+            for k, code in enumerate(line)
+        ]
         for n, line in enumerate(codes)
     ]
     return torch.from_numpy(np.array(weight, dtype=np.float32))
@@ -121,7 +129,9 @@ def fast_by_hand(tensors, group_size: int, zeros_name: str = "qzeros") -> torch.
 def detected(tensors, size: tuple[int, int], **config):
     found = Awq.detect("m", described("m", tensors), CONFIG | config)
     specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     return found.resolve("m", tensors)
 
 
@@ -153,7 +163,9 @@ def test_gemm_of_other_bits_is_a_plain_stream_along_the_output(num_bits):
     check_panels(found, tensors, expected)
 
 
-@pytest.mark.parametrize(("in_features", "group_size"), [(256, 128), (256, 64), (256, 32), (1152, 128), (192, 96), (320, 32)])
+@pytest.mark.parametrize(
+    ("in_features", "group_size"), [(256, 128), (256, 64), (256, 32), (1152, 128), (192, 96), (320, 32)]
+)
 def test_gemv_is_that_of_the_loops(in_features, group_size):
     tensors = random_gemv(20, in_features, group_size)
     found = detected(tensors, (20, in_features), version="gemv", group_size=group_size)
@@ -221,7 +233,8 @@ def test_a_size_that_gemm_cannot_hold_is_refused(size):
 
 
 @pytest.mark.parametrize(
-    ("version", "name"), [("gemm", "scales"), ("gemv", "scales"), ("gemv_fast", "scales"), ("gemv_fast", "qzeros")]
+    ("version", "name"),
+    [("gemm", "scales"), ("gemv", "scales"), ("gemv_fast", "scales"), ("gemv_fast", "qzeros")],
 )
 def test_a_scale_that_is_not_finite_is_refused_by_name(version, name):
     weight_format = Awq(version=version, group_size=64)

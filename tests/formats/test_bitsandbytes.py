@@ -1,4 +1,6 @@
-"""bitsandbytes against loops over its bytes: blocks that run across rows, odd sizes, nested scales, and a damaged state."""
+"""bitsandbytes against loops over its bytes: blocks that run across rows, odd sizes, nested scales, and a
+damaged state.
+"""
 
 import dataclasses
 import json
@@ -23,7 +25,12 @@ def random_layer(out_features: int, in_features: int, storage=torch.uint8, neste
     blocks, nbytes = -(-numel // 64), -(-numel // 2)
     item = torch.empty(0, dtype=storage).element_size()
     codes = torch.randint(0, 256, (-(-nbytes // item) * item,), dtype=torch.uint8, generator=generator)
-    written = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [out_features, in_features]}
+    written = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [out_features, in_features],
+    }
     tensors = {
         "weight": codes.view(storage).view(-1, 1),
         "weight.quant_map": torch.randn(16, generator=generator),
@@ -43,7 +50,9 @@ def as_state(state) -> torch.Tensor:
 
 
 def dequantize_by_hand(tensors, out_features: int, in_features: int) -> torch.Tensor:
-    """W.flat[i] = quant_map[code[i]] * absmax[i // 64], the code of an even i in the high nibble; each step in float32."""
+    """W.flat[i] = quant_map[code[i]] * absmax[i // 64], the code of an even i in the high nibble; each step
+    in float32.
+    """
     packed = tensors["weight"].contiguous().view(-1).view(torch.uint8).tolist()
     values, absmax = tensors["weight.quant_map"].numpy(), tensors["weight.absmax"].numpy()
     state = json.loads(bytes(tensors[STATE].tolist()))
@@ -65,7 +74,9 @@ def detected(tensors, size, config=CONFIG) -> Bnb4Bit:
 
 def check_specs(weight_format, tensors, size) -> None:
     specs = {spec.name: spec for spec in weight_format.tensor_specs(size[1], size[0])}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
@@ -192,7 +203,9 @@ def test_a_state_with_more_keys_than_hfq_knows_is_read():
     assert torch.equal(detected(tensors, (4, 64)).dequantize(tensors), dequantize_by_hand(tensors, 4, 64))
 
 
-@pytest.mark.parametrize("name", ["weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"])
+@pytest.mark.parametrize(
+    "name", ["weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"]
+)
 def test_a_table_or_scale_that_is_not_finite_is_refused_by_name(name):
     nested = "nested" in name
     tensors = random_layer(4, 64, nested=nested)
@@ -203,7 +216,9 @@ def test_a_table_or_scale_that_is_not_finite_is_refused_by_name(name):
 
 def test_a_config_of_the_other_type_is_a_contradiction():
     tensors = random_layer(4, 64)
-    with pytest.raises(FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*bnb_4bit_quant_type"):
+    with pytest.raises(
+        FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*bnb_4bit_quant_type"
+    ):
         Bnb4Bit.detect("m", described("m", tensors), CONFIG | {"bnb_4bit_quant_type": "fp4"})
 
 

@@ -1,4 +1,6 @@
-"""compressed-tensors' integers against loops over one big Python integer a row, and what its config may not say."""
+"""compressed-tensors' integers against loops over one big Python integer a row, and what its config may not
+say.
+"""
 
 import numpy as np
 import pytest
@@ -13,20 +15,30 @@ BITS = tuple(range(1, 9))
 
 def config(**weights) -> dict:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
 
 
 def words_of(codes: list[int], num_bits: int, share: int | None = None) -> list[int]:
     """Codes as int32 words: one stream, or `share` codes a word."""
     if share is not None:
-        return [word for i in range(0, len(codes), share) for word in words_of(codes[i : i + share], num_bits)]
+        return [
+            word for i in range(0, len(codes), share) for word in words_of(codes[i : i + share], num_bits)
+        ]
     bits = sum(code << (i * num_bits) for i, code in enumerate(codes))
     words = [bits >> (32 * i) & 0xFFFFFFFF for i in range(-(-len(codes) * num_bits // 32))]
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
-def random_layer(num_bits: int, size: tuple[int, int], groups: int, symmetric: bool = True, is_straddling: bool = True):
-    """(tensors as compressed-tensors packs them, the weight they mean): W[n, k] = (q - zp) * scale in float32."""
+def random_layer(
+    num_bits: int, size: tuple[int, int], groups: int, symmetric: bool = True, is_straddling: bool = True
+):
+    """(tensors as compressed-tensors packs them, the weight they mean): W[n, k] = (q - zp) * scale in
+    float32.
+    """
     out_features, in_features = size
     generator = torch.Generator().manual_seed(num_bits)
     half, span = 1 << (num_bits - 1), in_features // groups
@@ -36,7 +48,8 @@ def random_layer(num_bits: int, size: tuple[int, int], groups: int, symmetric: b
     share = None if is_straddling else 32 // num_bits
     tensors = {
         "weight_packed": torch.tensor(
-            [words_of([code + half for code in row], num_bits, share) for row in codes.tolist()], dtype=torch.int32
+            [words_of([code + half for code in row], num_bits, share) for row in codes.tolist()],
+            dtype=torch.int32,
         ),
         "weight_scale": scale,
         "weight_shape": torch.tensor(size),
@@ -59,7 +72,9 @@ def by_hand(codes, zeros, scale, groups: list[int]) -> torch.Tensor:
 def detected(tensors, size, hints, cls=PackQuantized):
     found = cls.detect("m", described("m", tensors), hints).sized(size[1], size[0])
     specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     return found.resolve("m", tensors)
 
 
@@ -72,7 +87,9 @@ def check_panels(weight_format, tensors, whole) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize(("size", "groups"), [((37, 33), 1), ((64, 96), 3), ((5, 64), 2), ((33, 35), 5), ((1, 1), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "groups"), [((37, 33), 1), ((64, 96), 3), ((5, 64), 2), ((33, 35), 5), ((1, 1), 1)], ids=str
+)
 @pytest.mark.parametrize("num_bits", BITS)
 def test_the_weight_is_that_of_the_loops(num_bits, size, groups, symmetric):
     tensors, expected = random_layer(num_bits, size, groups, symmetric)
@@ -127,7 +144,10 @@ def test_a_stored_order_gives_each_channel_its_own_group(symmetric):
     order = torch.randperm(64, generator=torch.Generator().manual_seed(5)) // 16
     tensors["weight_g_idx"] = order.to(torch.int32)
     codes = torch.tensor(
-        [[(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in row for i in range(8)] for row in tensors["weight_packed"].tolist()]
+        [
+            [(word & 0xFFFFFFFF) >> (4 * i) & 15 for word in row for i in range(8)]
+            for row in tensors["weight_packed"].tolist()
+        ]
     )
     zeros = torch.zeros(37, 4, dtype=torch.int64)
     if not symmetric:
@@ -156,7 +176,9 @@ def test_one_scale_for_the_tensor_is_applied_to_all_of_it():
     tensors["weight_scale"] = torch.tensor([0.5])
     ones = tensors | {"weight_scale": torch.ones(8, 1)}
     found = detected(tensors, (8, 64), config(num_bits=4, strategy="tensor"))
-    assert torch.equal(found.dequantize(tensors), detected(ones, (8, 64), config(num_bits=4)).dequantize(ones) * 0.5)
+    assert torch.equal(
+        found.dequantize(tensors), detected(ones, (8, 64), config(num_bits=4)).dequantize(ones) * 0.5
+    )
 
 
 def test_a_stored_shape_of_another_layer_is_refused():
@@ -225,7 +247,9 @@ def random_bytes(size: tuple[int, int], scale_shape: tuple[int, ...], symmetric:
     tensors = {"weight": torch.randint(-128, 128, size, generator=generator).to(torch.int8)}
     tensors["weight_scale"] = torch.randn(scale_shape, generator=generator).bfloat16()
     if not symmetric:
-        tensors["weight_zero_point"] = torch.randint(-128, 128, scale_shape, generator=generator).to(torch.int8)
+        tensors["weight_zero_point"] = torch.randint(-128, 128, scale_shape, generator=generator).to(
+            torch.int8
+        )
     return tensors
 
 
@@ -235,7 +259,10 @@ def test_bytes_are_scaled_as_they_are(groups, symmetric):
     tensors = random_bytes((7, 33), (7, groups), symmetric)
     zeros = tensors.get("weight_zero_point", torch.zeros(7, groups, dtype=torch.int64)).to(torch.int64)
     expected = by_hand(
-        tensors["weight"].to(torch.int64), zeros, tensors["weight_scale"], [k // (33 // groups) for k in range(33)]
+        tensors["weight"].to(torch.int64),
+        zeros,
+        tensors["weight_scale"],
+        [k // (33 // groups) for k in range(33)],
     )
     found = detected(tensors, (7, 33), config(num_bits=8, symmetric=symmetric), IntQuantized)
     assert torch.equal(found.dequantize(tensors), expected)
@@ -254,14 +281,18 @@ def test_bytes_under_a_grid_of_ragged_blocks_have_a_scale_for_each_block():
     hints = config(num_bits=8, strategy="block", block_structure=[3, 16])
     found = detected(tensors, (7, 33), hints, IntQuantized)
     scale = tensors["weight_scale"].float()
-    expected = torch.tensor([[float(tensors["weight"][n, k]) * scale[n // 3, k // 16] for k in range(33)] for n in range(7)])
+    expected = torch.tensor(
+        [[float(tensors["weight"][n, k]) * scale[n // 3, k // 16] for k in range(33)] for n in range(7)]
+    )
     assert torch.equal(found.dequantize(tensors), expected)
     check_panels(found, tensors, expected)
 
 
 def test_bytes_in_groups_that_contradict_the_config_are_refused():
     tensors = random_bytes((8, 64), (8, 2))
-    with pytest.raises(FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*groups of 16"):
+    with pytest.raises(
+        FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*groups of 16"
+    ):
         IntQuantized.detect("m", described("m", tensors), config(num_bits=8, group_size=16, strategy="group"))
 
 

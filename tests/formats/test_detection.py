@@ -7,12 +7,21 @@ from hfq.formats import FORMATS, Format, detect_formats, tensors_by_module
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 
-GPTQ_LAYER = {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64)), "g_idx": ("I32", (256,))}
+GPTQ_LAYER = {
+    "qweight": ("I32", (32, 64)),
+    "qzeros": ("I32", (2, 8)),
+    "scales": ("F16", (2, 64)),
+    "g_idx": ("I32", (256,)),
+}
 FP8_LAYER = {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", (64, 1))}
 NORM = {"weight": ("F16", (256,))}
 DENSE = {"weight": ("BF16", (64, 256)), "bias": ("F16", (64,))}
 BNB_LAYER = {"weight": ("U8", (8192, 1))}
-BNB_STATE = {"absmax": ("F32", (256,)), "quant_map": ("F32", (16,)), "quant_state.bitsandbytes__nf4": ("U8", (85,))}
+BNB_STATE = {
+    "absmax": ("F32", (256,)),
+    "quant_map": ("F32", (16,)),
+    "quant_state.bitsandbytes__nf4": ("U8", (85,)),
+}
 
 
 @pytest.fixture
@@ -37,8 +46,9 @@ def refusal(modules, config) -> FormatError:
 def test_tensors_are_grouped_by_the_module_they_stand_beside(modules):
     grouped = modules(model__layers__0__q=GPTQ_LAYER, model__norm=NORM)
     assert {module: sorted(tensors) for module, tensors in grouped.items()} == {
-        "model.layers.0.q": ["g_idx", "qweight", "qzeros", "scales"], "model.norm": ["weight"],
-    }  # fmt: skip
+        "model.layers.0.q": ["g_idx", "qweight", "qzeros", "scales"],
+        "model.norm": ["weight"],
+    }
     assert grouped["model.norm"]["weight"].name == "model.norm.weight"
 
 
@@ -49,7 +59,10 @@ def test_a_tensor_without_a_module_stands_beside_the_model_itself(describe):
 
 def test_each_module_has_its_own_format_and_dense_ones_have_none(modules):
     found = detect_formats(modules(a__q=GPTQ_LAYER, a__k=FP8_LAYER, a__norm=NORM, lm_head=DENSE), {})
-    assert {module: type(weight_format) for module, weight_format in found.items()} == {"a.q": Gptq, "a.k": Fp8}
+    assert {module: type(weight_format) for module, weight_format in found.items()} == {
+        "a.q": Gptq,
+        "a.k": Fp8,
+    }
 
 
 def test_a_config_of_another_method_does_not_overrule_the_tensors(modules):
@@ -72,13 +85,17 @@ def test_a_dense_checkpoint_with_other_layers_is_told_that_it_is_not_quantized(m
 
 def test_a_dense_checkpoint_with_a_config_is_told_of_the_contradiction(modules):
     error = refusal(modules(lm_head=DENSE, norm=NORM), {"quant_method": "gptq", "bits": 4})
-    assert error.message.startswith("The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads")
+    assert error.message.startswith(
+        "The checkpoint (quant_method='gptq') holds no module in a dialect that hfq reads"
+    )
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "bitsandbytes"}, {}])
 def test_tensors_below_weight_belong_to_the_module_above_it(modules, config):
     state = {f"weight__{name.replace('.', '__')}": spec for name, spec in BNB_STATE.items()}
-    grouped = modules(a__q=BNB_LAYER | {name.replace("__", "."): spec for name, spec in state.items()}, a__norm=NORM)
+    grouped = modules(
+        a__q=BNB_LAYER | {name.replace("__", "."): spec for name, spec in state.items()}, a__norm=NORM
+    )
     assert sorted(grouped) == ["a.norm", "a.q"]
     assert detect_formats(grouped, config)["a.q"].describe() == "bitsandbytes nf4"
 
@@ -86,7 +103,9 @@ def test_tensors_below_weight_belong_to_the_module_above_it(modules, config):
 @pytest.mark.parametrize("config", [{"quant_method": "squeeze"}, {}])
 def test_the_tensors_of_an_unknown_dialect_are_named(modules, config):
     error = refusal(modules(a__q={"codes": ("U8", (64, 128)), "rows": ("I32", (64,))}, a__norm=NORM), config)
-    assert error.message.startswith(f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module")
+    assert error.message.startswith(
+        f"The checkpoint (quant_method={config.get('quant_method')!r}) holds no module"
+    )
     assert error.found == "3 tensors of F16, I32, U8, named codes, rows, weight"
     assert "the library that wrote it" in error.fix
 

@@ -18,7 +18,9 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
 def e2m1(code: int) -> np.float32:
-    """OCP MX 1.0: one sign bit, two exponent bits with a bias of 1, one mantissa bit; an exponent of 0 is subnormal."""
+    """OCP MX 1.0: one sign bit, two exponent bits with a bias of 1, one mantissa bit; an exponent of 0 is
+    subnormal.
+    """
     exponent, mantissa = code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return np.float32(-magnitude if code & 8 else magnitude)
@@ -56,7 +58,9 @@ def any_bytes(*shape: int, top: int = 256, seed: int = 0) -> torch.Tensor:
 def check(weight_format, tensors, expected) -> None:
     out_features, in_features = expected.shape
     specs = {spec.name: spec for spec in weight_format.tensor_specs(in_features, out_features)}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     found = weight_format.resolve("m", tensors)
     assert torch.equal(found.dequantize(tensors), expected)
     for start in range(out_features):
@@ -68,7 +72,8 @@ def check(weight_format, tensors, expected) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu], ids=str)
 def test_mxfp4_is_that_of_the_bits(size, dtype):
-    # 0 is 2**-127, which float32 holds as a subnormal; 6 * 2**125 is the largest power that no code takes out of range
+    # 0 is 2**-127, which float32 holds as a subnormal; 6 * 2**125 is the largest power that no code takes out
+    # of range
     scale = any_bytes(size[0], size[1] // 32, top=250)
     scale.view(-1)[0] = 0
     tensors = {"weight_packed": any_bytes(size[0], size[1] // 2), "weight_scale": scale.view(dtype)}
@@ -89,7 +94,10 @@ def test_every_code_has_its_value():
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_mxint4_is_sign_and_magnitude_in_quarters(size):
-    tensors = {"weight_packed": any_bytes(size[0], size[1] // 2), "weight_scale": any_bytes(size[0], size[1] // 32, top=250)}
+    tensors = {
+        "weight_packed": any_bytes(size[0], size[1] // 2),
+        "weight_scale": any_bytes(size[0], size[1] // 32, top=250),
+    }
     config = {"quant_method": "auto-round", "data_type": "mx_int", "bits": 4, "group_size": 32}
     scale = tensors["weight_scale"]
     expected = by_hand(tensors["weight_packed"], lambda n, g: e8m0(int(scale[n, g])), 32, quarters)
@@ -110,14 +118,20 @@ def nvfp4_by_hand(tensors, codes_name: str, group_size: int, shared) -> torch.Te
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_global_scale_of_compressed_tensors_divides(size):
-    tensors = nvfp4(size) | {"weight_global_scale": torch.tensor([37.5]), "input_global_scale": torch.tensor([2.0])}
+    tensors = nvfp4(size) | {
+        "weight_global_scale": torch.tensor([37.5]),
+        "input_global_scale": torch.tensor([2.0]),
+    }
     expected = nvfp4_by_hand(tensors, "weight_packed", 16, lambda scale: scale / np.float32(37.5))
     check(Nvfp4.detect("m", described("m", tensors), NV), tensors, expected)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_second_scale_of_modelopt_multiplies(size):
-    tensors = nvfp4(size, "weight") | {"weight_scale_2": torch.tensor(0.013), "input_scale": torch.tensor(2.0)}
+    tensors = nvfp4(size, "weight") | {
+        "weight_scale_2": torch.tensor(0.013),
+        "input_scale": torch.tensor(2.0),
+    }
     expected = nvfp4_by_hand(tensors, "weight", 16, lambda scale: scale * np.float32(0.013))
     check(Nvfp4.detect("m", described("m", tensors), MODELOPT), tensors, expected)
 
@@ -131,7 +145,9 @@ def test_groups_of_32_are_read_by_the_shape_of_the_scales():
 def ue5m3(byte: int) -> np.float32:
     """No sign, five bits of exponent with a bias of 15, three of mantissa."""
     exponent, mantissa = byte >> 3, byte & 7
-    return np.float32(mantissa / 8 * 2.0**-14 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 15))
+    return np.float32(
+        mantissa / 8 * 2.0**-14 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 15)
+    )
 
 
 def test_scales_without_a_sign_have_their_own_values():
@@ -168,7 +184,10 @@ def test_a_nan_among_e4m3_scales_is_refused():
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_an_expert_of_gpt_oss_is_that_of_the_bits(size):
-    tensors = {"blocks": any_bytes(size[0], size[1] // 32, 16), "scales": any_bytes(size[0], size[1] // 32, top=250)}
+    tensors = {
+        "blocks": any_bytes(size[0], size[1] // 32, 16),
+        "scales": any_bytes(size[0], size[1] // 32, top=250),
+    }
     expected = by_hand(tensors["blocks"], lambda n, g: e8m0(int(tensors["scales"][n, g])), 32)
     check(GptOssMxfp4.detect("m", described("m", tensors), {}), tensors, expected)
 

@@ -1,4 +1,6 @@
-"""What an FP8 layer means in numbers, against loops that decode every byte by its sign, exponent and mantissa."""
+"""What an FP8 layer means in numbers, against loops that decode every byte by its sign, exponent and
+mantissa.
+"""
 
 import math
 
@@ -35,8 +37,12 @@ def multiplier(scale: torch.Tensor) -> np.ndarray:
     return np.array(numbers, dtype=np.float32)
 
 
-def dequantize_by_hand(codes: torch.Tensor, scale: torch.Tensor, position, reciprocal: bool = False) -> np.ndarray:
-    """float32 code × (or ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its flat tensor."""
+def dequantize_by_hand(
+    codes: torch.Tensor, scale: torch.Tensor, position, reciprocal: bool = False
+) -> np.ndarray:
+    """float32 code × (or ÷) float32 scale, element by element; `position(n, k)` is the scale's place in its
+    flat tensor.
+    """
     raw, exponent_bits = codes.view(torch.uint8).numpy(), 4 if codes.dtype == E4M3 else 5
     scales = multiplier(scale)
     values = [np.float32(decode(byte, exponent_bits)) for byte in range(256)]
@@ -76,7 +82,10 @@ def detect(describe_tensors, tensors, config=None) -> Fp8:
     return Fp8.detect("m", describe_tensors("m", tensors), config or {}).resolve("m", tensors)
 
 
-GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16}}
+GROUPS = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16},
+}
 GROUPS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUPS}}
 SHAPES = {
     "tensor []": ((40, 64), (), {}, lambda n, k: 0),
@@ -85,12 +94,37 @@ SHAPES = {
     "channel [N]": ((40, 64), (40,), {}, lambda n, k: n),
     "channel [N, 1]": ((40, 64), (40, 1), {}, lambda n, k: n),
     "group [N, K/16]": ((40, 64), (40, 4), GROUPS, lambda n, k: n * 4 + k // 16),
-    "block [2, 4] of 128": ((256, 416), (2, 4), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 4 + k // 128),
-    "block [5, 2] of 128": ((576, 200), (5, 2), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 2 + k // 128),
-    "block [3, 3] of 16x24": ((40, 64), (3, 3), {"weight_block_size": [16, 24]}, lambda n, k: n // 16 * 3 + k // 24),
+    "block [2, 4] of 128": (
+        (256, 416),
+        (2, 4),
+        {"weight_block_size": [128, 128]},
+        lambda n, k: n // 128 * 4 + k // 128,
+    ),
+    "block [5, 2] of 128": (
+        (576, 200),
+        (5, 2),
+        {"weight_block_size": [128, 128]},
+        lambda n, k: n // 128 * 2 + k // 128,
+    ),
+    "block [3, 3] of 16x24": (
+        (40, 64),
+        (3, 3),
+        {"weight_block_size": [16, 24]},
+        lambda n, k: n // 16 * 3 + k // 24,
+    ),
     "block [1, 1]": ((40, 64), (1, 1), {"weight_block_size": [128, 128]}, lambda n, k: 0),
-    "block [n, 1, k, 1]": ((200, 300), (2, 1, 3, 1), {"weight_block_size": [128, 128]}, lambda n, k: n // 128 * 3 + k // 128),
-    "block [1, 1, k, 1]": ((100, 300), (1, 1, 3, 1), {"weight_block_size": [128, 128]}, lambda n, k: k // 128),
+    "block [n, 1, k, 1]": (
+        (200, 300),
+        (2, 1, 3, 1),
+        {"weight_block_size": [128, 128]},
+        lambda n, k: n // 128 * 3 + k // 128,
+    ),
+    "block [1, 1, k, 1]": (
+        (100, 300),
+        (1, 1, 3, 1),
+        {"weight_block_size": [128, 128]},
+        lambda n, k: k // 128,
+    ),
 }
 
 
@@ -100,8 +134,12 @@ def test_the_shape_of_a_scale_says_what_it_covers(case, describe_tensors):
     tensors = {"weight": random_codes(*shape), "weight_scale": random_scale(scale_shape)}
     detected = detect(describe_tensors, tensors, config)
     assert detected.strategy == case.split()[0]
-    assert {spec.name: spec.shape for spec in detected.tensor_specs(shape[1], shape[0])}["weight_scale"] == scale_shape
-    assert_same_bits(detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], tensors["weight_scale"], position))
+    assert {spec.name: spec.shape for spec in detected.tensor_specs(shape[1], shape[0])}[
+        "weight_scale"
+    ] == scale_shape
+    assert_same_bits(
+        detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], tensors["weight_scale"], position)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E8M0, torch.uint8], ids=str)
@@ -111,7 +149,9 @@ def test_scales_of_every_dtype_are_read_exactly(case, dtype, codes, describe_ten
     shape, scale_shape, config, position = SHAPES[case]
     tensors = {"weight": random_codes(*shape, codes), "weight_scale": random_scale(scale_shape, dtype)}
     detected = detect(describe_tensors, tensors, config)
-    assert_same_bits(detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], tensors["weight_scale"], position))
+    assert_same_bits(
+        detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], tensors["weight_scale"], position)
+    )
 
 
 @pytest.mark.parametrize("dtype", [E8M0, torch.uint8], ids=str)
@@ -125,21 +165,30 @@ def test_groups_under_powers_of_two_need_no_word_of_the_config(dtype, describe_t
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_all_256_codes_are_decoded(dtype, describe_tensors):
-    tensors = {"weight": torch.arange(256, dtype=torch.uint8).reshape(4, 64).view(dtype), "weight_scale": torch.tensor(0.75)}
+    tensors = {
+        "weight": torch.arange(256, dtype=torch.uint8).reshape(4, 64).view(dtype),
+        "weight_scale": torch.tensor(0.75),
+    }
     expected = dequantize_by_hand(tensors["weight"], tensors["weight_scale"], lambda n, k: 0)
     assert np.isnan(expected).sum() == (2 if dtype == E4M3 else 6)
     assert_same_bits(detect(describe_tensors, tensors).dequantize(tensors), expected)
 
 
 def test_the_code_0x80_is_minus_zero_and_not_nan(describe_tensors):
-    tensors = {"weight": torch.full((4, 4), 0x80, dtype=torch.uint8).view(E4M3), "weight_scale": torch.ones(4, 1)}
+    tensors = {
+        "weight": torch.full((4, 4), 0x80, dtype=torch.uint8).view(E4M3),
+        "weight_scale": torch.ones(4, 1),
+    }
     weight = detect(describe_tensors, tensors).dequantize(tensors)
     assert torch.equal(weight, torch.zeros(4, 4))
     assert torch.signbit(weight).all()
 
 
 def test_the_extreme_powers_of_two_are_neither_zero_nor_nan(describe_tensors):
-    tensors = {"weight": torch.full((2, 4), 8.0).to(E4M3), "weight_scale": torch.tensor([[0], [254]], dtype=torch.uint8)}
+    tensors = {
+        "weight": torch.full((2, 4), 8.0).to(E4M3),
+        "weight_scale": torch.tensor([[0], [254]], dtype=torch.uint8),
+    }
     weight = detect(describe_tensors, tensors).dequantize(tensors)
     assert weight[:, 0].tolist() == [2.0**-124, math.inf]  # 2**130 is beyond float32
 
@@ -148,7 +197,9 @@ def test_the_extreme_powers_of_two_are_neither_zero_nor_nan(describe_tensors):
 def test_inverse_semantics_divide(case, describe_tensors):
     shape, scale_shape, config, position = SHAPES[case]
     tensors = {"weight": random_codes(*shape), "weight_scale_inv": 1000 + 4000 * random_scale(scale_shape)}
-    detected = detect(describe_tensors, tensors, config | {"quant_method": "fp8", "weight_scale_semantics": "inverse"})
+    detected = detect(
+        describe_tensors, tensors, config | {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
+    )
     expected = dequantize_by_hand(tensors["weight"], tensors["weight_scale_inv"], position, reciprocal=True)
     assert detected.reciprocal
     assert "reciprocal" in detected.describe()
@@ -158,7 +209,9 @@ def test_inverse_semantics_divide(case, describe_tensors):
 def test_undeclared_reciprocals_of_rows_are_recognised_with_a_warning(caplog, describe_tensors):
     tensors = {"weight": random_codes(40, 64), "weight_scale_inv": 2000 + 10 * random_scale((40,))}
     detected = detect(describe_tensors, tensors, {"quant_method": "fp8"})
-    expected = dequantize_by_hand(tensors["weight"], tensors["weight_scale_inv"], lambda n, k: n, reciprocal=True)
+    expected = dequantize_by_hand(
+        tensors["weight"], tensors["weight_scale_inv"], lambda n, k: n, reciprocal=True
+    )
     assert_same_bits(detected.dequantize(tensors), expected)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "reciprocals" in caplog.text
@@ -173,20 +226,25 @@ def test_undeclared_reciprocals_of_rows_are_recognised_with_a_warning(caplog, de
         ("weight_scale_inv", torch.full((40, 1), 120, dtype=torch.uint8)),
     ],
     ids=["rows up to 1", "weight_scale", "blocks", "U8 rows of 2**-7"],
-)  # fmt: skip
+)
 def test_other_scales_multiply_without_a_warning(name, scale, caplog, describe_tensors):
     tensors = {"weight": random_codes(40, 64), name: scale}
-    detected = detect(describe_tensors, tensors, {"weight_block_size": [16, 24]} if scale.shape == (3, 3) else {})
+    detected = detect(
+        describe_tensors, tensors, {"weight_block_size": [16, 24]} if scale.shape == (3, 3) else {}
+    )
     assert not detected.reciprocal
     assert not caplog.records
-    assert_same_bits(detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], scale, lambda n, k: 0))
+    assert_same_bits(
+        detected.dequantize(tensors), dequantize_by_hand(tensors["weight"], scale, lambda n, k: 0)
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (3, 3)], ids=["tensor", "blocks"])
 def test_scales_that_may_multiply_or_divide_are_refused(shape, describe_tensors):
     tensors = {"weight": random_codes(40, 64), "weight_scale_inv": torch.full(shape, 2000.0)}
     with pytest.raises(
-        FormatError, match=r"(?s)multiply or divide cannot be told; nothing was loaded.*weight_scale_semantics"
+        FormatError,
+        match=r"(?s)multiply or divide cannot be told; nothing was loaded.*weight_scale_semantics",
     ):
         detect(describe_tensors, tensors, {"weight_block_size": [16, 24]} if shape else {})
 

@@ -30,16 +30,24 @@ def shapes(detected: Fp8, in_features: int = 256, out_features: int = 192):
 
 
 def compressed(*groups: tuple[list[str], dict], **more) -> dict:
-    listed = {f"group_{i}": {"targets": targets, "weights": weights} | more for i, (targets, weights) in enumerate(groups)}
+    listed = {
+        f"group_{i}": {"targets": targets, "weights": weights} | more
+        for i, (targets, weights) in enumerate(groups)
+    }
     return {"quant_method": "compressed-tensors", "config_groups": listed}
 
 
 def test_a_group_that_leaves_a_rest_is_refused_or_read_by_its_size(detect):
     try:
-        detected = detect(compressed((["Linear"], GROUP)), weight=("F8_E4M3", (4, 90)), weight_scale=("F32", (4, 3)))
+        detected = detect(
+            compressed((["Linear"], GROUP)), weight=("F8_E4M3", (4, 90)), weight_scale=("F32", (4, 3))
+        )
     except FormatError:
         return
-    tensors = {"weight": torch.ones(4, 90).to(torch.float8_e4m3fn), "weight_scale": torch.tensor([[1.0, 2, 3]]).repeat(4, 1)}
+    tensors = {
+        "weight": torch.ones(4, 90).to(torch.float8_e4m3fn),
+        "weight_scale": torch.tensor([[1.0, 2, 3]]).repeat(4, 1),
+    }
     refused = shapes(detected, 90, 4)["weight_scale"] != (4, 3)
     assert refused or detected.dequantize(tensors)[0].tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 26
 
@@ -76,11 +84,15 @@ def test_a_nonsensical_block_size_is_refused(detect, size):
 
 def test_a_block_of_older_compressed_tensors_is_a_string(detect):
     """compressed-tensors 0.9 took no lists, "must be of the format 2x4, 8x16, etc."; 0.15 reads both."""
-    found = detect(compressed((["Linear"], BLOCK | {"block_structure": "96x64"})), weight_scale=("F32", (2, 4)))
+    found = detect(
+        compressed((["Linear"], BLOCK | {"block_structure": "96x64"})), weight_scale=("F32", (2, 4))
+    )
     assert (found.strategy, found.block_structure) == ("block", (96, 64))
 
 
-@pytest.mark.parametrize("weights", [INT4, CHANNEL | {"type": "int"}, CHANNEL | {"num_bits": 4}, CHANNEL | {"num_bits": None}])
+@pytest.mark.parametrize(
+    "weights", [INT4, CHANNEL | {"type": "int"}, CHANNEL | {"num_bits": 4}, CHANNEL | {"num_bits": None}]
+)
 @pytest.mark.parametrize("target", ["Linear", MODULE, "re:.*q_proj"])
 def test_a_config_group_that_contradicts_the_weight_is_refused(detect, weights, target):
     with pytest.raises(FormatError, match="contradicts the tensors") as caught:
@@ -101,7 +113,9 @@ def test_an_exact_name_wins_over_a_regular_expression(detect):
     assert detect(compressed(*groups), weight_scale=("F32", (2, 4))).block_structure == (96, 64)
 
 
-@pytest.mark.parametrize("target", ["q_proj", "model.layers.1", "re:q_proj", r"re:.*layers\.10\..*", "Conv1d"])
+@pytest.mark.parametrize(
+    "target", ["q_proj", "model.layers.1", "re:q_proj", r"re:.*layers\.10\..*", "Conv1d"]
+)
 def test_a_target_that_names_something_else_does_not_take_the_module(detect, target):
     assert detect(compressed(([target], INT4)), weight_scale=("F32", (192, 1))).strategy == "channel"
 
@@ -125,8 +139,14 @@ def test_a_nonsensical_group_size_is_refused(detect, size):
 
 
 def test_a_group_size_of_the_config_must_explain_the_scale(detect):
-    assert shapes(detect(compressed((["Linear"], GROUP)), weight_scale=("U8", (192, 8))))["weight_scale"] == (192, 8)
-    assert shapes(detect(compressed((["Linear"], GROUP)), weight_scale=("U8", (192, 4))))["weight_scale"] == (192, 8)
+    assert shapes(detect(compressed((["Linear"], GROUP)), weight_scale=("U8", (192, 8))))["weight_scale"] == (
+        192,
+        8,
+    )
+    assert shapes(detect(compressed((["Linear"], GROUP)), weight_scale=("U8", (192, 4))))["weight_scale"] == (
+        192,
+        8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,14 +181,23 @@ def test_a_config_that_hfq_cannot_follow_is_refused(detect, config):
 
 @pytest.mark.parametrize(
     "more",
-    [{"transform_config": {}}, {"transform_config": None}, {"sparsity_config": {}}, {"sparsity_config": {"format": "dense"}}],
+    [
+        {"transform_config": {}},
+        {"transform_config": None},
+        {"sparsity_config": {}},
+        {"sparsity_config": {"format": "dense"}},
+    ],
 )
 def test_transforms_and_sparsity_that_are_none_are_no_hindrance(detect, more):
-    assert detect(compressed((["Linear"], CHANNEL)) | more, weight_scale=("F32", (192, 1))).strategy == "channel"
+    assert (
+        detect(compressed((["Linear"], CHANNEL)) | more, weight_scale=("F32", (192, 1))).strategy == "channel"
+    )
 
 
 def dynamic(strategy: str, **more) -> dict:
-    return {"input_activations": {"type": "float", "num_bits": 8, "dynamic": True, "strategy": strategy, **more}}
+    return {
+        "input_activations": {"type": "float", "num_bits": 8, "dynamic": True, "strategy": strategy, **more}
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,14 +207,26 @@ def dynamic(strategy: str, **more) -> dict:
         ({"quant_method": "fp8"}, ActivationScheme("token")),
         ({"quant_method": "fp8", "activation_scheme": "static"}, None),
         ({"quant_method": "fp8", "weight_block_size": [64, 32]}, ActivationScheme("group", group_size=32)),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ActivationScheme("token", upper_bound=1200.0)),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            ActivationScheme("token", upper_bound=1200.0),
+        ),
         ({"quant_method": "fbgemm_fp8"}, ActivationScheme("token")),
         (compressed((["Linear"], CHANNEL)), None),
         (compressed((["Linear"], CHANNEL), **dynamic("token")), ActivationScheme("token")),
         (compressed((["Linear"], CHANNEL), **dynamic("tensor")), ActivationScheme("tensor")),
-        (compressed((["Linear"], CHANNEL), **dynamic("group", group_size=64)), ActivationScheme("group", group_size=64)),
-        (compressed((["Linear"], CHANNEL), **dynamic("token", dynamic=False)), ActivationScheme("token", dtype="8-bit float")),
-        (compressed((["Linear"], CHANNEL), **dynamic("token", type="int")), ActivationScheme("token", dtype="int8")),
+        (
+            compressed((["Linear"], CHANNEL), **dynamic("group", group_size=64)),
+            ActivationScheme("group", group_size=64),
+        ),
+        (
+            compressed((["Linear"], CHANNEL), **dynamic("token", dynamic=False)),
+            ActivationScheme("token", dtype="8-bit float"),
+        ),
+        (
+            compressed((["Linear"], CHANNEL), **dynamic("token", type="int")),
+            ActivationScheme("token", dtype="int8"),
+        ),
     ],
 )
 def test_the_config_says_how_activations_are_quantized(detect, config, scheme):
@@ -194,7 +235,11 @@ def test_the_config_says_how_activations_are_quantized(detect, config, scheme):
 
 @pytest.mark.parametrize("name", ["input_scale", "activation_scale"])
 def test_a_stored_input_scale_makes_the_scheme_static(detect, name):
-    detected = detect(compressed((["Linear"], CHANNEL), **dynamic("token")), weight_scale=("F32", ()), **{name: ("F32", (1,))})
+    detected = detect(
+        compressed((["Linear"], CHANNEL), **dynamic("token")),
+        weight_scale=("F32", ()),
+        **{name: ("F32", (1,))},
+    )
     assert detected.activation_scheme == ActivationScheme("tensor", scale_name=name)
     assert shapes(detected)[name] == (1,)
 
@@ -214,10 +259,14 @@ def test_a_static_scheme_needs_its_scale(detect, config):
 
 
 @pytest.mark.parametrize(
-    "config", [{"quant_method": "fp8", "weight_scale_semantics": "multiplier"}, compressed((["Linear"], CHANNEL))]
+    "config",
+    [{"quant_method": "fp8", "weight_scale_semantics": "multiplier"}, compressed((["Linear"], CHANNEL))],
 )
 def test_row_scales_above_1_multiply_where_the_config_says_so(detect, config, caplog):
-    tensors = {"weight": torch.ones(192, 256).to(torch.float8_e4m3fn), "weight_scale_inv": torch.full((192,), 2000.0)}
+    tensors = {
+        "weight": torch.ones(192, 256).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.full((192,), 2000.0),
+    }
     resolved = detect(config, weight_scale_inv=("F32", (192,))).resolve(MODULE, tensors)
     assert resolved.dequantize(tensors).unique().tolist() == [2000.0]
     assert not caplog.records

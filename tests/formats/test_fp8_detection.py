@@ -27,7 +27,8 @@ def shapes(detected: Fp8, in_features: int = 256, out_features: int = 192):
 
 
 @pytest.mark.parametrize(
-    "weight", [("U8", (192, 256)), ("F16", (192, 256)), ("F8_E4M3", (4, 192, 256)), ("F8_E4M3FNUZ", (192, 256))]
+    "weight",
+    [("U8", (192, 256)), ("F16", (192, 256)), ("F8_E4M3", (4, 192, 256)), ("F8_E4M3FNUZ", (192, 256))],
 )
 def test_another_weight_is_not_taken(detect, weight):
     assert detect(weight=weight, weight_scale=("F32", ())) is None
@@ -35,7 +36,10 @@ def test_another_weight_is_not_taken(detect, weight):
 
 def test_the_specs_name_everything_a_layer_may_hold(detect):
     detected = detect(
-        weight=("F8_E5M2", (192, 256)), weight_scale=("F32", (192, 1)), input_scale=("BF16", (1,)), bias=("F16", (192,))
+        weight=("F8_E5M2", (192, 256)),
+        weight_scale=("F32", (192, 1)),
+        input_scale=("BF16", (1,)),
+        bias=("F16", (192,)),
     )
     specs = {spec.name: spec for spec in detected.tensor_specs(256, 192)}
     assert list(specs) == ["weight", "weight_scale", "input_scale", "bias"]
@@ -63,7 +67,10 @@ def test_a_missing_scale_is_named_by_the_specs(detect, config, name, shape):
 
 def test_the_name_of_transformers_wins_where_both_scales_are_stored(detect):
     block = {"weight_block_size": [128, 128]}
-    assert detect(block, weight_scale=("F32", ()), weight_scale_inv=("F32", (2, 2))).scale_name == "weight_scale_inv"
+    assert (
+        detect(block, weight_scale=("F32", ()), weight_scale_inv=("F32", (2, 2))).scale_name
+        == "weight_scale_inv"
+    )
 
 
 def test_a_grid_that_128_does_not_tile_needs_the_word_of_the_config(detect):
@@ -98,12 +105,19 @@ def test_a_scale_of_four_dimensions_that_is_no_grid_does_not_fit_the_specs(detec
         ("weight_scale", torch.tensor(torch.nan), "[]"),
         ("weight_scale", torch.tensor([torch.inf]), "[0]"),
         ("weight_scale", torch.ones(192, 1).index_fill_(0, torch.tensor([7]), torch.nan), "[7, 0]"),
-        ("weight_scale", torch.full((192, 1), 127, dtype=torch.uint8).index_fill_(0, torch.tensor([9]), 255), "[9, 0]"),
+        (
+            "weight_scale",
+            torch.full((192, 1), 127, dtype=torch.uint8).index_fill_(0, torch.tensor([9]), 255),
+            "[9, 0]",
+        ),
         ("input_scale", torch.tensor([torch.nan]), "[0]"),
     ],
 )
 def test_a_scale_that_is_not_finite_is_refused(describe_tensors, name, scale, place):
-    tensors = {"weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn), "weight_scale": torch.ones(192, 1)} | {name: scale}
+    tensors = {
+        "weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn),
+        "weight_scale": torch.ones(192, 1),
+    } | {name: scale}
     detected = Fp8.detect(MODULE, describe_tensors(MODULE, tensors), {})
     with pytest.raises(FormatError, match="not finite") as caught:
         detected.resolve(MODULE, tensors)
@@ -113,7 +127,11 @@ def test_a_scale_that_is_not_finite_is_refused(describe_tensors, name, scale, pl
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor([-1.0])])
 def test_a_static_activation_scale_that_nothing_can_be_divided_by_is_refused(describe_tensors, scale):
-    tensors = {"weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn), "weight_scale": torch.ones(1), "input_scale": scale}
+    tensors = {
+        "weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn),
+        "weight_scale": torch.ones(1),
+        "input_scale": scale,
+    }
     detected = Fp8.detect(MODULE, describe_tensors(MODULE, tensors), {})
     with pytest.raises(FormatError, match="not positive") as caught:
         detected.resolve(MODULE, tensors)
@@ -122,7 +140,10 @@ def test_a_static_activation_scale_that_nothing_can_be_divided_by_is_refused(des
 
 @pytest.mark.parametrize("bad", [0.0, torch.inf])
 def test_a_reciprocal_of_zero_or_infinity_is_refused(describe_tensors, bad):
-    tensors = {"weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.ones(192)}
+    tensors = {
+        "weight": torch.zeros(192, 256, dtype=torch.float8_e4m3fn),
+        "weight_scale_inv": torch.ones(192),
+    }
     tensors["weight_scale_inv"][5] = bad
     config = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
     with pytest.raises(FormatError, match="not finite") as caught:
@@ -136,6 +157,8 @@ def test_a_multiplier_of_zero_is_none_of_hfqs_business(describe_tensors):
     assert torch.equal(detected.resolve(MODULE, tensors).dequantize(tensors), torch.zeros(192, 256))
 
 
-@pytest.mark.parametrize(("stored", "expected"), [((), ()), ((1,), (1,)), ((3,), (1,)), ((192,), (1,)), ((1, 1), (1,))])
+@pytest.mark.parametrize(
+    ("stored", "expected"), [((), ()), ((1,), (1,)), ((3,), (1,)), ((192,), (1,)), ((1, 1), (1,))]
+)
 def test_a_static_activation_scale_is_one_number(detect, stored, expected):
     assert shapes(detect(weight_scale=("F32", ()), input_scale=("F32", stored)))["input_scale"] == expected

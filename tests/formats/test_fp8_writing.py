@@ -10,7 +10,11 @@ STRATEGIES = {
     "tensor": (Fp8(strategy="tensor"), (72, 96), (72, 96)),
     "tensor []": (Fp8(strategy="tensor", scale_shape=()), (72, 96), (72, 96)),
     "channel": (Fp8(strategy="channel"), (72, 96), (1, 96)),
-    "channel reciprocal": (Fp8(scale_name="weight_scale_inv", scale_shape=(72,), reciprocal=True), (72, 96), (1, 96)),
+    "channel reciprocal": (
+        Fp8(scale_name="weight_scale_inv", scale_shape=(72,), reciprocal=True),
+        (72, 96),
+        (1, 96),
+    ),
     "group": (Fp8(strategy="group", group_size=32), (72, 96), (1, 32)),
     "block": (Fp8(strategy="block", block_structure=(16, 40)), (72, 96), (16, 40)),
     "e5m2": (Fp8(codes_dtype="F8_E5M2", strategy="block", block_structure=(16, 40)), (72, 96), (16, 40)),
@@ -20,7 +24,9 @@ STRATEGIES = {
 @pytest.mark.parametrize("case", STRATEGIES)
 def test_quantizing_rounds_each_weight_to_its_nearest_code(case):
     weight_format, (rows, columns), (block_out, block_in) = STRATEGIES[case]
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, columns)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -3, 0, columns
+    )
     weight[0, :40] = 0
     found = weight_format.dequantize(weight_format.quantize(weight))
     is_e5m2 = case == "e5m2"
@@ -29,7 +35,9 @@ def test_quantizing_rounds_each_weight_to_its_nearest_code(case):
             part = (slice(first, first + block_out), slice(left, left + block_in))
             scale = weight[part].abs().max() / (57344 if is_e5m2 else 448)
             # half a step of the mantissa, or of the subnormals; and fp32 rounding of the scale
-            bound = torch.maximum(weight[part].abs() * (2**-3 if is_e5m2 else 2**-4), scale * (2**-17 if is_e5m2 else 2**-10))
+            bound = torch.maximum(
+                weight[part].abs() * (2**-3 if is_e5m2 else 2**-4), scale * (2**-17 if is_e5m2 else 2**-10)
+            )
             assert ((found[part] - weight[part]).abs() <= bound * (1 + 1e-5)).all()
 
 

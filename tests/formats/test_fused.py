@@ -184,5 +184,7 @@ def test_an_expert_that_is_stored_fused_and_by_itself_is_refused():
     fused = fp8("experts.down_proj")
     alone = {"experts.1.down_proj.weight": any_bytes(8, 16).view(torch.float8_e4m3fn)}
     for tensors in (fused | alone, alone | fused):
-        with pytest.raises(FormatError, match=r"(?s)stores an expert twice; nothing was loaded.*experts.1.down_proj.weight"):
+        with pytest.raises(
+            FormatError, match=r"(?s)stores an expert twice; nothing was loaded.*experts.1.down_proj.weight"
+        ):
             split_experts(infos(tensors))

@@ -1,4 +1,6 @@
-"""Real peers' tensors, dequantized as the peer's own code did: bit for bit in the dtype that it was kept in."""
+"""Real peers' tensors, dequantized as the peer's own code did: bit for bit in the dtype that it was kept
+in.
+"""
 
 import json
 
@@ -36,7 +38,9 @@ def test_the_weights_are_the_peers_bit_for_bit(path):
         tensors = {local: read_tensor(reader, info) for local, info in infos.items()}
         sized = found.sized(*size)
         specs = {spec.name: spec for spec in sized.tensor_specs(*size)}
-        assert {name: info.shape for name, info in infos.items()} == {name: specs[name].shape for name in infos}
+        assert {name: info.shape for name, info in infos.items()} == {
+            name: specs[name].shape for name in infos
+        }
         weights.append(sized.resolve(module, tensors).dequantize(tensors))
     expected = read_tensor(reader, checkpoint.tensors["expected"])
     rows = (torch.stack(weights) if expected.dim() == 3 else weights[0])[..., :: STEPS[metadata["rows"]], :]

@@ -75,7 +75,9 @@ def random_layer(num_bits: int, group_size: int, seed: int = 0, in_features: int
     }
 
 
-@pytest.mark.parametrize("group_size", [-1, 32, 64, 200])  # 64 leaves half a group of the 96 channels; 200 is never filled
+@pytest.mark.parametrize(
+    "group_size", [-1, 32, 64, 200]
+)  # 64 leaves half a group of the 96 channels; 200 is never filled
 @pytest.mark.parametrize(("num_bits", "reading"), list(itertools.product(BITS, READINGS[:1] + READINGS[2:])))
 def test_the_weight_is_that_of_the_loops(num_bits, group_size, reading):
     tensors = random_layer(num_bits, group_size)
@@ -89,13 +91,17 @@ def test_the_weight_is_that_of_the_loops(num_bits, group_size, reading):
 def test_adding_on_the_word_wraps_around_like_gptqmodel(num_bits, group_size):
     tensors = random_layer(num_bits, group_size, seed=3)
     tensors["qzeros"][0, 0] = -1
-    weight_format = Gptq(num_bits=num_bits, group_size=group_size, symmetric=False, zero_reading="word_plus_one")
+    weight_format = Gptq(
+        num_bits=num_bits, group_size=group_size, symmetric=False, zero_reading="word_plus_one"
+    )
     expected = dequantize_by_hand(tensors, num_bits, groups_of(group_size), "word_plus_one")
     assert torch.equal(weight_format.dequantize(tensors), expected)
 
 
 def twins(num_bits: int, group_size: int = 32):
-    """One layer twice, with every zero point from 0 up: as v2 stores it, and as gptqmodel turns that into v1."""
+    """One layer twice, with every zero point from 0 up: as v2 stores it, and as gptqmodel turns that into
+    v1.
+    """
     v2 = random_layer(num_bits, group_size, seed=5)
     groups = v2["scales"].shape[0]
     zeros = torch.randint(0, 1 << num_bits, (groups, N), generator=torch.Generator().manual_seed(6))
@@ -115,7 +121,9 @@ def twins(num_bits: int, group_size: int = 32):
 def test_the_v1_twin_of_a_v2_layer_with_zero_points_of_zero_is_equal(num_bits, describe_tensors):
     v1, v2 = twins(num_bits)
     config = {"bits": num_bits, "group_size": 32, "sym": False}
-    read_v1 = Gptq.detect("m", describe_tensors("m", v1), config | {"meta": {"quantizer": ["gptqmodel:7.7.0"]}})
+    read_v1 = Gptq.detect(
+        "m", describe_tensors("m", v1), config | {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+    )
     read_v2 = Gptq.detect("m", describe_tensors("m", v2), config | {"checkpoint_format": "gptq_v2"})
     assert not torch.equal(v1["qzeros"], v2["qzeros"])
     assert torch.equal(read_v1.resolve("m", v1).dequantize(v1), read_v2.resolve("m", v2).dequantize(v2))
@@ -129,7 +137,9 @@ def test_the_writers_differ_where_a_zero_point_is_zero(num_bits):
         reading: Gptq(num_bits=num_bits, group_size=32, symmetric=False, zero_reading=reading).dequantize(v1)
         for reading in (gptqmodel, "field_plus_one")
     }
-    assert torch.equal(weights["field_plus_one"], dequantize_by_hand(v1, num_bits, groups_of(32), "field_plus_one"))
+    assert torch.equal(
+        weights["field_plus_one"], dequantize_by_hand(v1, num_bits, groups_of(32), "field_plus_one")
+    )
     assert not torch.equal(*weights.values())
     assert torch.equal(weights[gptqmodel], dequantize_by_hand(v2, num_bits, groups_of(32), "stored"))
 
@@ -139,9 +149,16 @@ def test_autogptq_reads_a_stored_minus_one_as_two_to_the_bits():
     tensors["qweight"].zero_()
     tensors["qzeros"].fill_(-1)
     tensors["scales"].fill_(1)
-    weights = {reading: Gptq(4, -1, False, reading).dequantize(tensors).unique().tolist() for reading in READINGS}
+    weights = {
+        reading: Gptq(4, -1, False, reading).dequantize(tensors).unique().tolist() for reading in READINGS
+    }
     # -1 on a word is the borrow of its lowest field alone: that one field becomes 0, all others 1
-    assert weights == {"stored": [-15], "field_plus_one": [-16], "masked_plus_one": [0], "word_plus_one": [-1, 0]}
+    assert weights == {
+        "stored": [-15],
+        "field_plus_one": [-16],
+        "masked_plus_one": [0],
+        "word_plus_one": [-1, 0],
+    }
 
 
 @pytest.mark.parametrize("num_bits", BITS)
@@ -152,7 +169,9 @@ def test_a_shuffled_g_idx_gives_each_channel_its_own_group(num_bits):
     weight_format = Gptq(num_bits, 32, False, "stored", g_idx_length=K).resolve("m", tensors)
     assert weight_format.act_order
     assert "act-order" in weight_format.describe()
-    assert torch.equal(weight_format.dequantize(tensors), dequantize_by_hand(tensors, num_bits, shuffled.tolist(), "stored"))
+    assert torch.equal(
+        weight_format.dequantize(tensors), dequantize_by_hand(tensors, num_bits, shuffled.tolist(), "stored")
+    )
 
 
 @pytest.mark.parametrize("g_idx", [None, [], [0]])
@@ -176,10 +195,14 @@ def test_a_whole_g_idx_in_order_is_no_act_order(group_size):
     tensors = random_layer(4, group_size) | {"g_idx": torch.tensor(groups_of(group_size), dtype=torch.int32)}
     resolved = Gptq(4, group_size, False, "stored", g_idx_length=K).resolve("m", tensors)
     assert not resolved.act_order
-    assert torch.equal(resolved.dequantize(tensors), dequantize_by_hand(tensors, 4, groups_of(group_size), "stored"))
+    assert torch.equal(
+        resolved.dequantize(tensors), dequantize_by_hand(tensors, 4, groups_of(group_size), "stored")
+    )
 
 
-@pytest.mark.parametrize(("num_bits", "reading"), [*((4, reading) for reading in READINGS), (3, "stored"), (8, "stored")])
+@pytest.mark.parametrize(
+    ("num_bits", "reading"), [*((4, reading) for reading in READINGS), (3, "stored"), (8, "stored")]
+)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_panels_are_rows_of_the_whole_weight(num_bits, reading, act_order):
     columns = 128

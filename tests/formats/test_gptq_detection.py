@@ -36,7 +36,10 @@ def test_an_empty_config_leaves_bits_and_groups_to_the_tensors(layer, num_bits, 
     assert detected.group_size == (-1 if group_size == 256 else group_size)
     assert detected.zero_reading == "field_plus_one"
     assert detected.symmetric
-    assert {spec.name: spec.shape for spec in detected.tensor_specs(256, 64)}["scales"] == (256 // group_size, 64)
+    assert {spec.name: spec.shape for spec in detected.tensor_specs(256, 64)}["scales"] == (
+        256 // group_size,
+        64,
+    )
 
 
 def test_a_width_that_several_bits_explain_needs_the_config(describe):
@@ -149,10 +152,17 @@ def test_a_weight_that_awq_packed_along_the_output_is_not_taken(describe):
 
 
 def test_a_dense_layer_is_not_taken(describe):
-    assert Gptq.detect(MODULE, describe(MODULE, weight=("F16", (64, 256)), scales=("F16", (2, 64))), {"bits": 4}) is None
+    assert (
+        Gptq.detect(MODULE, describe(MODULE, weight=("F16", (64, 256)), scales=("F16", (2, 64))), {"bits": 4})
+        is None
+    )
 
 
-RULES = {"-:.*lm_head.*": {}, "+:.*down_proj": {"bits": 8, "group_size": 32}, r".*layers\.3\..*": {"bits": 2, "sym": False}}
+RULES = {
+    "-:.*lm_head.*": {},
+    "+:.*down_proj": {"bits": 8, "group_size": 32},
+    r".*layers\.3\..*": {"bits": 2, "sym": False},
+}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +174,9 @@ RULES = {"-:.*lm_head.*": {}, "+:.*down_proj": {"bits": 8, "group_size": 32}, r"
         ("lm_head", 4, 64, True),
     ],
 )
-def test_the_first_dynamic_rule_that_matches_overrides_the_config(layer, module, num_bits, group_size, symmetric):
+def test_the_first_dynamic_rule_that_matches_overrides_the_config(
+    layer, module, num_bits, group_size, symmetric
+):
     config = {"bits": 4, "group_size": 64, "sym": True, "dynamic": RULES}
     detected = Gptq.detect(module, layer(num_bits, group_size), config)
     assert (detected.num_bits, detected.group_size, detected.symmetric) == (num_bits, group_size, symmetric)

@@ -32,24 +32,32 @@ def test_a_symmetric_layer_is_read_by_its_zero_points_whatever_its_label(
     middle = 1 << (num_bits - 1)
     tensors = values(middle - (stored_as == "gptq"), num_bits)
     detected = Gptq.detect(
-        MODULE, describe_tensors(MODULE, tensors), {"bits": num_bits, "sym": True, "checkpoint_format": label} | writer
+        MODULE,
+        describe_tensors(MODULE, tensors),
+        {"bits": num_bits, "sym": True, "checkpoint_format": label} | writer,
     )
     with caplog.at_level(logging.WARNING, logger=LOGGER):
         resolved = detected.resolve(MODULE, tensors)
     assert resolved.dequantize(tensors).unique().tolist() == [-middle]
-    assert [MODULE in record.getMessage() for record in caplog.records] == ([] if label == stored_as else [True])
+    assert [MODULE in record.getMessage() for record in caplog.records] == (
+        [] if label == stored_as else [True]
+    )
     assert ("v2" in resolved.describe()) is (stored_as == "gptq_v2")
 
 
 def test_a_mislabelled_layer_is_recognised_though_its_zero_points_end_inside_a_word():
     tensors = {"qweight": torch.zeros(4, 36, dtype=torch.int32), "scales": torch.ones(1, 36)}
     tensors["qzeros"] = pack_stream(torch.full((36, 1), 8), 4).t().contiguous()
-    assert Gptq(4, -1, True, "field_plus_one").resolve(MODULE, tensors).dequantize(tensors).unique().tolist() == [-8]
+    assert Gptq(4, -1, True, "field_plus_one").resolve(MODULE, tensors).dequantize(
+        tensors
+    ).unique().tolist() == [-8]
 
 
 @pytest.mark.parametrize(("label", "stored"), [("gptq", 8), ("gptq_v2", 7)])
 def test_an_asymmetric_layer_is_read_by_its_label(describe_tensors, caplog, label, stored):
-    detected = Gptq.detect(MODULE, describe_tensors(MODULE, values(stored)), {"sym": False, "checkpoint_format": label})
+    detected = Gptq.detect(
+        MODULE, describe_tensors(MODULE, values(stored)), {"sym": False, "checkpoint_format": label}
+    )
     resolved = detected.resolve(MODULE, values(stored))
     assert not caplog.records
     assert resolved.dequantize(values(stored)).unique().tolist() == [-stored - (label == "gptq")]

@@ -57,7 +57,9 @@ def test_every_weight_is_rounded_by_half_a_step_at_most(num_bits, reading, group
     # an asymmetric zero point is rounded as well: half a step more; a scale of fp16 is rounded by 2**-11
     bound = step * (0.5 if symmetric else 1) + weight.abs() * 2**-10
     assert ((weight_format.dequantize(tensors) - weight).abs() <= bound).all()
-    if not symmetric and reading != "field_plus_one":  # a zero point of 0 is exact, and AutoGPTQ's reading knows none
+    if (
+        not symmetric and reading != "field_plus_one"
+    ):  # a zero point of 0 is exact, and AutoGPTQ's reading knows none
         positive = (weight_format.dequantize(tensors)[:8] - weight[:8]).abs()
         assert (positive <= step[:8] * 0.5 + weight[:8] * 2**-10).all()
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -74,7 +76,9 @@ def test_a_positive_weight_survives_the_reading_of_autogptq():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_weight_of_zeros_stays_zero(symmetric):
     weight_format = Gptq(4, 32, symmetric, "stored")
-    assert torch.equal(weight_format.dequantize(weight_format.quantize(torch.zeros(32, 64))), torch.zeros(32, 64))
+    assert torch.equal(
+        weight_format.dequantize(weight_format.quantize(torch.zeros(32, 64))), torch.zeros(32, 64)
+    )
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -83,7 +87,9 @@ def test_a_weight_beyond_the_range_of_fp16_scales_is_refused(symmetric):
         Gptq(4, 32, symmetric, "stored").quantize(random(32, 64) * 1e8)
 
 
-@pytest.mark.parametrize(("shape", "group_size"), [((30, 64), 32), ((32, 60), -1), ((32, 64), 48), ((32, 64), 128)])
+@pytest.mark.parametrize(
+    ("shape", "group_size"), [((30, 64), 32), ((32, 60), -1), ((32, 64), 48), ((32, 64), 128)]
+)
 def test_a_weight_of_another_shape_is_refused(shape, group_size):
     with pytest.raises(FormatError, match="cannot hold a weight of this shape") as caught:
         Gptq(4 if shape[0] != 30 else 3, group_size).quantize(torch.zeros(shape))

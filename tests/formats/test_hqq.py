@@ -38,7 +38,9 @@ def random_layer(num_bits: int, size: tuple[int, int], group_size: int, axis: in
 
 
 def by_hand(tensors, num_bits: int, size: tuple[int, int], group_size: int, axis: int = 1) -> torch.Tensor:
-    """Row r of M lies in slab r // height, the first slab in the highest bits; W.flat = ((M - zero) * scale).flat."""
+    """Row r of M lies in slab r // height, the first slab in the highest bits; W.flat = ((M - zero) *
+    scale).flat.
+    """
     packed = tensors["W_q"].tolist()
     groups, height = size[0] * size[1] // group_size, len(packed)
     rows, columns = (groups, group_size) if axis == 1 else (group_size, groups)
@@ -56,7 +58,9 @@ def by_hand(tensors, num_bits: int, size: tuple[int, int], group_size: int, axis
 def detected(tensors, size):
     found = Hqq.detect("m", described("m", tensors), {}).sized(size[1], size[0])
     specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     return found.resolve("m", tensors)
 
 
@@ -76,7 +80,13 @@ def is_whole(num_bits: int, size: tuple[int, int], group_size: int, axis: int) -
     return num_bits == 3 or rows % SLABS[num_bits] == 0
 
 
-LAYERS = [(bits, *size, axis) for bits in sorted(PACKINGS) for size in SIZES for axis in (0, 1) if is_whole(bits, *size, axis)]
+LAYERS = [
+    (bits, *size, axis)
+    for bits in sorted(PACKINGS)
+    for size in SIZES
+    for axis in (0, 1)
+    if is_whole(bits, *size, axis)
+]
 
 
 @pytest.mark.parametrize(("num_bits", "size", "group_size", "axis"), LAYERS, ids=str)
@@ -124,12 +134,18 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_what_a_layer_says_of_itself_must_be_true(name):
     tensors = random_layer(4, (16, 64), 64) | {name: LIES[name]}
-    with pytest.raises(FormatError, match=rf"(?s)contradicts its tensors; nothing was loaded.*{name}: expected"):
+    with pytest.raises(
+        FormatError, match=rf"(?s)contradicts its tensors; nothing was loaded.*{name}: expected"
+    ):
         detected(tensors, (16, 64))
 
 
 def test_what_a_layer_does_not_say_is_read_by_its_shapes():
-    tensors = {name: tensor for name, tensor in random_layer(4, (16, 64), 64).items() if name in ("W_q", "scale", "zero")}
+    tensors = {
+        name: tensor
+        for name, tensor in random_layer(4, (16, 64), 64).items()
+        if name in ("W_q", "scale", "zero")
+    }
     check(tensors, (16, 64), by_hand(tensors, 4, (16, 64), 64))
 
 

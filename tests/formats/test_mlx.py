@@ -1,4 +1,6 @@
-"""What MLX's config says of a layer, beside what the tensors say; its values are proved by goldens and the contract suite."""
+"""What MLX's config says of a layer, beside what the tensors say; its values are proved by goldens and the
+contract suite.
+"""
 
 import pytest
 import torch
@@ -13,8 +15,15 @@ MODULE = "model.layers.0.mlp.down_proj"
 CONFIG = {"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "affine"}
 
 
-def infos(words: int, groups: int, scales: str = "BF16", module: str = MODULE, **more) -> dict[str, TensorInfo]:
-    tensors = {"weight": ("U32", (8, words)), "scales": (scales, (8, groups)), "biases": ("BF16", (8, groups)), **more}
+def infos(
+    words: int, groups: int, scales: str = "BF16", module: str = MODULE, **more
+) -> dict[str, TensorInfo]:
+    tensors = {
+        "weight": ("U32", (8, words)),
+        "scales": (scales, (8, groups)),
+        "biases": ("BF16", (8, groups)),
+        **more,
+    }
     return {
         f"{module}.{local}": TensorInfo(f"{module}.{local}", *stored, ByteRange("f", 0, 0))
         for local, stored in tensors.items()
@@ -33,7 +42,9 @@ def test_the_shapes_tell_bits_and_group_size(config):
     assert (found.num_bits, found.group_size, found.describe()) == (4, 64, "mlx int4 g64")
 
 
-@pytest.mark.parametrize("own", [{"bits": 6, "group_size": 32}, {"bits": 6, "group_size": 32, "mode": "affine"}])
+@pytest.mark.parametrize(
+    "own", [{"bits": 6, "group_size": 32}, {"bits": 6, "group_size": 32, "mode": "affine"}]
+)
 def test_a_layers_own_entry_wins_and_others_are_refused_by_what_all_have(own):
     assert detect(infos(24, 4), CONFIG | {MODULE: own}).num_bits == 6
     with pytest.raises(FormatError, match="contradict the config"):
@@ -50,7 +61,13 @@ def test_the_experts_of_a_layer_share_one_entry(name):
 
 def test_an_entry_without_a_mode_is_affine_beside_a_model_of_floats():
     """As mlx-lm's gpt-oss: mxfp4 experts, everything else of 8 bits."""
-    config = {"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4", MODULE: {"group_size": 64, "bits": 8}}
+    config = {
+        "quant_method": "mlx",
+        "group_size": 32,
+        "bits": 4,
+        "mode": "mxfp4",
+        MODULE: {"group_size": 64, "bits": 8},
+    }
     assert isinstance(detect(infos(32, 2), config), Mlx)
     floats = infos(16, 4, "U8", "model.layers.0.self_attn.q_proj", biases=None)
     assert detect(floats, config) == MlxFp4(mode="mxfp4")

@@ -40,7 +40,9 @@ def int4_by_hand(tensors) -> torch.Tensor:
 def check(found, tensors, expected) -> None:
     out_features, in_features = expected.shape
     specs = {spec.name: spec for spec in found.tensor_specs(in_features, out_features)}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     resolved = found.resolve("m", tensors)
     assert torch.equal(resolved.dequantize(tensors), expected)
     for start in range(0, out_features, found.row_multiple):
@@ -51,7 +53,9 @@ def check(found, tensors, expected) -> None:
 
 
 @pytest.mark.parametrize("has_columns", [False, True])
-@pytest.mark.parametrize(("size", "groups"), [((8, 96), 3), ((2, 33), 1), ((6, 20), 20), ((10, 64), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "groups"), [((8, 96), 3), ((2, 33), 1), ((6, 20), 20), ((10, 64), 2)], ids=str
+)
 def test_the_weight_is_that_of_the_loops(size, groups, has_columns):
     tensors = random_int4(size, groups, has_columns)
     found = ModeloptInt4.detect("m", described("m", tensors), AWQ)
@@ -85,7 +89,9 @@ def test_scales_that_do_not_fit_the_weight_are_refused(scale):
 def test_a_group_size_that_contradicts_the_scales_is_refused():
     tensors = random_int4((8, 96), 3)
     assert ModeloptInt4.detect("m", described("m", tensors), AWQ | {"group_size": 32}).group_size == 32
-    with pytest.raises(FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*groups of 48"):
+    with pytest.raises(
+        FormatError, match=r"(?s)contradicts the tensors of m; nothing was loaded.*groups of 48"
+    ):
         ModeloptInt4.detect("m", described("m", tensors), AWQ | {"group_size": 48})
 
 
@@ -114,7 +120,9 @@ def random_int8(has_columns: bool, shape: tuple[int, ...] = (7,)):
         "weight_scale": torch.randn(shape, generator=generator),
         "input_scale": torch.tensor(0.5),
     }
-    return tensors | ({"pre_quant_scale": torch.randn(33, generator=generator).bfloat16()} if has_columns else {})
+    return tensors | (
+        {"pre_quant_scale": torch.randn(33, generator=generator).bfloat16()} if has_columns else {}
+    )
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 1)], ids=str)
@@ -125,7 +133,9 @@ def test_int8_scales_rows_and_then_the_columns_of_what_is_smoothed(has_columns, 
     expected = tensors["weight"].float() * tensors["weight_scale"].reshape(7, 1)
     if has_columns:
         expected = expected * tensors["pre_quant_scale"].float()
-    check(ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": algorithm}), tensors, expected)
+    check(
+        ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": algorithm}), tensors, expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,14 +150,19 @@ def test_int8_scales_rows_and_then_the_columns_of_what_is_smoothed(has_columns, 
 )
 def test_a_layer_beside_smoothed_ones_is_incomplete_without_its_columns(module, config, is_incomplete):
     found = ModeloptInt8.detect(module, described(module, random_int8(has_columns=False)), SQ | config)
-    assert ("pre_quant_scale" in {spec.name for spec in found.tensor_specs(33, 7) if not spec.optional}) == is_incomplete
+    assert (
+        "pre_quant_scale" in {spec.name for spec in found.tensor_specs(33, 7) if not spec.optional}
+    ) == is_incomplete
 
 
 def test_activations_are_rounded_where_their_scale_is_stored():
     tensors = random_int8(has_columns=False)
     assert ModeloptInt8.detect("m", described("m", tensors), SQ).activation_scheme is not None
     del tensors["input_scale"]
-    assert ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": "W8A16"}).activation_scheme is None
+    assert (
+        ModeloptInt8.detect("m", described("m", tensors), SQ | {"quant_algo": "W8A16"}).activation_scheme
+        is None
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", "W4A16_AWQ"])
@@ -155,7 +170,9 @@ def test_bytes_under_an_algorithm_of_another_kind_are_a_contradiction(algorithm)
     infos = described("m", random_int8(has_columns=False))
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"m": {"quant_algo": algorithm}}}
     for config in ({"quant_algo": algorithm}, mixed):
-        with pytest.raises(FormatError, match=rf"(?s)contradicts the tensors of m; nothing was loaded.*{algorithm}"):
+        with pytest.raises(
+            FormatError, match=rf"(?s)contradicts the tensors of m; nothing was loaded.*{algorithm}"
+        ):
             ModeloptInt8.detect("m", infos, SQ | config)
 
 

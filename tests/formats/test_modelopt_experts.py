@@ -1,4 +1,6 @@
-"""ModelOpt's experts of gpt-oss and Llama 4 against loops over their codes, and what it writes of other dialects, refused."""
+"""ModelOpt's experts of gpt-oss and Llama 4 against loops over their codes, and what it writes of other
+dialects, refused.
+"""
 
 import numpy as np
 import pytest
@@ -56,11 +58,15 @@ def detect(tensors, config=CONFIG):
     return ModeloptExpert.detect("m", described("m", tensors), config)
 
 
-@pytest.mark.parametrize(("tensors", "by_hand"), [(random_fp8(), fp8_by_hand), (random_nvfp4(), nvfp4_by_hand)])
+@pytest.mark.parametrize(
+    ("tensors", "by_hand"), [(random_fp8(), fp8_by_hand), (random_nvfp4(), nvfp4_by_hand)]
+)
 def test_the_weight_is_that_of_the_loops(tensors, by_hand):
     found, expected = detect(tensors).resolve("m", tensors), by_hand(tensors)
     specs = {spec.name: spec for spec in found.tensor_specs(IN, OUT)}
-    assert {name: specs[name].shape for name in tensors} == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert {name: specs[name].shape for name in tensors} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
     assert found.shape(tensors) == (OUT, IN)
     assert torch.equal(found.dequantize(tensors), expected)
     for start in range(OUT):
@@ -78,24 +84,34 @@ def test_the_activations_scale_of_fp8_is_the_checkpoints_own():
     [
         (torch.zeros(IN, OUT).to(torch.float8_e4m3fn), torch.zeros(IN, 1, dtype=torch.uint8)),  # MXFP8
         (torch.zeros(IN, OUT // 2, dtype=torch.uint8), torch.zeros(IN, 1, dtype=torch.uint8)),  # MXFP4
-        (torch.zeros(IN, 32, dtype=torch.uint8), torch.zeros(IN, 2).to(torch.float8_e4m3fn)),  # W4A8_NVFP4_FP8
+        (
+            torch.zeros(IN, 32, dtype=torch.uint8),
+            torch.zeros(IN, 2).to(torch.float8_e4m3fn),
+        ),  # W4A8_NVFP4_FP8
         (torch.zeros(IN, OUT).to(torch.float8_e4m3fn), torch.zeros(OUT)),
         (torch.zeros(IN, OUT).to(torch.float8_e4m3fn), torch.zeros(1)),
     ],
 )
 def test_scales_of_another_dialect_are_refused(codes, scale):
-    with pytest.raises(FormatError, match=r"(?s)not those of ModelOpt's FP8 or NVFP4; nothing was loaded.*m.weight_scale"):
+    with pytest.raises(
+        FormatError, match=r"(?s)not those of ModelOpt's FP8 or NVFP4; nothing was loaded.*m.weight_scale"
+    ):
         detect({"transposed": codes, "weight_scale": scale})
 
 
-@pytest.mark.parametrize("config", [{}, {"quant_method": "fp8"}, {"quant_method": "compressed-tensors"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"quant_method": "fp8"}, {"quant_method": "compressed-tensors"}], ids=str
+)
 def test_the_layout_is_read_of_no_other_tool(config):
     assert detect(random_nvfp4(), config) is None
 
 
 def test_each_expert_is_detected_behind_the_fused_tensors():
     experts = [random_nvfp4() for _ in range(3)]
-    names = {"transposed": "m.down_proj", **{local: f"m.down_proj_{local}" for local in experts[0] if local != "transposed"}}
+    names = {
+        "transposed": "m.down_proj",
+        **{local: f"m.down_proj_{local}" for local in experts[0] if local != "transposed"},
+    }
     stacked = {
         names[local]: torch.stack([each[local] for each in experts]) if tensor.dim() else tensor
         for local, tensor in experts[0].items()

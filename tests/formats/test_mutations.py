@@ -1,4 +1,6 @@
-"""Any damage to a config or to the headers of a file is judged by `HfqError` alone, in every dialect of the contract."""
+"""Any damage to a config or to the headers of a file is judged by `HfqError` alone, in every dialect of the
+contract.
+"""
 
 import copy
 import functools
@@ -19,27 +21,114 @@ from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
 OUT, IN = 64, 128
 MODULE = "model.layers.0.self_attn.q_proj"
 KEYS = (
-    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "meta", "dynamic", "extra_config",
-    "version", "weight_block_size", "activation_scheme", "weight_scale_semantics", "activation_scale_ub", "config_groups",
-    "transform_config", "sparsity_config", "quant_algo", "data_type", "packing_format", "load_in_4bit", "load_in_8bit",
-    "bnb_4bit_quant_type", "quanto_qmap", "type", "strategy", "num_bits", "symmetric", "targets", "weights", "input_activations",
-    "block_structure", "actorder", "scale_fmt", "dynamic", "_type", "_data", "block_size", "_tensor_data_names",
-)  # fmt: skip
+    "quant_method",
+    "bits",
+    "group_size",
+    "sym",
+    "desc_act",
+    "checkpoint_format",
+    "format",
+    "meta",
+    "dynamic",
+    "extra_config",
+    "version",
+    "weight_block_size",
+    "activation_scheme",
+    "weight_scale_semantics",
+    "activation_scale_ub",
+    "config_groups",
+    "transform_config",
+    "sparsity_config",
+    "quant_algo",
+    "data_type",
+    "packing_format",
+    "load_in_4bit",
+    "load_in_8bit",
+    "bnb_4bit_quant_type",
+    "quanto_qmap",
+    "type",
+    "strategy",
+    "num_bits",
+    "symmetric",
+    "targets",
+    "weights",
+    "input_activations",
+    "block_structure",
+    "actorder",
+    "scale_fmt",
+    "dynamic",
+    "_type",
+    "_data",
+    "block_size",
+    "_tensor_data_names",
+)
 WORDS = (
-    "gptq", "awq", "fp8", "compressed-tensors", "modelopt", "bitsandbytes", "torchao", "auto-round", "mxfp4", "gptq_v2", "gptq_p",
-    "gemm", "gemv", "static", "inverse", "block", "group", "tensor", "channel", "int", "float", "nvfp4-pack-quantized", "marlin-24",
-    "NVFP4", "W4A16_AWQ", "W8A8_SQ", "mx_int", "mx_fp", "nf4", "fp4", "Linear", "re:.*", "re:(", MODULE, "-:.*q_proj", "gptqmodel",
-)  # fmt: skip
+    "gptq",
+    "awq",
+    "fp8",
+    "compressed-tensors",
+    "modelopt",
+    "bitsandbytes",
+    "torchao",
+    "auto-round",
+    "mxfp4",
+    "gptq_v2",
+    "gptq_p",
+    "gemm",
+    "gemv",
+    "static",
+    "inverse",
+    "block",
+    "group",
+    "tensor",
+    "channel",
+    "int",
+    "float",
+    "nvfp4-pack-quantized",
+    "marlin-24",
+    "NVFP4",
+    "W4A16_AWQ",
+    "W8A8_SQ",
+    "mx_int",
+    "mx_fp",
+    "nf4",
+    "fp4",
+    "Linear",
+    "re:.*",
+    "re:(",
+    MODULE,
+    "-:.*q_proj",
+    "gptqmodel",
+)
 LOCALS = (
     *sorted({local for case in CASES for local in case.format.quantize(torch.ones(128, 128))}),
-    "bias", "g_idx", "weight_g_idx", "weight_zero_point", "SCB", "input_scale", "weight_global_scale", "weight_scale_2", "B", "s",
-    "scaled_zeros", "pre_quant_scale", "weight.nested_absmax", "zero.scale", "codes", "meta", "_weight_act_quant_scale",
-)  # fmt: skip
+    "bias",
+    "g_idx",
+    "weight_g_idx",
+    "weight_zero_point",
+    "SCB",
+    "input_scale",
+    "weight_global_scale",
+    "weight_scale_2",
+    "B",
+    "s",
+    "scaled_zeros",
+    "pre_quant_scale",
+    "weight.nested_absmax",
+    "zero.scale",
+    "codes",
+    "meta",
+    "_weight_act_quant_scale",
+)
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.sampled_from((-1, 0, 1, 2, 3, 4, 5, 8, 16, 32, 64, 128, 2**31, 2**70, -(2**40))),
-    st.sampled_from((0.0, 4.0, 0.5, float("nan"), float("inf"), 1e300)), st.sampled_from(WORDS), st.text(max_size=4),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.sampled_from((-1, 0, 1, 2, 3, 4, 5, 8, 16, 32, 64, 128, 2**31, 2**70, -(2**40))),
+    st.sampled_from((0.0, 4.0, 0.5, float("nan"), float("inf"), 1e300)),
+    st.sampled_from(WORDS),
+    st.text(max_size=4),
+)
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(
@@ -76,7 +165,9 @@ def described(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def fits(info: TensorInfo, tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.dtype == torch_dtype(info.dtype) and tuple(tensor.shape) == info.shape
+    return (
+        tensor is not None and tensor.dtype == torch_dtype(info.dtype) and tuple(tensor.shape) == info.shape
+    )
 
 
 def content(info: TensorInfo, original: torch.Tensor | None) -> torch.Tensor:
@@ -103,9 +194,10 @@ def judge(case, infos: dict[str, TensorInfo], config: dict) -> None:
             stored = modules[module]
             required = {name for name, spec in specs.items() if not spec.optional}
             matching = {
-                name for name, info in stored.items()
+                name
+                for name, info in stored.items()
                 if name in specs and info.dtype in specs[name].dtypes and info.shape == specs[name].shape
-            }  # fmt: skip
+            }
             if (
                 module != MODULE
                 or not required <= matching
@@ -164,12 +256,16 @@ def damaged_headers(data, infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]
     info = infos[name]
     kind = data.draw(st.sampled_from(("dtype", "shape", "size", "drop", "rename", "duplicate")), label="kind")
     if kind == "dtype":
-        infos[name] = described(name, data.draw(st.sampled_from(sorted(set(DTYPE_BITS) - {"F4"}))), info.shape)
+        infos[name] = described(
+            name, data.draw(st.sampled_from(sorted(set(DTYPE_BITS) - {"F4"}))), info.shape
+        )
     elif kind == "shape":
         infos[name] = described(name, info.dtype, data.draw(shapes))
     elif kind == "size" and info.shape:
         place = data.draw(st.integers(0, len(info.shape) - 1))
-        size = data.draw(st.sampled_from((0, 1, info.shape[place] // 2, info.shape[place] + 1, info.shape[place] * 2)))
+        size = data.draw(
+            st.sampled_from((0, 1, info.shape[place] // 2, info.shape[place] + 1, info.shape[place] * 2))
+        )
         infos[name] = described(name, info.dtype, (*info.shape[:place], size, *info.shape[place + 1 :]))
     elif kind in ("drop", "rename") and len(infos) > 1:
         del infos[name]
@@ -185,7 +281,9 @@ by_format = pytest.mark.parametrize(
     [pytest.param(case, marks=() if case.id in REPRESENTATIVES else pytest.mark.slow) for case in CASES],
     ids=lambda case: case.id,
 )
-few = settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+few = settings(
+    max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @by_case

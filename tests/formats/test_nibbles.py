@@ -33,7 +33,12 @@ def test_without_rows(count):
 
 
 @pytest.mark.parametrize(
-    "words", [BYTES.view(torch.int32).view(8, 8), BYTES.view(torch.int32).view(8, 8).t(), BYTES.view(torch.int32)[::64, None]]
+    "words",
+    [
+        BYTES.view(torch.int32).view(8, 8),
+        BYTES.view(torch.int32).view(8, 8).t(),
+        BYTES.view(torch.int32)[::64, None],
+    ],
 )
 def test_words_are_little_endian_and_lie_anyhow(words):
     panel = torch.empty(len(words), 8 * words.shape[1])

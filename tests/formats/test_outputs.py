@@ -1,4 +1,6 @@
-"""What methods beside GPTQ and FP8 write: the numbers of their sources, in tensors that are detected as the dialect they are of."""
+"""What methods beside GPTQ and FP8 write: the numbers of their sources, in tensors that are detected as the
+dialect they are of.
+"""
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from hfq.recipes.schemes import OUTPUTS
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02
-RECIPES = [*(Recipe(method=method) for method in METHODS), Recipe(method="glm", bits=8),
-           Recipe(method="rtn", bits=3, group_size=-1, sym=False)]  # fmt: skip
+RECIPES = [
+    *(Recipe(method=method) for method in METHODS),
+    Recipe(method="glm", bits=8),
+    Recipe(method="rtn", bits=3, group_size=-1, sym=False),
+]
 
 
 def named(recipe):
@@ -38,7 +43,10 @@ def test_the_tensors_are_those_that_were_announced_and_are_detected_as_their_dia
     config = recipe.quantization_config(weight_format, ["lm_head"], "0")
     detected = detect_formats({"m": infos}, config)["m"].sized(512, 256)
     specs = {spec.name: spec for spec in detected.tensor_specs(512, 256)}
-    assert all(info.dtype in specs[local].dtypes and info.shape == specs[local].shape for local, info in infos.items())
+    assert all(
+        info.dtype in specs[local].dtypes and info.shape == specs[local].shape
+        for local, info in infos.items()
+    )
     assert type(weight_format).__mro__[0 if type(detected) is type(weight_format) else 1] is type(detected)
     assert torch.equal(detected.resolve("m", made).dequantize(made), weight_format.dequantize(made))
 
@@ -53,9 +61,12 @@ def test_rows_are_rounded_by_their_largest_magnitude(method, bits):
     codes = (weight_format.dequantize(made) / made["weight_scale"].float()).round()
     assert codes.abs().max() <= 2 ** (bits - 1) - 1
     assert torch.equal(
-        codes, (WEIGHT / made["weight_scale"].float()).round().clamp(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1)
+        codes,
+        (WEIGHT / made["weight_scale"].float()).round().clamp(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1) - 1),
     )
-    assert (codes != exact.codes).float().mean() < {4: 0.03, 8: 0.3}[bits]  # a scale of 8 significant bits moves some
+    assert (codes != exact.codes).float().mean() < {4: 0.03, 8: 0.3}[
+        bits
+    ]  # a scale of 8 significant bits moves some
 
 
 def test_mxfp4_scales_are_powers_of_two_of_the_largest_exponent():

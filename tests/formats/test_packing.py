@@ -48,7 +48,9 @@ def test_unpacking_reads_the_bit_stream(num_bits):
 @pytest.mark.parametrize("count", [1, 2, 7, 10, 11, 21, 31, 33, 50])
 def test_unpacking_takes_just_the_codes_asked_for(num_bits, count):
     words = random_words(-(-count * num_bits // 32), 3, count)
-    assert torch.equal(unpack_stream(torch.from_numpy(words), num_bits, count), unpack_by_hand(words, num_bits, count))
+    assert torch.equal(
+        unpack_stream(torch.from_numpy(words), num_bits, count), unpack_by_hand(words, num_bits, count)
+    )
 
 
 @pytest.mark.parametrize("num_bits", BITS)
@@ -69,14 +71,19 @@ def test_packing_writes_the_bit_stream(num_bits, count):
 @pytest.mark.parametrize("num_bits", BITS)
 def test_packing_takes_codes_of_any_number_type(num_bits):
     codes = torch.arange(45).reshape(15, 3) % (1 << num_bits)
-    packed = [pack_stream(codes.to(dtype), num_bits) for dtype in (torch.int64, torch.int32, torch.uint8, torch.float32)]
+    packed = [
+        pack_stream(codes.to(dtype), num_bits)
+        for dtype in (torch.int64, torch.int32, torch.uint8, torch.float32)
+    ]
     expected = pack_by_hand(codes.numpy(), num_bits)
     assert all(torch.equal(words, expected) for words in packed)
 
 
 @pytest.mark.parametrize("num_bits", BITS)
 def test_codes_survive_a_round_trip(num_bits):
-    codes = torch.randint(0, 1 << num_bits, (77, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(
+        0, 1 << num_bits, (77, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(1)
+    )
     assert torch.equal(unpack_stream(pack_stream(codes, num_bits), num_bits, 77), codes)
 
 

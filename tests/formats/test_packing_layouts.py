@@ -11,7 +11,9 @@ COLUMNS = 3
 
 def random_words(count: int, seed: int = 0) -> torch.Tensor:
     """Any words at all, the extremes among them."""
-    words = torch.randint(-(2**31), 2**31, (count, COLUMNS), dtype=torch.int64, generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(
+        -(2**31), 2**31, (count, COLUMNS), dtype=torch.int64, generator=torch.Generator().manual_seed(seed)
+    )
     words[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
     words[-1, 2] = -1
     return words.to(torch.int32)
@@ -29,12 +31,16 @@ def number(bits: list[int]) -> int:
 def words_by_hand(column: list[int], num_bits: int, count: int) -> list[int]:
     """`32 // num_bits` codes a word, from the low end; what is left of a word is unused."""
     share = 32 // num_bits
-    codes = [number(bits_of(word)[i * num_bits : (i + 1) * num_bits]) for word in column for i in range(share)]
+    codes = [
+        number(bits_of(word)[i * num_bits : (i + 1) * num_bits]) for word in column for i in range(share)
+    ]
     return codes[:count]
 
 
 def planes_by_hand(column: list[int], num_bits: int, count: int) -> list[int]:
-    """32 codes take `num_bits` words: the words of the low plane, as one stream of its width, then those of the next."""
+    """32 codes take `num_bits` words: the words of the low plane, as one stream of its width, then those of
+    the next.
+    """
     codes = []
     for block in range(0, len(column), num_bits):
         first, low = block, 0
@@ -80,7 +86,9 @@ def test_packing_planes_is_the_inverse(num_bits):
 @pytest.mark.parametrize("num_bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 3, 31, 32, 33, 37])
 def test_packing_words_is_the_inverse_and_leaves_the_rest_zero(num_bits, count):
-    codes = torch.randint(0, 1 << num_bits, (count, COLUMNS), generator=torch.Generator().manual_seed(2)).to(torch.int32)
+    codes = torch.randint(0, 1 << num_bits, (count, COLUMNS), generator=torch.Generator().manual_seed(2)).to(
+        torch.int32
+    )
     words = pack_words(codes, num_bits)
     share = 32 // num_bits
     assert words.shape == (-(-count // share), COLUMNS)

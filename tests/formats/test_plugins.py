@@ -1,4 +1,6 @@
-"""Dialects of other packages: found by their entry point, imported only when their method is met, and refused if broken."""
+"""Dialects of other packages: found by their entry point, imported only when their method is met, and refused
+if broken.
+"""
 
 import sys
 
@@ -92,7 +94,9 @@ def test_a_method_that_is_met_loads_its_format_and_the_format_reads(install):
     assert torch.equal(found.dequantize(halves()), torch.full((4, 8), 0.5))
 
 
-@pytest.mark.parametrize("method", [None, "gptq", "modelopt", "hfq", "another-method", "", 5, ["halves-of-tests"]], ids=str)
+@pytest.mark.parametrize(
+    "method", [None, "gptq", "modelopt", "hfq", "another-method", "", 5, ["halves-of-tests"]], ids=str
+)
 def test_without_its_method_a_format_is_not_imported(install, method):
     install("raise RuntimeError('imported')")
     with pytest.raises(NotQuantizedFormatError, match="nothing was loaded"):
@@ -107,7 +111,9 @@ def test_the_methods_of_hfq_itself_cannot_be_taken_over(install):
 
 
 def test_a_format_is_imported_once(install):
-    install(f"import builtins\nbuiltins.imports_of_tests = getattr(builtins, 'imports_of_tests', 0) + 1\n{SOURCE}")
+    install(
+        f"import builtins\nbuiltins.imports_of_tests = getattr(builtins, 'imports_of_tests', 0) + 1\n{SOURCE}"
+    )
     detect(METHOD)
     sys.modules.pop("halves_of_tests")
     assert detect(METHOD)["m"].describe() == "halves"
@@ -133,7 +139,9 @@ def test_a_format_is_imported_once(install):
 )
 def test_a_broken_format_is_an_error_of_the_setup_with_its_cause(install, source, entry, cause):
     install(source, entry)
-    with pytest.raises(SetupError, match=rf"(?s)quant_method='{METHOD}' cannot be loaded.*{cause}.*Fix: ") as caught:
+    with pytest.raises(
+        SetupError, match=rf"(?s)quant_method='{METHOD}' cannot be loaded.*{cause}.*Fix: "
+    ) as caught:
         detect(METHOD)
     assert caught.value.__cause__ is not None
     with pytest.raises(SetupError):
@@ -150,7 +158,9 @@ def test_a_model_of_another_packages_dialect_loads_from_disk_and_is_saved_back(i
     exec(SOURCE, namespace := {})
     packed = namespace["Halves"]()
     FORMATS.pop(METHOD)
-    path = tiny_models.write_model(tmp_path / "model", tiny_models.packed_tensors(packed), {"quant_method": METHOD})
+    path = tiny_models.write_model(
+        tmp_path / "model", tiny_models.packed_tensors(packed), {"quant_method": METHOD}
+    )
     tokens = torch.tensor([[1, 5, 9]])
     found = {}
     for home in ("cpu", "disk"):

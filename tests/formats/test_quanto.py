@@ -40,7 +40,9 @@ def bits_by_hand(tensors, num_bits: int, size: tuple[int, int], group_size: int)
 def detected(cls, tensors, size, config=None):
     found = cls.detect("m", described("m", tensors), config or {}).sized(size[1], size[0])
     specs = {spec.name: spec for spec in found.tensor_specs(size[1], size[0])}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     return found.resolve("m", tensors)
 
 
@@ -77,7 +79,9 @@ def test_bytes_are_scaled_by_their_row(dtype):
 @pytest.mark.parametrize(("num_bits", "named"), [(4, "qint8"), (4, "qfloat8"), (2, "qint8")])
 def test_a_side_file_that_contradicts_the_codes_is_refused(num_bits, named):
     tensors = random_bits(num_bits, (8, 128), 128)
-    with pytest.raises(FormatError, match=r"(?s)quanto_qmap.json contradicts the tensors of m; nothing was loaded"):
+    with pytest.raises(
+        FormatError, match=r"(?s)quanto_qmap.json contradicts the tensors of m; nothing was loaded"
+    ):
         QuantoBits.detect("m", described("m", tensors), {"quanto_qmap": {"m": {"weights": named}}})
 
 
@@ -99,7 +103,9 @@ def test_a_side_file_that_says_nothing_of_a_module_decides_nothing(qmap):
 
 def test_quantized_activations_are_not_passed_over_in_silence():
     tensors = random_bits(4, (8, 128), 128)
-    found = detected(QuantoBits, tensors, (8, 128), {"quanto_qmap": {"m": {"weights": "qint4", "activations": "qint8"}}})
+    found = detected(
+        QuantoBits, tensors, (8, 128), {"quanto_qmap": {"m": {"weights": "qint4", "activations": "qint8"}}}
+    )
     assert found.activation_scheme is not None
     assert detected(QuantoBits, tensors, (8, 128)).activation_scheme is None
 

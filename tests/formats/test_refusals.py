@@ -1,4 +1,6 @@
-"""Each dialect that hfq knows by sight and does not read is refused by its name, before anything is loaded."""
+"""Each dialect that hfq knows by sight and does not read is refused by its name, before anything is
+loaded.
+"""
 
 import pytest
 import tiny_models
@@ -14,12 +16,28 @@ CT = {"quant_method": "compressed-tensors"}
 WORDS, FLOATS = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)
 SEEN = [
     ("GPTQ Marlin", {"quant_method": "gptq"}, {"B": WORDS, "s": FLOATS.half()}),
-    ("GPTQ Marlin", {"quant_method": "gptq", "checkpoint_format": "marlin"}, {"qweight": WORDS, "scales": FLOATS}),
-    ("marlin-24", CT | {"format": "marlin-24"}, {"weight_packed": WORDS, "scale_packed": FLOATS, "meta": WORDS.short()}),
+    (
+        "GPTQ Marlin",
+        {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        {"qweight": WORDS, "scales": FLOATS},
+    ),
+    (
+        "marlin-24",
+        CT | {"format": "marlin-24"},
+        {"weight_packed": WORDS, "scale_packed": FLOATS, "meta": WORDS.short()},
+    ),
     ("marlin-24", CT | {"format": "marlin-24"}, {"weight_packed": WORDS, "weight_scale": FLOATS}),
     ("marlin-24", {"quant_method": "gptq"}, {"B_24": WORDS, "B_meta": WORDS.short(), "s": FLOATS}),
-    ("sparse-24 / sparse-bitmask", CT, {"compressed": FLOATS, "bitmask": WORDS.byte(), "shape": torch.tensor([4, 8])}),
-    ("sparse-24 / sparse-bitmask", CT | {"format": "sparse-24-bitmask"}, {"weight_packed": WORDS, "weight_scale": FLOATS}),
+    (
+        "sparse-24 / sparse-bitmask",
+        CT,
+        {"compressed": FLOATS, "bitmask": WORDS.byte(), "shape": torch.tensor([4, 8])},
+    ),
+    (
+        "sparse-24 / sparse-bitmask",
+        CT | {"format": "sparse-24-bitmask"},
+        {"weight_packed": WORDS, "weight_scale": FLOATS},
+    ),
     (
         "mxfp6-pack-quantized",
         CT | {"format": "mxfp6-pack-quantized"},
@@ -30,10 +48,18 @@ SEEN = [
         CT | {"config_groups": {"group_0": {"targets": ["Linear"], "format": "mxfp6-pack-quantized"}}},
         {"weight_packed": WORDS.byte(), "weight_scale": WORDS.byte()},
     ),
-    ("bitblas", {"quant_method": "gptq", "checkpoint_format": "bitblas"}, {"qweight": WORDS.char(), "scales": FLOATS}),
+    (
+        "bitblas",
+        {"quant_method": "gptq", "checkpoint_format": "bitblas"},
+        {"qweight": WORDS.char(), "scales": FLOATS},
+    ),
     ("AQLM", {"quant_method": "aqlm"}, {"codebooks": FLOATS, "codes": WORDS.short(), "scales": FLOATS}),
     ("VPTQ", {"quant_method": "vptq"}, {"centroids": FLOATS, "indices": WORDS}),
-    ("EXL2 / EXL3", {"quant_method": "exl2"}, {"q_weight": WORDS, "q_invperm": WORDS.short(), "q_scale": WORDS}),
+    (
+        "EXL2 / EXL3",
+        {"quant_method": "exl2"},
+        {"q_weight": WORDS, "q_invperm": WORDS.short(), "q_scale": WORDS},
+    ),
     ("EXL2 / EXL3", {"quant_method": "exl3"}, {"trellis": WORDS.short(), "suh": FLOATS, "svh": FLOATS}),
     ("SpQR", {"quant_method": "spqr"}, {"dense_weights": WORDS, "row_offsets": WORDS, "col_vals": WORDS}),
     ("QuIP#", {"quant_method": "quip"}, {"Qidxs": WORDS.short(), "SU": FLOATS, "SV": FLOATS}),
@@ -44,7 +70,9 @@ IDS = [f"{dialect}, {', '.join(tensors)}" for dialect, _, tensors in SEEN]
 def write(folder, config, tensors):
     """A model of dense weights, but for one layer."""
     dense = {
-        name: tensor for name, tensor in tiny_models.packed_tensors(DenseWeight()).items() if tiny_models.FIRST not in name
+        name: tensor
+        for name, tensor in tiny_models.packed_tensors(DenseWeight()).items()
+        if tiny_models.FIRST not in name
     }
     stored = {f"{tiny_models.FIRST}.{local}": tensor for local, tensor in tensors.items()}
     return tiny_models.write_model(folder, dense | stored, config)
@@ -81,7 +109,9 @@ def test_a_model_of_it_is_refused_before_anything_is_loaded(dialect, config, ten
     assert f"in the dialect {dialect}, which hfq does not read; nothing was loaded" in str(caught.value)
 
 
-@pytest.mark.parametrize("local", ["B", "s", "codes", "codebooks", "centroids", "indices", "bitmask", "row_offsets"])
+@pytest.mark.parametrize(
+    "local", ["B", "s", "codes", "codebooks", "centroids", "indices", "bitmask", "row_offsets"]
+)
 def test_half_of_a_sign_is_no_sign(local, tmp_path):
     checkpoint = Checkpoint.open(write(tmp_path, {}, {local: WORDS}))
     with pytest.raises(FormatError) as caught:

@@ -1,4 +1,6 @@
-"""Packed layers with their output rows in another order: every weight stays the same bit for bit, or the dialect is refused."""
+"""Packed layers with their output rows in another order: every weight stays the same bit for bit, or the
+dialect is refused.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hfq.formats.gptq import Gptq
 
 SIZE = OUT, IN = 192, 384
 REFUSED = ("awq-gemv-fast",)
-REORDERED = [case for case in CASES if type(case.format).reorder is not Format.reorder and case.id not in REFUSED]
+REORDERED = [
+    case for case in CASES if type(case.format).reorder is not Format.reorder and case.id not in REFUSED
+]
 OTHERS = [case for case in CASES if case not in REORDERED]
 GENERATOR = torch.Generator().manual_seed(11)
 ORDERS = {
@@ -49,11 +53,14 @@ def test_a_dialect_that_cannot_be_reordered_says_so(case, weight):
 def test_zero_points_whose_words_carry_keep_their_values(weight):
     found = Gptq(zero_reading="word_plus_one", group_size=64, symmetric=False)
     tensors = found.quantize(weight)
-    tensors["qzeros"] = torch.randint(-(1 << 31), 1 << 31, tensors["qzeros"].shape, generator=GENERATOR).to(torch.int32)
+    tensors["qzeros"] = torch.randint(-(1 << 31), 1 << 31, tensors["qzeros"].shape, generator=GENERATOR).to(
+        torch.int32
+    )
     tensors["qzeros"][:, ::3] = -1  # a word of fields that all carry
     _, reordered = found.reorder(tensors, ORDERS["any"])
     assert torch.equal(
-        found.zero_points(reordered["qzeros"], 0, OUT), found.zero_points(tensors["qzeros"], 0, OUT)[:, ORDERS["any"]]
+        found.zero_points(reordered["qzeros"], 0, OUT),
+        found.zero_points(tensors["qzeros"], 0, OUT)[:, ORDERS["any"]],
     )
 
 

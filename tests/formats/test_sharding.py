@@ -1,4 +1,6 @@
-"""Slices of packed layers for tensor parallelism: put together they are the layer, bit for bit, or the cut is refused."""
+"""Slices of packed layers for tensor parallelism: put together they are the layer, bit for bit, or the cut is
+refused.
+"""
 
 import pytest
 import torch
@@ -15,15 +17,29 @@ SIZE = OUT, IN = 192, 384
 CUT = [case for case in CASES if type(case.format).shard is not Format.shard and "gemv" not in case.id]
 UNALIGNED = {
     2: {("pack-quantized-w3-words", "in")},  # words of 10 codes in 192 channels
-    3: {(id, "in") for id in (
-        "int-quantized-group-asym", "pack-quantized-w4", "pack-quantized-w4-asym", "pack-quantized-w3-words", "torchao-intx-asym",
-    )},  # groups of 96 or 192 in 128 channels
+    3: {
+        (id, "in")
+        for id in (
+            "int-quantized-group-asym",
+            "pack-quantized-w4",
+            "pack-quantized-w4-asym",
+            "pack-quantized-w3-words",
+            "torchao-intx-asym",
+        )
+    },  # groups of 96 or 192 in 128 channels
     4: {
-        ("gptq-v1-w3-sym", "out"), ("gptq-planar-w3", "out"), ("gptq-planar-w5", "out"), ("awq-gemm-w3", "out"),  # 32 of 48 rows
-        ("fp8-group", "in"), ("awq-gemm", "in"), ("awq-gemm-w3", "in"),  # groups of 64 in 96 channels
-        ("int-quantized-group-asym", "in"), ("pack-quantized-w4", "in"), ("pack-quantized-w3-words", "in"),
+        ("gptq-v1-w3-sym", "out"),
+        ("gptq-planar-w3", "out"),
+        ("gptq-planar-w5", "out"),
+        ("awq-gemm-w3", "out"),  # 32 of 48 rows
+        ("fp8-group", "in"),
+        ("awq-gemm", "in"),
+        ("awq-gemm-w3", "in"),  # groups of 64 in 96 channels
+        ("int-quantized-group-asym", "in"),
+        ("pack-quantized-w4", "in"),
+        ("pack-quantized-w3-words", "in"),
     },
-}  # fmt: skip
+}
 """Which cuts the layouts cannot take, {ranks: {(case, axis)}}."""
 
 
@@ -38,8 +54,12 @@ def dequantized(found, tensors, axis: str, world: int) -> list[torch.Tensor]:
     for rank in range(world):
         part = rank_slice(axis, OUT if axis == "out" else IN, rank, world)
         local, cuts = found.shard(part, described("m", tensors), index)
-        held = {name: tensors[name] if cut is None else tensors[name].narrow(cut.dim, cut.start, cut.stop - cut.start).contiguous()
-                for name, cut in cuts.items()}  # fmt: skip
+        held = {
+            name: tensors[name]
+            if cut is None
+            else tensors[name].narrow(cut.dim, cut.start, cut.stop - cut.start).contiguous()
+            for name, cut in cuts.items()
+        }
         slices.append(local.resolve("m", held).dequantize(held))
     return slices
 
@@ -56,7 +76,9 @@ def test_the_slices_of_all_ranks_are_the_layer(case, axis, world, weight):
     tensors = case.format.quantize(weight)
     found = settled(case.format, tensors, case.config, SIZE, case.schema)
     if (case.id, axis) in UNALIGNED[world]:
-        with pytest.raises(FormatError, match=r"(?s)cannot be cut there for tensor parallelism.*Fix: use fewer ranks"):
+        with pytest.raises(
+            FormatError, match=r"(?s)cannot be cut there for tensor parallelism.*Fix: use fewer ranks"
+        ):
             dequantized(found, tensors, axis, world)
     else:
         check(found, tensors, axis, world)
@@ -77,13 +99,17 @@ def test_a_slice_of_whole_groups_holds_its_own_scales_and_no_index(weight):
     assert "g_idx" not in cuts
     assert not found.act_order
     assert {name: (cut.dim, cut.start, cut.stop) for name, cut in cuts.items()} == {
-        "qweight": (0, 24, 48), "scales": (0, 3, 6), "qzeros": (0, 3, 6)}  # fmt: skip
+        "qweight": (0, 24, 48),
+        "scales": (0, 3, 6),
+        "qzeros": (0, 3, 6),
+    }
 
 
 def test_without_an_index_groups_cannot_be_cut(weight):
     tensors = Gptq(group_size=128, g_idx_length=None).quantize(weight)
     with pytest.raises(
-        FormatError, match=r"(?s)expected: a cut between groups of 128 channels.*found: input channels 0 to 192"
+        FormatError,
+        match=r"(?s)expected: a cut between groups of 128 channels.*found: input channels 0 to 192",
     ):
         dequantized(Gptq(group_size=128), tensors, "in", 2)
 
@@ -104,13 +130,20 @@ def test_a_slice_within_a_block_keeps_its_scale(axis, scale_shape, weight):
 
 def test_one_rank_alone_adds_the_bias_of_a_sum(weight):
     tensors = {**Fp8().quantize(weight), "bias": torch.ones(OUT)}
-    held = {axis: [Fp8().shard(rank_slice(axis, size, rank, 2), described("m", tensors), {})[1].get("bias", "none") for rank in (0, 1)]
-            for axis, size in (("out", OUT), ("in", IN))}  # fmt: skip
+    held = {
+        axis: [
+            Fp8().shard(rank_slice(axis, size, rank, 2), described("m", tensors), {})[1].get("bias", "none")
+            for rank in (0, 1)
+        ]
+        for axis, size in (("out", OUT), ("in", IN))
+    }
     assert [(cut.start, cut.stop) for cut in held["out"]] == [(0, 96), (96, 192)]
     assert held["in"] == [None, "none"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in CUT], ids=lambda case: case.id)
 def test_a_dialect_that_is_not_cut_says_so(case):
-    with pytest.raises(FormatError, match=r"(?s)hfq does not cut .* layers for tensor parallelism; nothing was loaded"):
+    with pytest.raises(
+        FormatError, match=r"(?s)hfq does not cut .* layers for tensor parallelism; nothing was loaded"
+    ):
         case.format.shard(rank_slice("out", OUT, 0, 2), {}, {})

@@ -10,7 +10,10 @@ from hfq.errors import CheckpointError, FormatError
 from hfq.formats.configs.source_config import source_config
 
 GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+}
 OWN = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -32,7 +35,11 @@ def test_config_json_holds_it(source):
 
 
 def test_the_config_of_a_part_of_the_model_may_hold_it(source):
-    config = {"model_type": "llava", "vision_config": {"hidden_size": 8}, "text_config": {"quantization_config": OWN}}
+    config = {
+        "model_type": "llava",
+        "vision_config": {"hidden_size": 8},
+        "text_config": {"quantization_config": OWN},
+    }
     assert source({"config.json": config}) == OWN
 
 

@@ -28,7 +28,9 @@ def schema(kind: str, codes: torch.Size, scale: torch.Size, has_zero: bool, **da
     return {"_type": kind, "_data": {"block_size": block, **data}, "_tensor_data_names": names}
 
 
-def random_layer(dtype: torch.dtype, scale: tuple[int, ...], has_zero: bool = False, size: tuple[int, int] = (6, 48)):
+def random_layer(
+    dtype: torch.dtype, scale: tuple[int, ...], has_zero: bool = False, size: tuple[int, int] = (6, 48)
+):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 120, size, dtype=torch.uint8, generator=generator).view(dtype)
     tensors = {"_weight_qdata": codes, "_weight_scale": torch.randn(scale, generator=generator)}
@@ -60,7 +62,9 @@ def detected(tensors, written: dict | str | None) -> Torchao:
 def check(found: Torchao, tensors) -> None:
     out_features, in_features = tensors["_weight_qdata"].shape
     specs = {spec.name: spec for spec in found.tensor_specs(in_features, out_features)}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {name: specs[name].shape for name in tensors}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: specs[name].shape for name in tensors
+    }
     expected = by_hand(tensors)
     resolved = found.resolve("m", tensors)
     assert torch.equal(resolved.dequantize(tensors), expected)
@@ -71,16 +75,26 @@ def check(found: Torchao, tensors) -> None:
 
 
 @pytest.mark.parametrize("scale", [(), (1, 1), (6, 1), (6, 3), (6, 48)], ids=str)
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, dtypes in KINDS.items() for dtype in dtypes], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, dtype) for kind, dtypes in KINDS.items() for dtype in dtypes], ids=str
+)
 def test_the_weight_is_that_of_the_loops(kind, dtype, scale):
     tensors = random_layer(dtype, scale)
-    check(detected(tensors, schema(kind, tensors["_weight_qdata"].shape, tensors["_weight_scale"].shape, False)), tensors)
+    check(
+        detected(
+            tensors, schema(kind, tensors["_weight_qdata"].shape, tensors["_weight_scale"].shape, False)
+        ),
+        tensors,
+    )
 
 
 @pytest.mark.parametrize("scale", [(6, 1), (6, 3)], ids=str)
 def test_zero_points_are_taken_off_first(scale):
     tensors = random_layer(torch.int8, scale, has_zero=True)
-    check(detected(tensors, schema("IntxUnpackedToInt8Tensor", tensors["_weight_qdata"].shape, scale, True)), tensors)
+    check(
+        detected(tensors, schema("IntxUnpackedToInt8Tensor", tensors["_weight_qdata"].shape, scale, True)),
+        tensors,
+    )
 
 
 LOST = {
@@ -96,7 +110,9 @@ LOST = {
 @pytest.mark.parametrize("text", LOST.values(), ids=LOST)
 def test_a_file_that_lost_its_metadata_is_refused_by_name(text):
     tensors = random_layer(torch.int8, (6, 1))
-    with pytest.raises(FormatError, match=r"(?s)lost its metadata; nothing was loaded.*m\.weight.*Fix: download the original"):
+    with pytest.raises(
+        FormatError, match=r"(?s)lost its metadata; nothing was loaded.*m\.weight.*Fix: download the original"
+    ):
         detected(tensors, text)
 
 
@@ -112,18 +128,28 @@ def test_a_model_whose_file_lost_its_metadata_is_refused_before_anything_is_load
     path = tiny_models.write_model(
         tmp_path, tiny_models.packed_tensors(weight_format), CONFIG | {"quant_type": {"default": {}}}
     )
-    with pytest.raises(FormatError, match=r"(?s)lost its metadata; nothing was loaded.*model.safetensors.*model.layers.0"):
+    with pytest.raises(
+        FormatError, match=r"(?s)lost its metadata; nothing was loaded.*model.safetensors.*model.layers.0"
+    ):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig())
 
 
-@pytest.mark.parametrize("kind", ["Int4Tensor", "AffineQuantizedTensor", "Tensor", "", None, ["Int8Tensor"]], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["Int4Tensor", "AffineQuantizedTensor", "Tensor", "", None, ["Int8Tensor"]], ids=str
+)
 def test_a_tensor_of_a_kind_that_hfq_does_not_read_is_refused_by_its_kind(kind):
     tensors = random_layer(torch.int8, (6, 1))
-    with pytest.raises(FormatError, match=r"(?s)does not read; nothing was loaded.*Float8Tensor or Int8Tensor"):
-        detected(tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {"_type": kind})
+    with pytest.raises(
+        FormatError, match=r"(?s)does not read; nothing was loaded.*Float8Tensor or Int8Tensor"
+    ):
+        detected(
+            tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {"_type": kind}
+        )
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("Float8Tensor", torch.int8), ("Int8Tensor", torch.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("Float8Tensor", torch.int8), ("Int8Tensor", torch.float8_e4m3fn)], ids=str
+)
 def test_codes_of_another_kind_than_the_metadata_says_are_refused(kind, dtype):
     tensors = random_layer(dtype, (6, 1))
     with pytest.raises(FormatError, match=rf"(?s)does not read; nothing was loaded.*found: {kind}"):
@@ -134,20 +160,26 @@ def test_codes_of_another_kind_than_the_metadata_says_are_refused(kind, dtype):
 def test_blocks_that_contradict_the_scales_are_refused(block):
     tensors = random_layer(torch.int8, (6, 1))
     written = schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False, block_size=block)
-    with pytest.raises(FormatError, match=r"(?s)metadata of m.weight contradicts its tensors; nothing was loaded"):
+    with pytest.raises(
+        FormatError, match=r"(?s)metadata of m.weight contradicts its tensors; nothing was loaded"
+    ):
         detected(tensors, written)
 
 
 def test_zero_points_that_the_metadata_names_must_be_stored():
     tensors = random_layer(torch.int8, (6, 1))
-    found = detected(tensors, schema("IntxUnpackedToInt8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), True))
+    found = detected(
+        tensors, schema("IntxUnpackedToInt8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), True)
+    )
     assert "_weight_zero_point" in {spec.name for spec in found.tensor_specs(48, 6) if not spec.optional}
 
 
 @pytest.mark.parametrize("names", [5, True, 0.5])
 def test_names_of_parts_that_are_no_list_are_judged_by_hfq(names):
     tensors = random_layer(torch.int8, (6, 1))
-    written = schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {"_tensor_data_names": names}
+    written = schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False) | {
+        "_tensor_data_names": names
+    }
     with contextlib.suppress(HfqError):
         check(detected(tensors, written), tensors)
 
@@ -157,12 +189,21 @@ def test_names_of_parts_that_are_no_list_are_judged_by_hfq(names):
 )
 def test_activations_that_torchao_would_quantize_are_known(data):
     tensors = random_layer(torch.int8, (6, 1))
-    assert detected(tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False, **data)).activation_scheme
-    assert detected(tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False)).activation_scheme is None
+    assert detected(
+        tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False, **data)
+    ).activation_scheme
+    assert (
+        detected(
+            tensors, schema("Int8Tensor", torch.Size((6, 48)), torch.Size((6, 1)), False)
+        ).activation_scheme
+        is None
+    )
 
 
 def test_scales_of_no_groups_are_refused():
     tensors = random_layer(torch.int8, (6, 1))
     tensors["_weight_scale"] = tensors["_weight_scale"][:, :0]
     with pytest.raises(FormatError):
-        detected(tensors, {"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale"]}).tensor_specs(48, 6)
+        detected(
+            tensors, {"_type": "Int8Tensor", "_data": {}, "_tensor_data_names": ["qdata", "scale"]}
+        ).tensor_specs(48, 6)

@@ -9,12 +9,16 @@ from hfq.formats.codecs.value_checks import check_finite, check_index, check_pos
 EXTREMES = [0.0, -0.0, 1e-45, 3.4e38, -3.4e38]
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(EXTREMES), torch.tensor(2.0), torch.ones(2, 1, 3, 1), torch.empty(0)])
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(EXTREMES), torch.tensor(2.0), torch.ones(2, 1, 3, 1), torch.empty(0)]
+)
 def test_finite_scales_of_any_shape_pass(scale):
     check_finite("m", "scales", scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e8m0fnu], ids=str
+)
 def test_one_nan_in_any_dtype_is_found(dtype):
     scale = torch.ones(3, 4)
     check_finite("m", "scales", scale.to(dtype))
@@ -44,7 +48,8 @@ def test_an_index_within_its_bound_passes(index):
 
 
 @pytest.mark.parametrize(
-    ("index", "found"), [([4], "4 to 4"), ([0, -1, 3], "-1 to 3"), ([-2, 9], "-2 to 9"), ([0, 4, 1], "0 to 4")]
+    ("index", "found"),
+    [([4], "4 to 4"), ([0, -1, 3], "-1 to 3"), ([-2, 9], "-2 to 9"), ([0, 4, 1], "0 to 4")],
 )
 def test_an_index_out_of_its_bound_is_named_with_its_extremes(index, found):
     with pytest.raises(FormatError) as caught:

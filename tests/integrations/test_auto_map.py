@@ -1,4 +1,6 @@
-"""Automatic device maps under max_memory: packed bytes and the ring are counted, and results do not change."""
+"""Automatic device maps under max_memory: packed bytes and the ring are counted, and results do not
+change.
+"""
 
 import dataclasses
 import json
@@ -104,7 +106,9 @@ def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, de
     assert torch.equal(logits(model), logits(resident))
 
 
-def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_works(path, resident, monkeypatch):
+def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_works(
+    path, resident, monkeypatch
+):
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read_into", lambda *_: pytest.fail("a weight was read"))
         with pytest.raises(PlacementError, match="max_memory is too small") as error:
@@ -120,7 +124,9 @@ def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_
 def test_a_disk_that_may_hold_nothing_is_obeyed(resident):
     limit = total(resident)
     assert planned(resident, {"cpu": limit, "disk": 0})[0] == {"": "cpu"}
-    with pytest.raises(PlacementError, match=rf'on disk(?s:.)*pass max_memory=\{{"cpu": {limit}, "disk": 0\}}'):
+    with pytest.raises(
+        PlacementError, match=rf'on disk(?s:.)*pass max_memory=\{{"cpu": {limit}, "disk": 0\}}'
+    ):
         planned(resident, {"cpu": limit - 1, "disk": 0})
 
 
@@ -132,7 +138,11 @@ def test_the_numbers_are_logged(resident, caplog):
 
 def test_tied_weights_are_one_unit_that_is_read_whole(resident):
     units = {unit.name: unit for unit in units_of(resident)}
-    assert list(units)[1:] == [*(f"model.layers.{layer}" for layer in range(4)), "model.norm", "model.embed_tokens"]
+    assert list(units)[1:] == [
+        *(f"model.layers.{layer}" for layer in range(4)),
+        "model.norm",
+        "model.embed_tokens",
+    ]
     assert units["model.embed_tokens"].kind == "other"
     assert units["model.embed_tokens"].nbytes == resident.lm_head.weight.nbytes
 
@@ -146,7 +156,14 @@ def test_a_tied_head_is_shown_where_its_table_is(resident):
 
 
 def test_an_untied_embedding_leaves_first(untied, whole):
-    assert [unit.kind for unit in units_of(whole)] == ["fixed", "embedding", "block", "block", "other", "other"]
+    assert [unit.kind for unit in units_of(whole)] == [
+        "fixed",
+        "embedding",
+        "block",
+        "block",
+        "other",
+        "other",
+    ]
     model = load(untied, {"cpu": total(whole) - 1})
     assert model.hf_device_map == {"": "cpu", "model.embed_tokens": "disk"}
     assert model.hf_quantizer.loading.budget.rings == {}
@@ -163,7 +180,11 @@ def test_what_cannot_be_offloaded_is_fixed(whole):
 
 
 def test_a_head_that_is_not_stored_stays_where_it_computes(whole):
-    dense = {name: info for name, info in whole.hf_quantizer.loading.match.dense.items() if name != "lm_head.weight"}
+    dense = {
+        name: info
+        for name, info in whole.hf_quantizer.loading.match.dense.items()
+        if name != "lm_head.weight"
+    }
     assert {unit.name: unit.kind for unit in units_of(whole, dense=dense)}["lm_head.weight"] == "fixed"
 
 
@@ -183,7 +204,9 @@ def test_experts_leave_before_blocks(moe, whole_moe):
 
 def test_the_cache_of_experts_counts(moe, whole_moe):
     experts = max(unit.nbytes for unit in units_of(whole_moe) if unit.kind == "experts")
-    budget = load(moe, {"cpu": total(whole_moe) - experts}, expert_cache_size=5000).hf_quantizer.loading.budget
+    budget = load(
+        moe, {"cpu": total(whole_moe) - experts}, expert_cache_size=5000
+    ).hf_quantizer.loading.budget
     assert budget.expert_cache_nbytes == 5000
     assert budget.headroom()["cpu"] >= 0
 
@@ -196,7 +219,9 @@ def test_a_part_may_stay_while_what_is_around_it_leaves(whole, monkeypatch):
 
 
 def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch):
-    monkeypatch.setattr(automatic_map, "check_device", lambda key: f"xpu:{key}" if isinstance(key, int) else key)
+    monkeypatch.setattr(
+        automatic_map, "check_device", lambda key: f"xpu:{key}" if isinstance(key, int) else key
+    )
     embedding = next(unit.nbytes for unit in units_of(whole) if unit.kind == "embedding")
     device_map, budget = planned(whole, {0: total(whole) - embedding, 1: 0, "cpu": embedding})
     assert device_map == {"": 0, "model.embed_tokens": "cpu"}
@@ -205,9 +230,16 @@ def test_one_accelerator_computes_and_the_cpu_holds_the_rest(whole, monkeypatch)
 
 @pytest.mark.parametrize(
     ("limits", "found"),
-    [({"cpu": 5}, "cpu"), ({"disk": 5}, "cpu"), ({0: 0, "cpu": 5}, "cpu"), ({0: 5, "cpu": 5}, 0), ({"mps": 5}, "mps"),
-     ({0: 0, 1: 5}, 1), ({0: 5, 1: 5, "cpu": 5}, None)],
-)  # fmt: skip
+    [
+        ({"cpu": 5}, "cpu"),
+        ({"disk": 5}, "cpu"),
+        ({0: 0, "cpu": 5}, "cpu"),
+        ({0: 5, "cpu": 5}, 0),
+        ({"mps": 5}, "mps"),
+        ({0: 0, 1: 5}, 1),
+        ({0: 5, 1: 5, "cpu": 5}, None),
+    ],
+)
 def test_which_device_computes(limits, found):
     assert automatic_map.computing_device(limits) == found
     handed_on = HfqQuantizer(HfqConfig()).adjust_max_memory(limits)

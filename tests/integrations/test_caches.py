@@ -1,4 +1,6 @@
-"""transformers' own KV caches with every placement: logits are bit-equal to those with all weights in memory."""
+"""transformers' own KV caches with every placement: logits are bit-equal to those with all weights in
+memory.
+"""
 
 import importlib.util
 
@@ -21,7 +23,10 @@ CACHES = {
     "dynamic": {},
     "static": {"cache_implementation": "static"},
     "fp8": {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
-    "quanto": {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 32}},
+    "quanto": {
+        "cache_implementation": "quantized",
+        "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 32},
+    },
     "hqq": {
         "cache_implementation": "quantized",
         "cache_config": {"backend": "hqq", "nbits": 4, "q_group_size": 32, "axis_key": 1},
@@ -46,7 +51,12 @@ def models():
 
 
 def generate(model, cache: str):
-    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     found = model.generate(torch.tensor(PROMPT), **options, **CACHES[cache])
     return torch.cat(found.logits), found.past_key_values
 
@@ -77,4 +87,6 @@ def test_a_quantized_cache_takes_the_bytes_that_are_planned(models):
     held = [(layer._quantized_keys, layer._quantized_values) for layer in fp8.layers]
     real = sum(tensor.nbytes for pair in held for quantized in pair for tensor in quantized)
     assert real == kv_nbytes(layers, 2, tokens, "bfloat16", "fp8")
-    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers) == kv_nbytes(layers, 2, tokens, "bfloat16")
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers) == kv_nbytes(
+        layers, 2, tokens, "bfloat16"
+    )

@@ -52,14 +52,26 @@ def test_findings_on_deepspeed_configs(tmp_path, zero, said):
     ("config", "said"),
     [
         ({"distributed_type": "DEEPSPEED"}, "not configured"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero3_init_flag": False}}, "load the whole model"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero_stage": 3}}, "refuses keys beside"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"deepspeed_config_file": "no.json"}}, "is not there"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero3_init_flag": False}},
+            "load the whole model",
+        ),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": PLUGIN | {"zero_stage": 3}},
+            "refuses keys beside",
+        ),
+        (
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": PLUGIN | {"deepspeed_config_file": "no.json"},
+            },
+            "is not there",
+        ),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": SAVING}, "saved as if they were floats"),
         ({"distributed_type": "FSDP"}, "does not shard under FSDP"),
         ({"distributed_type": False}, "bare NO"),
     ],
-)  # fmt: skip
+)
 def test_findings_on_accelerate_configs(tmp_path, config, said):
     (found,) = check(tmp_path, config)
     assert said in found
@@ -73,7 +85,9 @@ def test_a_named_deepspeed_config_is_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.json", "{"), ("a.yaml", "[1"), ("a.json", "[]"), ("a.toml", "a = 1")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.json", "{"), ("a.yaml", "[1"), ("a.json", "[]"), ("a.toml", "a = 1")]
+)
 def test_what_is_no_config_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(SetupError):

@@ -12,7 +12,9 @@ from hfq.modules.quantized_module import QuantizedModule
 
 def load(cpu_memory: str, **options):
     path = tiny_models.DATA / "tiny-llama-gptq"
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(cpu_memory=cpu_memory), **options)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(cpu_memory=cpu_memory), **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,9 @@ def test_rows_of_bytes_pass_where_every_rank_holds_the_model(model):
 
 
 def test_stage_3_wants_a_model_that_was_loaded_into_it(model):
-    with pytest.raises(SetupError, match=r"(?s)every rank has loaded whole.*layers.0.self_attn.q_proj.*zero3_init_flag: true"):
+    with pytest.raises(
+        SetupError, match=r"(?s)every rank has loaded whole.*layers.0.self_attn.q_proj.*zero3_init_flag: true"
+    ):
         _check_held(model, is_stage_3=True)
 
 

@@ -17,11 +17,18 @@ GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 @pytest.mark.parametrize(
     ("device_map", "cpu_memory", "reads"),
     [
-        (None, "auto", True), ("cpu", "auto", True), (torch.device("cpu"), "auto", True), ({"": "cpu"}, "mmap", True),
-        (0, "auto", False), ("auto", "auto", False), ({"": 0}, "auto", False), ({"": "cpu", "model.layers.1": "disk"}, "auto", False),
-        (None, "private", False), (None, "shared", False),
+        (None, "auto", True),
+        ("cpu", "auto", True),
+        (torch.device("cpu"), "auto", True),
+        ({"": "cpu"}, "mmap", True),
+        (0, "auto", False),
+        ("auto", "auto", False),
+        ({"": 0}, "auto", False),
+        ({"": "cpu", "model.layers.1": "disk"}, "auto", False),
+        (None, "private", False),
+        (None, "shared", False),
     ],
-)  # fmt: skip
+)
 def test_only_a_checkpoint_that_is_mapped_whole_is_read_early(monkeypatch, device_map, cpu_memory, reads):
     monkeypatch.setattr(page_cache, "_SMALL", 0)
     with page_cache.filling_page_cache(Checkpoint.open(GPTQ), device_map, cpu_memory):

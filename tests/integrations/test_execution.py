@@ -28,7 +28,9 @@ def linears(model):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one memory."""
+    """Computation is on "cpu:0", which is no home: all that rests on "cpu" is offloaded, and yet both are one
+    memory.
+    """
     monkeypatch.setattr(model_loader, "execution_device", lambda devices: "cpu:0")
 
 
@@ -56,7 +58,10 @@ def test_offloaded_layers_are_brought_to_the_accelerator_unless_asked(accelerato
     assert all(linear.on_cpu is None for linear in linears(model))
 
 
-@pytest.mark.parametrize(("option", "value"), [("execute_cpu_layers_on", "gpu"), ("llm_int8_threshold", -1.0), ("llm_int8_threshold", "6")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("execute_cpu_layers_on", "gpu"), ("llm_int8_threshold", -1.0), ("llm_int8_threshold", "6")],
+)
 def test_a_wrong_option_is_named(option, value):
     with pytest.raises(SetupError, match=option):
         HfqConfig(**{option: value})
@@ -64,15 +69,20 @@ def test_a_wrong_option_is_named(option, value):
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """write(case, more) → a model whose layers are all of a dialect of the contract suite, with additions to its config."""
+    """write(case, more) → a model whose layers are all of a dialect of the contract suite, with additions to
+    its config.
+    """
 
     def write(name: str, more=None):
         case = next(case for case in CASES if case.id == name)
         config = {**case.config, **(more or {})}
         return tiny_models.write_model(
-            tmp_path_factory.mktemp(name), tiny_models.packed_tensors(case.format), config,
-            tiny_models.schemas(tiny_models.packed_tensors(case.format), case.schema), case.kind,
-        )  # fmt: skip
+            tmp_path_factory.mktemp(name),
+            tiny_models.packed_tensors(case.format),
+            config,
+            tiny_models.schemas(tiny_models.packed_tensors(case.format), case.schema),
+            case.kind,
+        )
 
     return write
 
@@ -117,7 +127,9 @@ def test_llm_int8_is_done_where_that_is_asked_for_and_tells_its_outliers(write):
     assert "outlier channels" in str(report)
     assert hfq.report(exact).outliers is None
     every = load(path, quantize_activations=True, llm_int8_threshold=0.0)
-    none = load(path, quantize_activations=True, llm_int8_threshold=1e-30)  # every channel is an outlier: nothing is rounded
+    none = load(
+        path, quantize_activations=True, llm_int8_threshold=1e-30
+    )  # every channel is an outlier: nothing is rounded
     with torch.no_grad():
         assert not torch.equal(every(TOKENS).logits, found)
         assert torch.equal(none(TOKENS).logits, plain)

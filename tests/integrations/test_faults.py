@@ -1,4 +1,6 @@
-"""What goes wrong while a model is streamed: each in a process of its own, which must end by an exception, never by a signal."""
+"""What goes wrong while a model is streamed: each in a process of its own, which must end by an exception,
+never by a signal.
+"""
 
 import gc
 import os
@@ -88,7 +90,9 @@ def finish(child: int) -> int:
 
 @pytest.fixture(scope="module")
 def imported():
-    """Everything that a forward imports is imported here, once, and not in every process; no reader thread is left."""
+    """Everything that a forward imports is imported here, once, and not in every process; no reader thread is
+    left.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     exec(PRELUDE + "logits(load())\n", {"folder": str(GPTQ), "mode": "direct"})
@@ -99,7 +103,8 @@ def imported():
 
 @pytest.fixture(params=MODES)
 def run(request, tmp_path, imported):
-    """run(script, returncode=0) → what a process wrote; its script finds `load`, `logits`, `expected` and the rest of the prelude.
+    """run(script, returncode=0) → what a process wrote; its script finds `load`, `logits`, `expected` and the
+    rest of the prelude.
 
     The process is a fork of this one, where everything is imported.
     """
@@ -113,12 +118,17 @@ def run(request, tmp_path, imported):
             try:
                 written = os.open(errors, os.O_WRONLY | os.O_CREAT)
                 os.dup2(written, 1), os.dup2(written, 2)
-                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch's thread pool does not survive a fork either
+                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+                    "1"  # torch's thread pool does not survive a fork either
+                )
                 # torch makes its pool anew in the first thread after a fork, and not safely in two at once
                 alone = threading.Thread(target=torch.set_num_threads, args=(1,))
                 alone.start()
                 alone.join()
-                exec(compile(PRELUDE + script, "script", "exec"), {"folder": str(folder), "mode": request.param})
+                exec(
+                    compile(PRELUDE + script, "script", "exec"),
+                    {"folder": str(folder), "mode": request.param},
+                )
                 code = 0
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
@@ -408,9 +418,13 @@ threading.Timer(0.05, hold.leave.set).start()
 """
     start = f"folder, mode = {str(GPTQ)!r}, 'direct'\n"
     done = subprocess.run(
-        [sys.executable, "-c", start + PRELUDE + script], capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        [sys.executable, "-c", start + PRELUDE + script],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
 

@@ -1,4 +1,6 @@
-"""`hfq.fms` without IBM's Foundation Model Stack, or with a version that nobody has tried: named errors. With it: tests/interop."""
+"""`hfq.fms` without IBM's Foundation Model Stack, or with a version that nobody has tried: named errors. With
+it: tests/interop.
+"""
 
 import subprocess
 import sys
@@ -19,7 +21,9 @@ def test_without_fms(door, monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(SetupError, match=r"(?s)is not installed.*ibm-fms>=1.13,<1.14.*Fix: pip install 'hfq\[fms\]'"):
+    with pytest.raises(
+        SetupError, match=r"(?s)is not installed.*ibm-fms>=1.13,<1.14.*Fix: pip install 'hfq\[fms\]'"
+    ):
         door()
 
 
@@ -38,5 +42,9 @@ def test_the_extra_names_the_versions_that_are_tested():
 
 
 def test_hfq_names_it_without_importing_anything():
-    code = "import hfq, sys; assert 'fms' in dir(hfq); sys.exit('torch' in sys.modules or 'fms' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    code = (
+        "import hfq, sys; assert 'fms' in dir(hfq); sys.exit('torch' in sys.modules or 'fms' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    )

@@ -1,4 +1,6 @@
-"""A linear layer `gate_up_proj` that a checkpoint stores as gate_proj and up_proj, as gptqmodel does those of Phi-3 and GLM."""
+"""A linear layer `gate_up_proj` that a checkpoint stores as gate_proj and up_proj, as gptqmodel does those of
+Phi-3 and GLM.
+"""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +11,10 @@ import torch
 from moe_models import GPTQ, GPTQMODEL_CONFIG, PLACEMENTS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP, Phi4MultimodalMLP
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import (
+    Phi4MultimodalAudioMLP,
+    Phi4MultimodalMLP,
+)
 
 from hfq import FormatError, HfqConfig
 from hfq.errors import PlacementError
@@ -18,10 +23,21 @@ from hfq.loading.tensor_parallel.slices import _axis
 from hfq.modules.concat_linear import ConcatLinear
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 80, "max_position_embeddings": 64, "tie_word_embeddings": False, "initializer_range": 0.1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 80,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
 IDS = torch.tensor([[1, 5, 9, 60, 33, 2, 7]])
 FUSED = "model.layers.1.mlp.gate_up_proj"
 
@@ -32,7 +48,9 @@ def plain_model(family):
 
 
 def write(family):
-    """(the tensors of a checkpoint in which every layer of a block is packed, a plain model of the weights they stand for)."""
+    """(the tensors of a checkpoint in which every layer of a block is packed, a plain model of the weights
+    they stand for).
+    """
     model, tensors = plain_model(family), {}
     state = model.state_dict()
     for name, tensor in state.items():
@@ -46,7 +64,9 @@ def write(family):
             path = f"{module.rpartition('.')[0]}.{half}"
             packed = GPTQ.quantize(part)
             tensors |= {f"{path}.{key}": value for key, value in packed.items()}
-            parts.append(tiny_models.settled(GPTQ, packed, GPTQMODEL_CONFIG, tuple(part.shape)).dequantize(packed))
+            parts.append(
+                tiny_models.settled(GPTQ, packed, GPTQMODEL_CONFIG, tuple(part.shape)).dequantize(packed)
+            )
         tensor.copy_(torch.cat(parts))
     assert any("gate_proj.qweight" in name for name in tensors)
     return tensors, model
@@ -56,7 +76,9 @@ def save(folder, family, tensors):
     config = AutoConfig.for_model(family, **SIZES)
     config.architectures = [type(plain_model(family)).__name__]
     tiny_models.write_model(folder, tensors, GPTQMODEL_CONFIG)
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": GPTQMODEL_CONFIG}))
+    (folder / "config.json").write_text(
+        json.dumps({**config.to_dict(), "quantization_config": GPTQMODEL_CONFIG})
+    )
     return folder
 
 
@@ -112,17 +134,23 @@ def test_a_fused_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_the
 
 def test_halves_may_be_dense(tmp_path):
     tensors, plain = write("phi3")
-    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp." not in name or "down_proj" in name}
+    kept = {
+        name: tensor for name, tensor in tensors.items() if "layers.1.mlp." not in name or "down_proj" in name
+    }
     gate, up = plain.get_submodule(FUSED).weight.chunk(2)
     kept |= {"model.layers.1.mlp.gate_proj.weight": gate, "model.layers.1.mlp.up_proj.weight": up}
     found = logits(load(save(tmp_path / "dense", "phi3", kept)))
     expected = logits(load(save(tmp_path / "packed", "phi3", tensors)))
-    assert (found - expected).norm() <= 1e-5 * expected.norm()  # torch's product of a dense weight sums in its own order
+    assert (
+        found - expected
+    ).norm() <= 1e-5 * expected.norm()  # torch's product of a dense weight sums in its own order
 
 
 def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_path):
     tensors, _ = write("phi3")
-    half = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.mlp.up_proj")}
+    half = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.mlp.up_proj")
+    }
     with pytest.raises(FormatError, match=rf"(?s){FUSED}\.up_proj: missing"):
         load(save(tmp_path / "half", "phi3", half))
     whole = {f"{FUSED}.{key}": value for key, value in GPTQ.quantize(torch.ones(192, 64)).items()}
@@ -133,7 +161,9 @@ def test_a_half_that_is_missing_and_a_whole_beside_its_halves_are_refused(tmp_pa
 
 
 def test_the_audio_layers_of_phi_4_take_the_up_channels_first():
-    """As their forward says, `up_states, gate = up_states.chunk(2, dim=-1)`; gptqmodel's gate_proj is the second half there."""
+    """As their forward says, `up_states, gate = up_states.chunk(2, dim=-1)`; gptqmodel's gate_proj is the
+    second half there.
+    """
     assert halves_of(Phi4MultimodalAudioMLP.__new__(Phi4MultimodalAudioMLP)) == ("up_proj", "gate_proj")
     assert halves_of(Phi4MultimodalMLP.__new__(Phi4MultimodalMLP)) == ("gate_proj", "up_proj")
 

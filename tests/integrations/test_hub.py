@@ -1,4 +1,6 @@
-"""Models of a hub, planned from their headers: the plan of the whole checkpoint, and nothing that could be loaded."""
+"""Models of a hub, planned from their headers: the plan of the whole checkpoint, and nothing that could be
+loaded.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ from hfq.tensor_spec import ByteRange
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
 SHARED = {
-    f"shared/{folder.name}": folder for folder in sorted(tiny_models.SHARED.glob("*")) if (folder / "config.json").exists()
+    f"shared/{folder.name}": folder
+    for folder in sorted(tiny_models.SHARED.glob("*"))
+    if (folder / "config.json").exists()
 }
 GPTQ = "tests/tiny-llama-gptq"
 
@@ -140,13 +144,17 @@ def test_what_has_no_weights_is_never_loaded(hub, tmp_path):
             lambda: AutoModelForCausalLM.from_pretrained(
                 found.folder, quantization_config=HfqConfig(), device_map={"": "cpu"}
             ),
-            lambda: AutoModelForCausalLM.from_pretrained(found.folder, quantization_config=HfqConfig(), device_map="auto"),
+            lambda: AutoModelForCausalLM.from_pretrained(
+                found.folder, quantization_config=HfqConfig(), device_map="auto"
+            ),
             lambda: hfq.pretrained_config(found.folder),
             lambda: Reader(checkpoint).read_into(
                 next(iter(checkpoint.tensors.values())).range, memoryview(bytearray(1 << 20))
             ),
             lambda: Reader(checkpoint).map(next(iter(checkpoint.headers))),
-            lambda: Reader(checkpoint).read_into(ByteRange(next(iter(checkpoint.headers)), 0, 0), memoryview(bytearray())),
+            lambda: Reader(checkpoint).read_into(
+                ByteRange(next(iter(checkpoint.headers)), 0, 0), memoryview(bytearray())
+            ),
         ):
             with pytest.raises(CheckpointError, match="headers of a checkpoint and no weights") as caught:
                 load()
@@ -194,7 +202,9 @@ def test_answers_that_are_not_what_was_asked_for(hub, faults, what):
     error = refused(GPTQ)
     assert what in error.message
     assert error.fix
-    assert hub.sent < Checkpoint.open(TINY[GPTQ]).nbytes + 50_000  # one file at most was begun, and none twice
+    assert (
+        hub.sent < Checkpoint.open(TINY[GPTQ]).nbytes + 50_000
+    )  # one file at most was begun, and none twice
 
 
 def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
@@ -212,7 +222,9 @@ def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
 def test_what_the_hub_does_not_have(hub, monkeypatch):
     assert "neither a folder nor a model of the hub" in refused("nobody/no-model").message
     assert "no such revision" in refused(f"{GPTQ}@nowhere").message
-    assert "neither a folder nor a model of the hub" in refused("nobody/a..b").message  # no name that a hub would have
+    assert (
+        "neither a folder nor a model of the hub" in refused("nobody/a..b").message
+    )  # no name that a hub would have
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     error = refused("nobody/no-model")
     assert "HF_HUB_OFFLINE" in error.message

@@ -24,7 +24,9 @@ LENGTHS = (3, 7, 1, 5)
 
 
 def load(path=GPTQ, device_map=None, cls=AutoModelForCausalLM, **options):
-    return cls.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map=device_map)
+    return cls.from_pretrained(
+        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map=device_map
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,9 @@ def resident():
 
 @pytest.fixture(params=[DISK, HALF, None], ids=["disk", "half", "resident"])
 def placed(request, streamed, resident):
-    return {"disk": streamed, "half": None, "resident": resident}[request.node.callspec.id] or load(device_map=HALF)
+    return {"disk": streamed, "half": None, "resident": resident}[request.node.callspec.id] or load(
+        device_map=HALF
+    )
 
 
 def batches_of(*lengths: int) -> list[dict]:
@@ -147,7 +151,9 @@ def test_max_concurrent_bounds_how_many_run_together(streamed, resident):
             most.clear()
             found = run_batches(streamed, batches, run, max_concurrent=max_concurrent)
             assert max(most) == expected
-            assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
+            assert all(
+                torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True)
+            )
 
 
 @pytest.mark.parametrize("max_concurrent", [0, -1, True, 1.5, "2"])
@@ -165,7 +171,9 @@ def test_what_is_no_batch_and_what_hfq_did_not_load_is_refused(streamed):
 
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_the_first_failure_is_raised_all_threads_are_joined_and_the_model_works(streamed, resident, place, error):
+def test_the_first_failure_is_raised_all_threads_are_joined_and_the_model_works(
+    streamed, resident, place, error
+):
     batches = batches_of(*LENGTHS)
 
     def run(batch):
@@ -183,7 +191,10 @@ def test_the_first_failure_is_raised_all_threads_are_joined_and_the_model_works(
         assert lockstep_threads() == []
         assert all(parameter.is_meta for parameter in streamed.parameters())
         found = run_batches(streamed, batches)
-        assert all(torch.equal(one.logits, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
+        assert all(
+            torch.equal(one.logits, resident(**batch).logits)
+            for one, batch in zip(found, batches, strict=True)
+        )
 
 
 def test_a_failure_within_a_block_is_raised_while_the_others_wait_for_it(streamed, resident):
@@ -231,7 +242,10 @@ def test_a_disk_that_fails_is_raised_with_the_blocks_name(monkeypatch, resident,
         raise CheckpointError("The disk fails.", fix="check the disk")
 
     with torch.no_grad():
-        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"model.layers.0: The disk fails"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(CheckpointError, match=r"model.layers.0: The disk fails"),
+        ):
             patch.setattr(source, "read", fail)
             run_batches(model, batches)
         assert lockstep_threads() == []
@@ -241,9 +255,11 @@ def test_a_disk_that_fails_is_raised_with_the_blocks_name(monkeypatch, resident,
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference_mode", "autocast"])
 def test_jobs_see_the_modes_of_the_caller(streamed, resident, mode):
     modes = {
-        "grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+        "grad": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
         "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    }  # fmt: skip
+    }
     batches, seen = batches_of(2, 3), []
 
     def state():
@@ -258,7 +274,9 @@ def test_jobs_see_the_modes_of_the_caller(streamed, resident, mode):
         expected = state()
         found = run_batches(streamed, batches, run)
         with torch.no_grad():
-            assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
+            assert all(
+                torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True)
+            )
     assert seen == [expected, expected]
 
 
@@ -266,7 +284,8 @@ def test_gradients_flow_through_it(streamed, resident):
     gradients = []
     for model in (streamed, resident):
         inputs = [
-            torch.randn(1, length, 128, generator=torch.Generator().manual_seed(length)).requires_grad_() for length in (3, 5)
+            torch.randn(1, length, 128, generator=torch.Generator().manual_seed(length)).requires_grad_()
+            for length in (3, 5)
         ]
         run = lambda batch, model=model: model(inputs_embeds=batch).logits  # noqa: E731
         outputs = run_batches(model, inputs, run) if model is streamed else [run(batch) for batch in inputs]
@@ -294,7 +313,11 @@ def test_a_job_may_call_another_streamed_model(streamed, resident):
     other, other_resident = load(fp8, DISK), load(fp8)
 
     def both(first, second):
-        return lambda batch: (first(**batch).logits, second(**batch).logits, run_batches(second, [batch])[0].logits)
+        return lambda batch: (
+            first(**batch).logits,
+            second(**batch).logits,
+            run_batches(second, [batch])[0].logits,
+        )
 
     with torch.no_grad():
         found = run_batches(streamed, batches, both(streamed, other))
@@ -331,7 +354,9 @@ def test_a_child_that_a_job_forks_may_call_the_model(streamed, resident, one_tor
     with torch.no_grad():
         found = run_batches(streamed, batches, run)
         assert ended == [0, 0]
-        assert all(torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True))
+        assert all(
+            torch.equal(one, resident(**batch).logits) for one, batch in zip(found, batches, strict=True)
+        )
 
 
 def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(streamed, monkeypatch):
@@ -350,7 +375,9 @@ def test_an_interrupted_job_leaves_its_block_before_another_is_read_over_it(stre
         events.append("left")
 
     monkeypatch.setattr(lockstep.Worker, "resume", interrupted)
-    monkeypatch.setattr(offloader, "_release", lambda *arguments: (events.append("released"), release(*arguments)))
+    monkeypatch.setattr(
+        offloader, "_release", lambda *arguments: (events.append("released"), release(*arguments))
+    )
     handle = streamed.model.layers[0].mlp.register_forward_pre_hook(slow)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         run_batches(streamed, batches_of(2, 2))
@@ -364,11 +391,17 @@ def test_mixtures_of_experts(tmp_path, budget):
     scheme = moe_models.BY_EXPERT
     path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path)
     batches = [{"input_ids": moe_models.IDS[:, :length]} for length in (2, 7, 4)]
-    model, plain = load(path, DISK, quantize_activations=False, expert_cache_size=budget), load(path, quantize_activations=False)
+    model, plain = (
+        load(path, DISK, quantize_activations=False, expert_cache_size=budget),
+        load(path, quantize_activations=False),
+    )
     with torch.no_grad():
         for _ in range(2):
             found = run_batches(model, batches)
-            assert all(torch.equal(one.logits, plain(**batch).logits) for one, batch in zip(found, batches, strict=True))
+            assert all(
+                torch.equal(one.logits, plain(**batch).logits)
+                for one, batch in zip(found, batches, strict=True)
+            )
     experts = model.hf_quantizer.loading.offloader.experts
     assert experts.nbytes <= experts.budget
     assert experts.misses > 0
@@ -395,9 +428,18 @@ def test_an_encoder_and_a_decoder(tmp_path):
             tensors |= {f"{stem}.{local}": part for local, part in weight_format.quantize(tensor).items()}
         else:
             tensors[name] = tensor
-    quantization = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "sym": True}
+    quantization = {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq_v2",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+    }
     path = tiny_models.write_model(tmp_path / "packed", tensors, quantization)
-    written = config.to_dict() | {"architectures": ["T5ForConditionalGeneration"], "quantization_config": quantization}
+    written = config.to_dict() | {
+        "architectures": ["T5ForConditionalGeneration"],
+        "quantization_config": quantization,
+    }
     (path / "config.json").write_text(json.dumps(written))
     model, plain = (load(path, device_map, AutoModelForSeq2SeqLM) for device_map in (DISK, None))
     batches = batches_of(3, 6)

@@ -1,4 +1,6 @@
-"""Models whose own code reads, moves or initialises the weights of its layers: what hfq gives them, and what it refuses."""
+"""Models whose own code reads, moves or initialises the weights of its layers: what hfq gives them, and what
+it refuses.
+"""
 
 import pytest
 import tiny_models
@@ -19,7 +21,9 @@ def output(model, inputs) -> torch.Tensor:
 
 def load(auto, path, device_map):
     config = HfqConfig(quantize_activations=False)
-    return auto.from_pretrained(path, quantization_config=config, dtype=torch.float32, device_map=device_map).eval()
+    return auto.from_pretrained(
+        path, quantization_config=config, dtype=torch.float32, device_map=device_map
+    ).eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -58,12 +62,31 @@ def test_an_input_that_was_moved_to_meta_is_refused(tmp_path):
 
 def test_attention_that_takes_its_childs_weight_is_one_block(tmp_path):
     """`nn.MultiheadAttention` never calls its `out_proj`; Aria's projector has one outside of every layer."""
-    text = {"model_type": "aria_text", "vocab_size": 80, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_num_experts": 2, "moe_topk": 1, "pad_token_id": 0}
-    vision = {"model_type": "idefics3_vision", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    text = {
+        "model_type": "aria_text",
+        "vocab_size": 80,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    text |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "moe_num_experts": 2,
+        "moe_topk": 1,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "model_type": "idefics3_vision",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     vision |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
     sizes = {"projector_patch_to_query_dict": {16: 8}, "image_token_index": 70}
-    config = AutoConfig.for_model("aria", text_config={**text, "moe_num_shared_experts": 1}, vision_config=vision, **sizes)
+    config = AutoConfig.for_model(
+        "aria", text_config={**text, "moe_num_shared_experts": 1}, vision_config=vision, **sizes
+    )
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     inputs = {"input_ids": torch.tensor([[4, 5, *[70] * 8, 6]]), "pixel_values": torch.randn(1, 3, 32, 32)}
@@ -78,7 +101,9 @@ def test_attention_that_takes_its_childs_weight_is_one_block(tmp_path):
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}])
-def test_a_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too(device_map, tmp_path, monkeypatch):
+def test_a_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too(
+    device_map, tmp_path, monkeypatch
+):
     """As Mask2Former's prediction blocks do: what was replaced would compute with weights on meta."""
     _, path = write(tmp_path, AutoModelForCausalLM, "llama", LLAMA, r"_proj$")
     expected = output(load(AutoModelForCausalLM, path, device_map), TOKENS)
@@ -89,14 +114,29 @@ def test_a_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too
         self.held = [self.down_proj]
 
     monkeypatch.setattr(LlamaMLP, "__init__", init)
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.held[0](self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+    monkeypatch.setattr(
+        LlamaMLP, "forward", lambda self, x: self.held[0](self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    )
     assert torch.equal(output(load(AutoModelForCausalLM, path, device_map), TOKENS), expected)
 
 
 def test_a_head_in_the_midst_of_the_names_is_left_out_by_the_class_without(tmp_path):
-    """LLaVA's files have `language_model.lm_head`; its base model has no head, and no other place of that name."""
-    text = {"model_type": "llama", "vocab_size": 80, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    """LLaVA's files have `language_model.lm_head`; its base model has no head, and no other place of that
+    name.
+    """
+    text = {
+        "model_type": "llama",
+        "vocab_size": 80,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=70)
@@ -117,7 +157,9 @@ def test_a_tied_model_that_stores_its_head_alone_runs_from_disk(tmp_path):
     plain, path = write(tmp_path, AutoModelForCausalLM, "llama", options, r"_proj$")
     stored = tiny_models.stored_tensors(path)
     stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
-    write_safetensors(path / "model.safetensors", {n: tiny_models.as_stored(t) for n, t in stored.items()}, {"format": "pt"})
+    write_safetensors(
+        path / "model.safetensors", {n: tiny_models.as_stored(t) for n, t in stored.items()}, {"format": "pt"}
+    )
     expected = output(plain, TOKENS)
     for device_map in ({"": "cpu"}, {"": "disk"}):
         found = output(load(AutoModelForCausalLM, path, device_map), TOKENS)

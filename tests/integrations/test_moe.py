@@ -1,4 +1,6 @@
-"""Mixtures of experts: every scheme that names experts loads, computes what transformers' fused experts do, and saves back."""
+"""Mixtures of experts: every scheme that names experts loads, computes what transformers' fused experts do,
+and saves back.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,7 +65,9 @@ def test_every_placement_gives_the_same_logits(path, resident, placement):
     assert torch.equal(logits(model), resident)
 
 
-@pytest.mark.parametrize("placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))])
+@pytest.mark.parametrize(
+    "placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))]
+)
 def test_saving_gives_back_names_and_bytes(path, resident, placement, tmp_path):
     load(path, PLACEMENTS[placement]).save_pretrained(tmp_path)
     assert tiny_models.digests(tmp_path) == tiny_models.digests(path)
@@ -77,9 +81,15 @@ def expert_of(name: str) -> tuple[int, int] | None:
 
 
 def routed_to(args) -> list[int]:
-    """The experts that transformers' own compute a token with; those of Llama 4 are given it once for each, times its weight."""
+    """The experts that transformers' own compute a token with; those of Llama 4 are given it once for each,
+    times its weight.
+    """
     hidden_states, *index = args
-    return index[0].unique().tolist() if index else hidden_states.view(EXPERTS, -1).any(-1).nonzero().flatten().tolist()
+    return (
+        index[0].unique().tolist()
+        if index
+        else hidden_states.view(EXPERTS, -1).any(-1).nonzero().flatten().tolist()
+    )
 
 
 def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, path):
@@ -102,7 +112,9 @@ def test_a_forward_from_disk_reads_the_routed_experts_and_no_others(written, pat
     assert len(routed) in (moe_models.CHOSEN, moe_models.CHOSEN * LAYERS)
     assert wanted < layers
     assert sorted(read) == sorted(wanted)
-    assert not any(expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.packed)
+    assert not any(
+        expert_of(f"{module.name}.weight") for unit in loading.offloader.units for module in unit.packed
+    )
     logits(model, token)
     assert len(read) == len(wanted) == experts.misses == experts.hits  # the second time all of them are kept
     assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -159,7 +171,9 @@ def test_the_names_that_transformers_itself_saves_are_read_packed(family, tmp_pa
 
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_expert_left_dense_among_packed_ones_computes_and_is_saved_back(by_expert, tmp_path, placement, dtype):
+def test_one_expert_left_dense_among_packed_ones_computes_and_is_saved_back(
+    by_expert, tmp_path, placement, dtype
+):
     fused = {name: tensor.clone() for name, tensor in by_expert.plain.items()}
     generator = torch.Generator().manual_seed(4)
     tensors = moe_models.without(by_expert.tensors, f"{ONE}.")
@@ -181,13 +195,22 @@ def test_one_expert_left_dense_among_packed_ones_computes_and_is_saved_back(by_e
 
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_that_are_all_dense_beside_packed_attention_compute_and_are_saved_back(tmp_path, placement, dtype):
-    dense = moe_models.write(Scheme("mixtral", "mixtral", Dense(), {}, OLD_MIXTRAL, ("w1", "w3", "w2")), lambda name: False)
-    packed = moe_models.write(Scheme("mixtral", "mixtral", Bnb4Bit(), BNB_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2")))
-    tensors = moe_models.without(packed.tensors, *(name.rpartition(".w")[0] for name in packed.tensors if ".experts." in name))
+def test_experts_that_are_all_dense_beside_packed_attention_compute_and_are_saved_back(
+    tmp_path, placement, dtype
+):
+    dense = moe_models.write(
+        Scheme("mixtral", "mixtral", Dense(), {}, OLD_MIXTRAL, ("w1", "w3", "w2")), lambda name: False
+    )
+    packed = moe_models.write(
+        Scheme("mixtral", "mixtral", Bnb4Bit(), BNB_CONFIG, OLD_MIXTRAL, ("w1", "w3", "w2"))
+    )
+    tensors = moe_models.without(
+        packed.tensors, *(name.rpartition(".w")[0] for name in packed.tensors if ".experts." in name)
+    )
     experts = {name: tensor.to(dtype) for name, tensor in dense.tensors.items() if ".experts." in name}
     plain = {
-        name: (dense.plain[name].to(dtype).float() if ".experts." in name else tensor) for name, tensor in packed.plain.items()
+        name: (dense.plain[name].to(dtype).float() if ".experts." in name else tensor)
+        for name, tensor in packed.plain.items()
     }
     path = packed.save(tmp_path / "mixed", tensors | experts)
     model = load(path, PLACEMENTS[placement])
@@ -200,7 +223,10 @@ def test_experts_that_are_all_dense_beside_packed_attention_compute_and_are_save
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
 def test_dense_experts_that_are_stored_fused_stay_transformers_own(tmp_path, placement):
     written = moe_models.write(next(scheme for scheme in SCHEMES if scheme.model == "granite"))
-    plain, tensors = dict(written.plain), moe_models.without(written.tensors, "model.layers.1.block_sparse_moe.input_linear")
+    plain, tensors = (
+        dict(written.plain),
+        moe_models.without(written.tensors, "model.layers.1.block_sparse_moe.input_linear"),
+    )
     experts = moe_models.plain_model("granite").model.layers[1].block_sparse_moe.experts
     plain["model.layers.1.block_sparse_moe.experts.gate_up_proj"] = experts.gate_up_proj.detach()
     plain["model.layers.1.block_sparse_moe.experts.down_proj"] = experts.down_proj.detach()
@@ -218,7 +244,9 @@ def test_dense_experts_that_are_stored_fused_stay_transformers_own(tmp_path, pla
 @pytest.mark.parametrize("model", ["mixtral", "qwen3"])
 @pytest.mark.parametrize("placement", ["cpu", "half", "disk"])
 def test_a_packed_router_routes_by_its_dequantized_weight(tmp_path, model, placement):
-    written = moe_models.write(Scheme(model, model, FP8, FP8_CONFIG), lambda name: name.endswith(("_proj", "mlp.gate")))
+    written = moe_models.write(
+        Scheme(model, model, FP8, FP8_CONFIG), lambda name: name.endswith(("_proj", "mlp.gate"))
+    )
     path = written.save(tmp_path / "packed")
     assert any(name.endswith("mlp.gate.weight_scale") for name in written.tensors)
     loaded = load(path, PLACEMENTS[placement])

@@ -1,4 +1,6 @@
-"""Mixtures of experts whose checkpoint is incomplete, holds something twice or does not fit: each refused by name."""
+"""Mixtures of experts whose checkpoint is incomplete, holds something twice or does not fit: each refused by
+name.
+"""
 
 import moe_models
 import pytest
@@ -37,14 +39,22 @@ def test_a_whole_layer_without_experts_is_refused(by_expert, tmp_path):
 
 @pytest.mark.parametrize("number", [EXPERTS, 99, 10**30])
 def test_an_expert_too_many_is_refused_by_its_name(by_expert, tmp_path, number):
-    extra = {name.replace("experts.0.", f"experts.{number}."): tensor for name, tensor in by_expert.tensors.items()}
+    extra = {
+        name.replace("experts.0.", f"experts.{number}."): tensor for name, tensor in by_expert.tensors.items()
+    }
     path = by_expert.save(tmp_path, extra | by_expert.tensors)
-    with pytest.raises(FormatError, match=rf"experts\.{number}\.down_proj: unexpected, .* has {EXPERTS} experts"):
+    with pytest.raises(
+        FormatError, match=rf"experts\.{number}\.down_proj: unexpected, .* has {EXPERTS} experts"
+    ):
         load(path)
 
 
 def test_an_expert_stored_under_two_names_is_refused(by_expert, tmp_path):
-    twice = {name.replace("gate_proj", "w1"): tensor for name, tensor in by_expert.tensors.items() if name.startswith(ONE)}
+    twice = {
+        name.replace("gate_proj", "w1"): tensor
+        for name, tensor in by_expert.tensors.items()
+        if name.startswith(ONE)
+    }
     path = by_expert.save(tmp_path, by_expert.tensors | twice)
     with pytest.raises(FormatError, match=rf"{ONE}.*stored a second time"):
         load(path)
@@ -77,7 +87,9 @@ def test_a_router_stored_under_two_names_is_refused(tmp_path):
     written = moe_models.write(Scheme("mixtral", "mixtral", FP8, FP8_CONFIG))
     router = written.tensors["model.layers.0.mlp.gate.weight"]
     with pytest.raises(FormatError, match=r"block_sparse_moe.gate.weight"):
-        load(written.save(tmp_path, written.tensors | {"model.layers.0.block_sparse_moe.gate.weight": -router}))
+        load(
+            written.save(tmp_path, written.tensors | {"model.layers.0.block_sparse_moe.gate.weight": -router})
+        )
 
 
 def test_packed_experts_beside_the_fused_parameter_are_refused(by_expert, tmp_path):
@@ -95,7 +107,9 @@ def test_an_expert_with_a_projection_of_another_size_is_refused(by_expert, tmp_p
 
 
 def test_a_packed_router_keeps_a_bias_of_its_own(tmp_path):
-    scheme = Scheme("gpt-oss", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*"))
+    scheme = Scheme(
+        "gpt-oss", "gpt-oss", GptOssMxfp4(), {"quant_method": "mxfp4"}, {}, ("gate_up_proj_*", "down_proj_*")
+    )
     written = moe_models.write(scheme, lambda name: False)
     router = "model.layers.0.mlp.router"
     packed = FP8.quantize(written.tensors[f"{router}.weight"])

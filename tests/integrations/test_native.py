@@ -1,4 +1,6 @@
-"""Models under the compiled kernel: the same logits and gradients in every placement, the reference's up to rounding."""
+"""Models under the compiled kernel: the same logits and gradients in every placement, the reference's up to
+rounding.
+"""
 
 import pytest
 import tiny_models
@@ -17,7 +19,8 @@ PLACEMENTS = {
     "half": ({"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}, {}),
     "disk": ({"": "disk"}, {"disk_io": "direct"}),
 }
-# the reference rounds the weight to the activations' dtype, and the outputs of one layer are the activations of the next
+# the reference rounds the weight to the activations' dtype, and the outputs of one layer are the activations
+# of the next
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
 
 
@@ -28,7 +31,9 @@ def path(request, native):
 
 def load(path, device_map=None, dtype=torch.float32, **options):
     config = HfqConfig(**options)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype, device_map=device_map)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=dtype, device_map=device_map
+    )
 
 
 def logits(model, tokens=TOKENS):
@@ -58,7 +63,9 @@ def test_gradients_reach_the_inputs_alike_from_memory_and_from_disk(path):
     gradients = []
     for device_map in (None, {"": "disk"}):
         model = load(path, device_map)
-        embedded = torch.randn(1, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        embedded = torch.randn(
+            1, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+        ).requires_grad_()
         model(inputs_embeds=embedded).logits.square().sum().backward()
         gradients.append(embedded.grad)
     assert torch.isfinite(gradients[0]).all()

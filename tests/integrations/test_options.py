@@ -1,11 +1,19 @@
-"""HfqConfig: every option is kept, every wrong one is named; what is saved is the source dialect's own config."""
+"""HfqConfig: every option is kept, every wrong one is named; what is saved is the source dialect's own
+config.
+"""
 
 import json
 
 import pytest
 import tiny_models
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear

@@ -1,4 +1,6 @@
-"""Packing while loading: the bytes that `hfq.quantize` writes, in every home, one layer at a time, and nothing left behind."""
+"""Packing while loading: the bytes that `hfq.quantize` writes, in every home, one layer at a time, and
+nothing left behind.
+"""
 
 import errno
 import gc
@@ -43,7 +45,11 @@ def config_of(options):
 
 def load(path, device_map=None, folder=None, max_memory=None, **options):
     return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config_of(options), device_map=device_map, offload_folder=folder, max_memory=max_memory
+        path,
+        quantization_config=config_of(options),
+        device_map=device_map,
+        offload_folder=folder,
+        max_memory=max_memory,
     )
 
 
@@ -53,12 +59,17 @@ def logits(model, tokens=TOKENS):
 
 
 def private_files():
-    """The bytes of each file without a name that this process holds open, by inode: a map holds a descriptor of its own."""
+    """The bytes of each file without a name that this process holds open, by inode: a map holds a descriptor
+    of its own.
+    """
     gc.collect()
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            target, status = os.readlink(f"/proc/self/fd/{descriptor}"), os.stat(f"/proc/self/fd/{descriptor}")
+            target, status = (
+                os.readlink(f"/proc/self/fd/{descriptor}"),
+                os.stat(f"/proc/self/fd/{descriptor}"),
+            )
         except OSError:
             continue
         if "memfd:hfq-packed" in target or ("(deleted)" in target and "/offload" in target):
@@ -68,14 +79,18 @@ def private_files():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return tiny_models.write_model(tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(FORMATS["dense"]()), None)
+    return tiny_models.write_model(
+        tmp_path_factory.mktemp("floats"), tiny_models.packed_tensors(FORMATS["dense"]()), None
+    )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """What `hfq quantize --method rtn` writes of the trained model."""
     folder = tmp_path_factory.mktemp("written") / "rtn"
-    hfq.quantize(SOURCE, Recipe("rtn", bits=3, group_size=64), output_dir=folder, modules_to_not_convert=SKIPPED)
+    hfq.quantize(
+        SOURCE, Recipe("rtn", bits=3, group_size=64), output_dir=folder, modules_to_not_convert=SKIPPED
+    )
     return folder
 
 
@@ -95,24 +110,43 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     before = private_files()
     nbytes = sum(info.nbytes for info in Checkpoint.open(written).tensors.values())
     limit = {"cpu": nbytes * 19 // 20} if device_map == "auto" else None
-    model = load(SOURCE, device_map, folder, limit, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    model = load(
+        SOURCE, device_map, folder, limit, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED
+    )
     assert torch.equal(logits(model), expected)
     assert not list(folder.iterdir())
     devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).packed}
-    assert devices == ({"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"})
+    assert devices == (
+        {"cpu"} if device_map is None else {"disk"} if device_map == {"": "disk"} else {"cpu", "disk"}
+    )
     assert len(private_files().keys() - before.keys()) == len(devices)
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(written)
-    configs = [json.loads((path / "config.json").read_text())["quantization_config"] for path in (tmp_path / "saved", written)]
+    configs = [
+        json.loads((path / "config.json").read_text())["quantization_config"]
+        for path in (tmp_path / "saved", written)
+    ]
     assert configs[0] == configs[1]
-    assert (tmp_path / "saved" / "quantize_config.json").read_text() == (written / "quantize_config.json").read_text()
+    assert (tmp_path / "saved" / "quantize_config.json").read_text() == (
+        written / "quantize_config.json"
+    ).read_text()
     del model
     assert private_files() == before
 
 
-@pytest.mark.parametrize("options", [{"method": "fp8"}, {"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"},
-                                     {"method": "w4a16"}, {"method": "w4a16", "bits": 8},
-                                     {"method": "rtn", "group_size": -1, "sym": False}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "fp8"},
+        {"method": "mxfp4"},
+        {"method": "w8a8"},
+        {"method": "w8a16"},
+        {"method": "w4a16"},
+        {"method": "w4a16", "bits": 8},
+        {"method": "rtn", "group_size": -1, "sym": False},
+    ],
+    ids=str,
+)
 def test_every_method_that_needs_no_calibration_packs_while_loading(small, options, folder, tmp_path):
     hfq.quantize(small, Recipe(**options), output_dir=tmp_path / "written")
     model = load(small, {"": "cpu", "model.layers.1": "disk"}, folder, **options)
@@ -140,7 +174,9 @@ def family(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mixtral"])
-def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(family, kind, folder, tmp_path):
+def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
+    family, kind, folder, tmp_path
+):
     options = {"method": "rtn", "bits": 8, "group_size": 32}
     options |= {"modules_to_not_convert": ["experts.1", "q_proj"]} if kind == "mixtral" else {}
     config = config_of(options)
@@ -155,7 +191,9 @@ def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
 
 @pytest.mark.parametrize("kind", ["gpt_oss"])
 def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family, kind):
-    with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*modules_to_not_convert=\['mlp.experts'\]"):
+    with pytest.raises(
+        SetupError, match=r"(?s)experts as one tensor.*modules_to_not_convert=\['mlp.experts'\]"
+    ):
         load(family, method="rtn", group_size=32)
     model = load(family, method="rtn", group_size=32, modules_to_not_convert=["mlp.experts"])
     assert len(loader_of(model).packed) == 2 * 4
@@ -163,7 +201,9 @@ def test_experts_that_are_stored_as_one_tensor_are_refused_or_left_dense(family,
 
 
 def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
-    """The peak while 78 MB of bfloat16 are packed: what stays (the ring of a streamed model, or the packed one) and 32 MB."""
+    """The peak while 78 MB of bfloat16 are packed: what stays (the ring of a streamed model, or the packed
+    one) and 32 MB.
+    """
     architecture = Architecture(512, 8)
     source = make_checkpoint(tmp_path, architecture, "bf16")
     floats = sum(tensor.nbytes for tensor in architecture.tensors(LAYOUTS["bf16"]).values())
@@ -177,7 +217,9 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, folder):
         before = _status("VmRSS")
         model = load(source, device_map, folder, method="w4a16")
         peak, loading = _status("VmHWM") - before, loader_of(model)
-        allowed = (32 << 20) + (loading.offloader.regions.buffer.nbytes if loading.offloader else loading.plan.resident_nbytes())
+        allowed = (32 << 20) + (
+            loading.offloader.regions.buffer.nbytes if loading.offloader else loading.plan.resident_nbytes()
+        )
         print(f"{device_map}: {peak / 2**20:.1f} MiB at the peak, {allowed / 2**20:.1f} allowed")
         assert peak < allowed < floats
         del model, loading
@@ -196,8 +238,13 @@ REFUSED = [
     ({"method": "rtn", "modules_to_not_convert": ["mpl"]}, {}, SetupError, "matches nothing"),
     ({"method": "rtn", "modules_to_not_convert": ["layers"]}, {}, SetupError, "No layer is left"),
     ({"method": "rtn"}, {"device_map": {"": "disk"}}, PlacementError, r"in which folder"),
-    ({"method": "rtn"}, {"device_map": {"": "disk"}, "offload_folder": "/dev/null/folder"}, CheckpointError, "could not be written"),
-]  # fmt: skip
+    (
+        {"method": "rtn"},
+        {"device_map": {"": "disk"}, "offload_folder": "/dev/null/folder"},
+        CheckpointError,
+        "could not be written",
+    ),
+]
 
 
 @pytest.mark.parametrize(("options", "arguments", "error", "named"), REFUSED, ids=str)
@@ -265,9 +312,13 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(folder, monkeypatch):
     assert not list(folder.iterdir())
 
 
-def test_a_file_system_without_nameless_files_gets_one_whose_name_is_taken_away(folder, monkeypatch, expected):
+def test_a_file_system_without_nameless_files_gets_one_whose_name_is_taken_away(
+    folder, monkeypatch, expected
+):
     monkeypatch.setattr(private, "_WITHOUT_NAME", 0)
-    model = load(SOURCE, {"": "disk"}, folder, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED)
+    model = load(
+        SOURCE, {"": "disk"}, folder, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED
+    )
     assert not list(folder.iterdir())
     assert torch.equal(logits(model), expected)
 

@@ -1,4 +1,6 @@
-"""LoRA beside packed modules is LoRA beside the dequantized ones, bit for bit, wherever they rest and however it is run."""
+"""LoRA beside packed modules is LoRA beside the dequantized ones, bit for bit, wherever they rest and however
+it is run.
+"""
 
 import copy
 
@@ -28,7 +30,9 @@ def plain(path):
     return train(adapt(unpack(load(path))))
 
 
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, HALF, DISK], ids=["resident", "cpu", "half", "disk"])
+@pytest.mark.parametrize(
+    "device_map", [None, {"": "cpu"}, HALF, DISK], ids=["resident", "cpu", "half", "disk"]
+)
 def test_a_run_is_that_of_the_dequantized_model_and_leaves_the_packed_bytes_alone(path, plain, device_map):
     model = load(path, device_map)
     before, stored = lora_runs.packed_bytes(model), tiny_models.digests(lora_runs.PATHS[path])
@@ -36,7 +40,9 @@ def test_a_run_is_that_of_the_dequantized_model_and_leaves_the_packed_bytes_alon
     assert run.is_equal(plain)
     assert len(run.adapters) == 2 * 28
     assert run.losses[-1] < 0.9 * run.losses[0]
-    assert lora_runs.packed_bytes(run.model) == {f"base_model.model.{_inner(name)}": value for name, value in before.items()}
+    assert lora_runs.packed_bytes(run.model) == {
+        f"base_model.model.{_inner(name)}": value for name, value in before.items()
+    }
     assert tiny_models.digests(lora_runs.PATHS[path]) == stored
 
 
@@ -46,11 +52,14 @@ def _inner(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("device_map", "use_reentrant"), [(None, True), (HALF, False), (DISK, True), (DISK, False)],
+    ("device_map", "use_reentrant"),
+    [(None, True), (HALF, False), (DISK, True), (DISK, False)],
     ids=["resident, reentrant", "half", "disk, reentrant", "disk"],
-)  # fmt: skip
+)
 def test_checkpointed_gradients_are_the_same(path, plain, device_map, use_reentrant):
-    model = prepare_for_training(load(path, device_map), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model = prepare_for_training(
+        load(path, device_map), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
     run = train(adapt(model))
     assert any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
     assert run.is_equal(plain)
@@ -58,8 +67,14 @@ def test_checkpointed_gradients_are_the_same(path, plain, device_map, use_reentr
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adapters_of_half_precision_models_are_float32_and_agree(dtype):
-    options = {"dtype": dtype, "kernel": "reference"}  # which rounds each weight to the dtype, as the dense model has it
-    runs = [train(adapt(model)) for model in (unpack(load(**options)), load(**options), load(device_map=DISK, **options))]
+    options = {
+        "dtype": dtype,
+        "kernel": "reference",
+    }  # which rounds each weight to the dtype, as the dense model has it
+    runs = [
+        train(adapt(model))
+        for model in (unpack(load(**options)), load(**options), load(device_map=DISK, **options))
+    ]
     assert {tensor.dtype for tensor in runs[0].adapters.values()} == {torch.float32}
     assert all(run.is_equal(runs[0]) for run in runs)
 
@@ -76,28 +91,55 @@ OPTIONS = {
     "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head", "v_proj"]},
     "pattern": {"target_modules": r".*layers\.[02]\..*_proj"},
-    "ranks": {"rank_pattern": {"q_proj": 2}, "layers_to_transform": [1], "target_modules": ["q_proj", "up_proj"]},
+    "ranks": {
+        "rank_pattern": {"q_proj": 2},
+        "layers_to_transform": [1],
+        "target_modules": ["q_proj", "up_proj"],
+    },
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_a_lora_config_mean_what_they_mean_on_dense_layers(options):
-    runs = [train(adapt(model, **options), steps=2) for model in (unpack(load()), load(), load(device_map=DISK))]
+    runs = [
+        train(adapt(model, **options), steps=2) for model in (unpack(load()), load(), load(device_map=DISK))
+    ]
     assert all(run.is_equal(runs[0]) for run in runs)
 
 
 GPT2 = {
-    "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 96,
+    "n_positions": 64,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
-}  # fmt: skip
+}
 SEQ2SEQ = {"input_ids": TOKENS % 96, "decoder_input_ids": TOKENS % 96}
 MODELS = {
     "gpt2, with Conv1D": (AutoModelForCausalLM, "gpt2", GPT2, r"(c_attn|c_proj|c_fc)$", "all-linear"),
     "qwen2, with biases": (AutoModelForCausalLM, "qwen2", LLAMA, r"_proj$", "all-linear"),
-    "packed embeddings": (AutoModelForCausalLM, "llama", LLAMA, r"_proj$|embed_tokens$", ["embed_tokens", "q_proj"]),
-    "t5, which reads weights": (AutoModelForSeq2SeqLM, "t5", {**T5, "dropout_rate": 0.0}, r"\.(q|k|v|o|wi|wo)$", "all-linear"),
+    "packed embeddings": (
+        AutoModelForCausalLM,
+        "llama",
+        LLAMA,
+        r"_proj$|embed_tokens$",
+        ["embed_tokens", "q_proj"],
+    ),
+    "t5, which reads weights": (
+        AutoModelForSeq2SeqLM,
+        "t5",
+        {**T5, "dropout_rate": 0.0},
+        r"\.(q|k|v|o|wi|wo)$",
+        "all-linear",
+    ),
     "mamba, which reads weights": (*CASES["mamba, which reads weight and bias"][:4], ["in_proj", "x_proj"]),
-    "falcon, with own linear layers": (*CASES["falcon, whose linear layers have a forward of their own"][:4], "all-linear"),
+    "falcon, with own linear layers": (
+        *CASES["falcon, whose linear layers have a forward of their own"][:4],
+        "all-linear",
+    ),
 }
 
 
@@ -112,7 +154,9 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
 
     def loaded(device_map=None):
         config = lora_runs.HfqConfig(quantize_activations=False)
-        return auto.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
+        return auto.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32, device_map=device_map
+        )
 
     expected, found = run(plain), run(loaded())
     if kind == "gpt2":  # Conv1D adds its bias within the multiplication, whose sums round otherwise
@@ -120,7 +164,9 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         torch.testing.assert_close(found.first_grads, expected.first_grads, rtol=1e-4, atol=1e-6)
     else:
         assert found.is_equal(expected)
-    if kind != "t5":  # torch takes another attention kernel where T5's position bias needs no gradient: docs/design.md
+    if (
+        kind != "t5"
+    ):  # torch takes another attention kernel where T5's position bias needs no gradient: docs/design.md
         assert run(loaded(DISK)).is_equal(found)
 
 
@@ -130,11 +176,14 @@ FAMILIES = {type(case.format): case for case in CONTRACT}  # one case of each fo
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=lambda case: case.id)
 def test_every_format_carries_adapters(case, tmp_path):
     tensors = tiny_models.packed_tensors(case.format)
-    path = tiny_models.write_model(tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind)
+    path = tiny_models.write_model(
+        tmp_path, tensors, case.config, tiny_models.schemas(tensors, case.schema), case.kind
+    )
     models = [load(path, device_map, quantize_activations=False) for device_map in (None, None, DISK)]
     inputs = {"input_ids": TOKENS % 96, "labels": TOKENS % 96}
     expected, resident, disk = (
-        train(adapt(model, ["q_proj", "down_proj"], use_dora=True), 1, inputs) for model in (unpack(models[0]), *models[1:])
+        train(adapt(model, ["q_proj", "down_proj"], use_dora=True), 1, inputs)
+        for model in (unpack(models[0]), *models[1:])
     )
     assert resident.is_equal(expected)
     assert disk.is_equal(expected)
@@ -145,7 +194,15 @@ def test_all_linear_names_what_peft_names_on_the_dequantized_model():
     for config, model in zip(configs, (unpack(load()), load(), load(device_map=DISK)), strict=True):
         get_peft_model(model, config)
     assert configs[0].target_modules == configs[1].target_modules == configs[2].target_modules
-    assert configs[0].target_modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert configs[0].target_modules == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +230,9 @@ def test_adapters_are_saved_alone_and_loaded_into_any_placement(trained, device_
     model = PeftModel.from_pretrained(load(device_map=device_map), folder)
     assert torch.equal(logits(model), expected)
     assert torch.equal(generated(model), tokens)
-    assert not any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate was not asked to place it
+    assert not any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    )  # accelerate was not asked to place it
     assert (getattr(model.get_base_model(), "hf_device_map", None) is None) == (device_map is None)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
@@ -189,7 +248,9 @@ def test_adapters_of_a_packed_model_fit_the_unquantized_one(trained):
     )
     found = logits(plain)
     assert (found - expected).norm() < 0.5 * expected.norm()  # the base is another one: 4 bits against 16
-    torch.testing.assert_close(logits(plain.merge_and_unload()), found, rtol=1e-3, atol=1e-3)  # merging rounds
+    torch.testing.assert_close(
+        logits(plain.merge_and_unload()), found, rtol=1e-3, atol=1e-3
+    )  # merging rounds
 
 
 @pytest.mark.parametrize("device_map", [None, DISK], ids=["resident", "disk"])
@@ -204,7 +265,9 @@ def test_several_adapters_stand_beside_one_base(trained, device_map):
     assert torch.equal(logits(model), expected)
     with torch.no_grad():
         mixed = model.eval()(input_ids=TOKENS, adapter_names=["first", "__base__"]).logits
-    torch.testing.assert_close(mixed, torch.stack([expected[0], base[1]]))  # rows are multiplied in other groups than before
+    torch.testing.assert_close(
+        mixed, torch.stack([expected[0], base[1]])
+    )  # rows are multiplied in other groups than before
     model.add_weighted_adapter(["first", "other"], [1.0, 1.0], "both", combination_type="cat")
     model.set_adapter("both")
     assert not torch.equal(logits(model), expected)
@@ -236,7 +299,9 @@ def test_adapters_of_an_embedding_on_disk_are_saved_without_it(tmp_path):
         model.save_pretrained(tmp_path / name)
         again = PeftModel.from_pretrained(load(device_map=device_map), tmp_path / name)
         assert torch.equal(logits(again), logits(model))
-    resident, disk = (set(load_file(tmp_path / name / "adapter_model.safetensors")) for name in ("resident", "disk"))
+    resident, disk = (
+        set(load_file(tmp_path / name / "adapter_model.safetensors")) for name in ("resident", "disk")
+    )
     assert resident - disk == {"base_model.model.model.embed_tokens.base_layer.weight"}
     assert len(disk) == 2 + 2 * 4
 

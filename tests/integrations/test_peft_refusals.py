@@ -1,4 +1,6 @@
-"""What would write a packed weight, or train what cannot be trained, is refused by name before a layer is replaced."""
+"""What would write a packed weight, or train what cannot be trained, is refused by name before a layer is
+replaced.
+"""
 
 import moe_models
 import pytest
@@ -35,20 +37,39 @@ def refuses(model, config, *expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga"])
 def test_an_initialisation_that_rewrites_the_base(resident, name):
-    refuses(resident, LoraConfig(target_modules=["q_proj"], init_lora_weights=name), f"init_lora_weights={name!r}", Q)
+    refuses(
+        resident,
+        LoraConfig(target_modules=["q_proj"], init_lora_weights=name),
+        f"init_lora_weights={name!r}",
+        Q,
+    )
 
 
 @pytest.mark.parametrize("name", ["q_proj", "mlp"])
 def test_packed_modules_to_save(resident, name):
-    refuses(resident, LoraConfig(target_modules=["v_proj"], modules_to_save=[name]), f"{name} cannot be trained whole")
+    refuses(
+        resident,
+        LoraConfig(target_modules=["v_proj"], modules_to_save=[name]),
+        f"{name} cannot be trained whole",
+    )
 
 
 def test_dense_modules_on_disk_to_save(disk):
-    refuses(disk, LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"]), "lm_head cannot be trained whole")
     refuses(
-        disk, LoraConfig(target_modules=["v_proj"], trainable_token_indices=[1]), "model.embed_tokens cannot be trained whole"
+        disk,
+        LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"]),
+        "lm_head cannot be trained whole",
     )
-    refuses(disk, LoraConfig(target_modules=["v_proj"], trainable_token_indices={"embed_tokens": [1]}), "model.embed_tokens")
+    refuses(
+        disk,
+        LoraConfig(target_modules=["v_proj"], trainable_token_indices=[1]),
+        "model.embed_tokens cannot be trained whole",
+    )
+    refuses(
+        disk,
+        LoraConfig(target_modules=["v_proj"], trainable_token_indices={"embed_tokens": [1]}),
+        "model.embed_tokens",
+    )
 
 
 def test_they_are_trained_where_they_rest_in_memory(resident):
@@ -60,7 +81,10 @@ def test_they_are_trained_where_they_rest_in_memory(resident):
 @pytest.mark.parametrize("asked", ["q_proj.qweight", "self_attn.q_proj.weight"])
 def test_parameters_of_packed_modules(resident, asked):
     refuses(
-        resident, LoraConfig(target_modules=["v_proj"], target_parameters=[asked]), f"target_parameters names {asked!r}", Q
+        resident,
+        LoraConfig(target_modules=["v_proj"], target_parameters=[asked]),
+        f"target_parameters names {asked!r}",
+        Q,
     )
 
 
@@ -70,7 +94,11 @@ def test_other_kinds_of_adapters(resident):
 
 def test_replicated_layers(resident, disk):
     for model in (resident, disk):
-        refuses(model, LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 3)]), "layer_replication")
+        refuses(
+            model,
+            LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 3)]),
+            "layer_replication",
+        )
         assert len(model.model.layers) == 4
 
 
@@ -81,7 +109,9 @@ def test_options_that_peft_would_pass_over(resident):
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_within_packed_rows(tmp_path, bias):
     _, folder = write(tmp_path, AutoModelForCausalLM, "qwen2", LLAMA, r"_proj$")
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=HfqConfig(quantize_activations=False))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=HfqConfig(quantize_activations=False)
+    )
     refuses(model, LoraConfig(target_modules=["q_proj"], bias=bias), f"bias={bias!r}", Q)
 
 
@@ -98,7 +128,10 @@ def test_merging_and_before_it_changes_any_layer(device_map):
     assert torch.equal(logits(model), before)
 
 
-@pytest.fixture(scope="module", params=["mixtral of gptqmodel, gptq", "qwen3 by expert, pack-quantized", "qwen3 fused, fp8"])
+@pytest.fixture(
+    scope="module",
+    params=["mixtral of gptqmodel, gptq", "qwen3 by expert, pack-quantized", "qwen3 fused, fp8"],
+)
 def mixture(request, tmp_path_factory):
     scheme = next(scheme for scheme in moe_models.SCHEMES if scheme.id == request.param)
     path = moe_models.write(scheme, moe_models.is_packed(scheme)).save(tmp_path_factory.mktemp("mixture"))
@@ -109,7 +142,9 @@ def test_experts(mixture):
     for model in mixture:
         refuses(model, LoraConfig(target_modules=r".*experts\.1\.down_proj"), "experts", "LoRA on")
         refuses(
-            model, LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]), f"{EXPERTS}.down_proj"
+            model,
+            LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+            f"{EXPERTS}.down_proj",
         )
         refuses(model, LoraConfig(target_modules="all-linear"), '"all-linear"', EXPERTS)
 

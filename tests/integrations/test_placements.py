@@ -1,4 +1,6 @@
-"""The main job on the tiny trained Llama: placements, generation, gradients, threads, forks, what a load reads."""
+"""The main job on the tiny trained Llama: placements, generation, gradients, threads, forks, what a load
+reads.
+"""
 
 import copy
 import os
@@ -102,7 +104,9 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
     model, inputs = load(path, {"": "disk"}, disk_io="buffered"), prompt(path)
     loading, offloader = model.hf_quantizer.loading, model.hf_quantizer.loading.offloader
     needed = sum(info.nbytes for unit in offloader.units for info in unit.infos(offloader.device))
-    assert needed == sum(info.nbytes for info in loading.checkpoint.tensors.values())  # the tied head reads the embeddings
+    assert needed == sum(
+        info.nbytes for info in loading.checkpoint.tensors.values()
+    )  # the tied head reads the embeddings
     # a block is read from the start of its first page on, and with it what little lies between its tensors
     sizes = [sum(run.lead + run.source.nbytes for run in layout.runs) for layout in offloader.regions.layouts]
     assert needed <= offloader.pass_nbytes < 1.01 * needed
@@ -112,14 +116,20 @@ def test_a_forward_from_disk_reads_each_byte_once_and_of_the_embeddings_the_rows
     for passes in range(1, 4):
         forward(model, inputs)
         once = passes * (sum(sizes) + rows)
-        assert once <= quiet(model) - before <= once + offloader.regions.nbytes  # what is read ahead of the next pass
+        assert (
+            once <= quiet(model) - before <= once + offloader.regions.nbytes
+        )  # what is read ahead of the next pass
     assert (offloader.passes, offloader.schedule.prefetch_misses, offloader.buffer_overflows) == (3, 0, 0)
 
 
 def test_direct_and_verified_reads_give_the_same_logits(path):
     inputs = prompt(path)
     expected = forward(load(path), inputs)
-    for options in ({"disk_io": "direct"}, {"disk_io": "buffered", "disk_checksum": "always"}, {"disk_io": "direct", "disk_checksum": "first"}):
+    for options in (
+        {"disk_io": "direct"},
+        {"disk_io": "buffered", "disk_checksum": "always"},
+        {"disk_io": "direct", "disk_checksum": "first"},
+    ):
         model = load(path, {"": "disk"}, **options)
         assert torch.equal(forward(model, inputs), expected)
         assert torch.equal(forward(model, inputs), expected)
@@ -137,7 +147,12 @@ def test_routed_experts_are_read_and_kept_within_their_budget(tmp_path, budget):
         if isinstance(module, QuantizedLinear) and ".experts." in name:
             module.register_forward_pre_hook(lambda module, _: used.append(module))
     for _ in range(3):
-        before, read, misses, hits = quiet(model), offloader.source.nbytes_read, offloader.experts.misses, offloader.experts.hits
+        before, read, misses, hits = (
+            quiet(model),
+            offloader.source.nbytes_read,
+            offloader.experts.misses,
+            offloader.experts.hits,
+        )
         used.clear()
         assert torch.equal(forward(model, inputs), expected)
         assert offloader.experts.nbytes <= offloader.experts.budget
@@ -233,7 +248,10 @@ def test_casting_the_model_leaves_packed_bytes_alone(path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "_proj." in name}
     torch.nn.Module.half(model)
     after = model.state_dict()
-    assert all(torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in before.items())
+    assert all(
+        torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in before.items()
+    )
     assert model.model.embed_tokens.weight.dtype == torch.float16
 
 
@@ -264,7 +282,12 @@ def test_the_users_device_map_is_left_as_it_was_and_reported(path):
 
 
 def test_a_home_may_split_a_block(path):
-    device_map = {"": "cpu", "model.layers.0.mlp.up_proj": "disk", "model.norm": "disk", "model.layers.1.self_attn": "disk"}
+    device_map = {
+        "": "cpu",
+        "model.layers.0.mlp.up_proj": "disk",
+        "model.norm": "disk",
+        "model.layers.1.self_attn": "disk",
+    }
     assert torch.equal(forward(load(path, device_map), prompt(path)), forward(load(path), prompt(path)))
 
 
@@ -275,16 +298,21 @@ def test_tied_embeddings_follow_their_source(path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_gpu_is_named(path):
-    with pytest.raises(PlacementError, match=r"(?s)cuda:0.*nothing was loaded|GPU that this machine does not have"):
+    with pytest.raises(
+        PlacementError, match=r"(?s)cuda:0.*nothing was loaded|GPU that this machine does not have"
+    ):
         load(path, {"": "cuda:0"})
 
 
-@pytest.mark.parametrize("compute", [
-    lambda weight: torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
-    lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight),
-    lambda weight: weight[3],
-    lambda weight: torch.ones(1, weight.shape[1]) @ weight.t(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda weight: torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
+        lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight),
+        lambda weight: weight[3],
+        lambda weight: torch.ones(1, weight.shape[1]) @ weight.t(),
+    ],
+)
 def test_a_late_use_of_a_weight_on_disk_is_an_error_and_not_made_up(path, compute):
     model = load(path, {"": "disk"})
     forward(model, prompt(path))

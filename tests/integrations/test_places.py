@@ -1,4 +1,6 @@
-"""Each place of a model is filled by one stored tensor: a second one under another of its names is refused, not chosen from."""
+"""Each place of a model is filled by one stored tensor: a second one under another of its names is refused,
+not chosen from.
+"""
 
 import json
 
@@ -47,9 +49,15 @@ def load_as_is(path):
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_out_where_the_config_has_it(tensors, tmp_path):
-    more = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items() if "layers.1." in name}
+    more = {
+        name.replace("layers.1.", "layers.2."): tensor
+        for name, tensor in tensors.items()
+        if "layers.1." in name
+    }
     assert more
-    path = tiny_models.write_model(tmp_path, tensors | more | {"model.layers.2.eh_proj.weight": torch.ones(128, 256)}, CONFIG)
+    path = tiny_models.write_model(
+        tmp_path, tensors | more | {"model.layers.2.eh_proj.weight": torch.ones(128, 256)}, CONFIG
+    )
     with pytest.raises(FormatError, match=r"model\.layers\.2"):
         load_as_is(path)
     config = json.loads((path / "config.json").read_text())

@@ -15,7 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
-)  # fmt: skip
+)
 from typer.testing import CliRunner
 
 from hfq import HfqConfig, report
@@ -26,13 +26,30 @@ from hfq.loading.kv_layers import kv_layers
 from hfq.loading.loaded_model import loader_of
 from hfq.placement.estimate.kv_cache import kv_nbytes
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
-         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 LATENT = SIZES | {
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
-}  # fmt: skip
+}
 CONFIGS = {
     "heads of their own": LlamaConfig(**SIZES, num_key_value_heads=4),
     "grouped heads": LlamaConfig(**SIZES, num_key_value_heads=2),
@@ -44,7 +61,7 @@ CONFIGS = {
     "Conv1D": GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, bos_token_id=1, eos_token_id=2),
     "fused projections": Phi3Config(**SIZES, num_key_value_heads=2),
     "one head for all": FalconConfig(**SIZES, multi_query=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", CONFIGS)
@@ -69,11 +86,17 @@ def measure(model) -> dict[str, int]:
     """The bytes that a loaded model takes: tensors in memory, tensors that stay in files, and its ring."""
     loading = loader_of(model)
     held = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()] if not t.is_meta}
-    away = [module for module in loading.packed.values() if all(t.is_meta for t in module.resting_tensors().values())]
+    away = [
+        module
+        for module in loading.packed.values()
+        if all(t.is_meta for t in module.resting_tensors().values())
+    ]
     on_disk = sum(info.nbytes for module in away for info in module.infos.values())
     parameters = dict(model.named_parameters())
     on_disk += sum(
-        info.nbytes for name, info in loading.match.dense.items() if name in parameters and parameters[name].is_meta
+        info.nbytes
+        for name, info in loading.match.dense.items()
+        if name in parameters and parameters[name].is_meta
     )
     ring = loading.offloader.regions.nbytes if loading.offloader is not None else 0
     return {"cpu": sum(held.values()), "disk": on_disk, "ring": ring}
@@ -86,12 +109,17 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
     parts = whole["devices"]["cpu"]
     work = parts["kv_cache"] + parts["activations"]
     enough = int(parts["total"] * 1.02)  # a row that is read, and not mapped, has gaps
-    assert plan(path, "--context", 1, "--disk", 0, "--cpu", enough)["devices"] == {"cpu": parts | {"capacity": enough}}
+    assert plan(path, "--context", 1, "--disk", 0, "--cpu", enough)["devices"] == {
+        "cpu": parts | {"capacity": enough}
+    }
     for share, devices in ((1.01, {"cpu"}), (0.72, {"cpu", "disk"}), (None, {"cpu", "disk"})):
         cpu = _least(path, work) if share is None else int(parts["weights"] * share) + work
         planned = plan(path, "--context", 1, "--cpu", cpu)
         model = AutoModelForCausalLM.from_pretrained(
-            path, quantization_config=HfqConfig(kernel="reference"), device_map="auto", max_memory=planned["max_memory"]
+            path,
+            quantization_config=HfqConfig(kernel="reference"),
+            device_map="auto",
+            max_memory=planned["max_memory"],
         )
         assert model.hf_device_map == planned["device_map"]
         measured, expected = measure(model), planned["devices"]
@@ -102,7 +130,9 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
         assert measured["ring"] == pytest.approx(expected["cpu"]["ring"], rel=0.02)
         offloader = model.hf_quantizer.loading.offloader
         passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
-        assert passed <= planned["moved"]["streamed_nbytes_a_step"] <= passed + pages  # a block is read in whole pages
+        assert (
+            passed <= planned["moved"]["streamed_nbytes_a_step"] <= passed + pages
+        )  # a block is read in whole pages
 
 
 def _least(path, work: int) -> int:
@@ -118,7 +148,9 @@ def test_a_skeleton_is_reached_without_reading_weights(monkeypatch):
     monkeypatch.setattr(loading, "load_quantized_weights", lambda *_: pytest.fail("weights were read"))
     model = open_model(tiny_models.DATA / "tiny-llama-gptq")
     assert all(tensor.is_meta for tensor in model.loading.model.parameters())
-    assert model.sizes.weights["gptq 4-bit bfloat16"][0] == sum(out * into for out, into in model.shapes().packed)
+    assert model.sizes.weights["gptq 4-bit bfloat16"][0] == sum(
+        out * into for out, into in model.shapes().packed
+    )
     assert open_model(tiny_models.DATA / "tiny-llama-gptq", "float32").sizes.dtype == "float32"
 
 
@@ -137,7 +169,9 @@ def test_what_cannot_be_loaded_cannot_be_planned(tmp_path):
 
 def test_a_report_tells_what_was_predicted_beside_what_was_achieved():
     model = AutoModelForCausalLM.from_pretrained(
-        tiny_models.DATA / "tiny-llama-gptq", quantization_config=HfqConfig(kernel="reference"), device_map={"": "disk"}
+        tiny_models.DATA / "tiny-llama-gptq",
+        quantization_config=HfqConfig(kernel="reference"),
+        device_map={"": "disk"},
     )
     plain, measured = report(model).speed, report(model, measure=True).speed
     assert plain.step_achieved is None

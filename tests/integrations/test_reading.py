@@ -1,4 +1,6 @@
-"""How packed rows reach their homes: the plan says it, each cpu_memory holds the same bytes, and memory is bounded and shared."""
+"""How packed rows reach their homes: the plan says it, each cpu_memory holds the same bytes, and memory is
+bounded and shared.
+"""
 
 import contextlib
 import functools
@@ -47,7 +49,9 @@ def loader_of(model):
 
 
 def how(model, packed=True):
-    """What became of each row: {how: number of them}; those whose small tensors are looked at are not counted."""
+    """What became of each row: {how: number of them}; those whose small tensors are looked at are not
+    counted.
+    """
     loading, found = loader_of(model), {}
     for row in loading.read_plan.rows:
         if (row.name in loading.packed) is packed and not row.arena.startswith("checks"):
@@ -78,7 +82,9 @@ def shared_memory(tmp_path, monkeypatch):
     """A folder that stands for the node's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(read_weights.SharedMemory, "open", functools.partial(read_weights.SharedMemory.open, folder=folder))
+    monkeypatch.setattr(
+        read_weights.SharedMemory, "open", functools.partial(read_weights.SharedMemory.open, folder=folder)
+    )
     return folder
 
 
@@ -91,7 +97,9 @@ def log(caplog):
 def test_the_plan_holds_every_stored_tensor_once_and_is_printed(tmp_path):
     loading = loader_of(load(device_map=HALF))
     plan = loading.read_plan
-    resting = [info.name for row in plan.rows if not row.arena.startswith("checks") for info in row.infos.values()]
+    resting = [
+        info.name for row in plan.rows if not row.arena.startswith("checks") for info in row.infos.values()
+    ]
     assert sorted(resting) == sorted(loading.checkpoint.tensors)
     text = plan.explain()
     assert all(name in text for name in loading.checkpoint.tensors)
@@ -109,9 +117,13 @@ def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
     loading = loader_of(load(FP8, device_map))
     small = sum(module.infos["weight_scale_inv"].nbytes for module in loading.packed.values())
     assert loading.reader.counters.bytes_read == loading.read_plan.bytes_read == small
-    on_disk = sum(info.nbytes for row in loading.read_plan.rows if row.how == "disk" for info in row.infos.values())
+    on_disk = sum(
+        info.nbytes for row in loading.read_plan.rows if row.how == "disk" for info in row.infos.values()
+    )
     stored = sum(info.nbytes for info in loading.checkpoint.tensors.values())
-    assert sum(source.nbytes for source in loading.read_plan.mapped) <= stored - on_disk + (64 << 10) * len(loading.packed)
+    assert sum(source.nbytes for source in loading.read_plan.mapped) <= stored - on_disk + (64 << 10) * len(
+        loading.packed
+    )
     if device_map == {"": "disk"}:
         assert loading.read_plan.mapped == []
         assert loading.reader.counters.populated == 0
@@ -120,7 +132,9 @@ def test_of_what_rests_on_disk_only_small_tensors_are_read(device_map):
 @pytest.mark.parametrize("cpu_memory", ["auto", "mmap", "private", "shared"])
 def test_every_backing_computes_the_same(cpu_memory, expected, shared_memory):
     model = load(cpu_memory=cpu_memory)
-    assert how(model) == {{"auto": "mapped", "mmap": "mapped", "private": "cpu"}.get(cpu_memory, cpu_memory): 28}
+    assert how(model) == {
+        {"auto": "mapped", "mmap": "mapped", "private": "cpu"}.get(cpu_memory, cpu_memory): 28
+    }
     assert torch.equal(logits(model), expected)
 
 
@@ -139,7 +153,9 @@ def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
     assert plan.bytes_needed == sum(
         info.nbytes for module in loader_of(model).packed.values() for info in module.infos.values()
     )
-    assert loader_of(model).reader.counters.bytes_read == plan.bytes_read  # each row once, its small tensors with it
+    assert (
+        loader_of(model).reader.counters.bytes_read == plan.bytes_read
+    )  # each row once, its small tensors with it
 
 
 def test_a_row_of_an_arena_is_a_storage_of_its_own():
@@ -184,7 +200,9 @@ def test_what_is_not_aligned_is_read(misaligned, expected):
         load(misaligned, cpu_memory="mmap")
 
 
-def test_a_copy_is_shared_where_a_launcher_started_several_processes(misaligned, expected, monkeypatch, shared_memory):
+def test_a_copy_is_shared_where_a_launcher_started_several_processes(
+    misaligned, expected, monkeypatch, shared_memory
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert how(load()) == {"mapped": 28}
     first, second = load(misaligned), load(misaligned)
@@ -206,7 +224,9 @@ def test_another_version_of_a_file_is_not_taken_for_it(misaligned, shared_memory
     assert len(list(shared_memory.iterdir())) == 2
 
 
-def test_without_room_in_shared_memory_each_process_has_its_own(monkeypatch, misaligned, expected, shared_memory):
+def test_without_room_in_shared_memory_each_process_has_its_own(
+    monkeypatch, misaligned, expected, shared_memory
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shared_memory.rmdir()
     model = load(misaligned)
@@ -279,7 +299,9 @@ def cold(tmp_path):
 
 @contextlib.contextmanager
 def evicted(monkeypatch, folder):
-    """Throws the file's pages away when the rows are about to be loaded, after the headers and whatever else was read."""
+    """Throws the file's pages away when the rows are about to be loaded, after the headers and whatever else
+    was read.
+    """
     file = str(folder / "model.safetensors")
     original = read_weights._worth_bringing_in
 
@@ -298,7 +320,12 @@ def test_a_cold_checkpoint_that_is_mapped_is_in_memory_after_the_load(cold, monk
     with evicted(monkeypatch, cold):
         loading = loader_of(load(cold))
     mapped = sum(source.nbytes for source in loading.read_plan.mapped)
-    assert loading.reader.counters.populated == loading.read_report.populated == loading.read_report.mapped == mapped
+    assert (
+        loading.reader.counters.populated
+        == loading.read_report.populated
+        == loading.read_report.mapped
+        == mapped
+    )
     again = loader_of(load(cold))
     assert again.reader.counters.populated == 0
 
@@ -358,7 +385,10 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """(folder, bytes) of a model of about 100 MB, nearly all of it FP8."""
-    folder, sizes = tmp_path_factory.mktemp("large"), {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    folder, sizes = (
+        tmp_path_factory.mktemp("large"),
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6},
+    )
     config = json.loads((FP8 / "config.json").read_text()) | sizes | {"head_dim": 256, "vocab_size": 512}
     shapes = {f"self_attn.{name}_proj": (1024, 1024) for name in "qkvo"}
     shapes |= {"mlp.gate_proj": (4096, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096)}
@@ -367,10 +397,14 @@ def large(tmp_path_factory):
         for local, (out, size) in shapes.items():
             name = f"model.layers.{layer}.{local}"
             codes = torch.randint(0, 100, (out, size), dtype=torch.uint8, generator=generator)
-            stored[f"{name}.weight_scale_inv"] = tiny_models.as_stored(torch.full((out // 128, size // 128), 0.01))
+            stored[f"{name}.weight_scale_inv"] = tiny_models.as_stored(
+                torch.full((out // 128, size // 128), 0.01)
+            )
             stored[f"{name}.weight"] = ("F8_E4M3", (out, size), memoryview(codes.reshape(-1).numpy()))
         for local in ("input_layernorm", "post_attention_layernorm"):
-            stored[f"model.layers.{layer}.{local}.weight"] = tiny_models.as_stored(torch.ones(1024, dtype=torch.bfloat16))
+            stored[f"model.layers.{layer}.{local}.weight"] = tiny_models.as_stored(
+                torch.ones(1024, dtype=torch.bfloat16)
+            )
     stored["model.norm.weight"] = tiny_models.as_stored(torch.ones(1024, dtype=torch.bfloat16))
     stored["model.embed_tokens.weight"] = tiny_models.as_stored(torch.ones(512, 1024, dtype=torch.bfloat16))
     (folder / "config.json").write_text(json.dumps(config))
@@ -380,9 +414,17 @@ def large(tmp_path_factory):
 @contextlib.contextmanager
 def loaded(folder, cpu_memory):
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), cpu_memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), cpu_memory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TRANSFORMERS_VERBOSITY": "error",
+            "OMP_NUM_THREADS": "1",
+        },
+    ) as process:
         try:
             yield process
             process.communicate("", timeout=60)

@@ -1,4 +1,6 @@
-"""`import hfq` registers with transformers whichever comes first, and changes nothing for those who pass no HfqConfig."""
+"""`import hfq` registers with transformers whichever comes first, and changes nothing for those who pass no
+HfqConfig.
+"""
 
 import json
 import subprocess
@@ -59,7 +61,8 @@ RUNS = {
     "forked": ("import hfq\nfrom transformers import AutoModelForCausalLM", (BOTH_SIDES,)),
 }
 """What is imported, and what is run after it, in one process each."""
-# what transformers imports but knows neither it nor hfq is imported once; each run is a fork that knows nothing else
+# what transformers imports but knows neither it nor hfq is imported once; each run is a fork that knows
+# nothing else
 FORKS = """
 import contextlib, io, json, os, sys, traceback
 import huggingface_hub, safetensors.torch, tokenizers
@@ -88,7 +91,9 @@ for imports, scripts in json.load(sys.stdin):
 
 
 def run(code: str, text: str = "") -> str:
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -116,7 +121,10 @@ def test_every_order_of_imports_registers_once(said, name):
 
 
 def test_importing_hfq_imports_neither_torch_nor_transformers():
-    run("import sys, hfq; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)")
+    run(
+        "import sys, hfq; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), "
+        "sorted(sys.modules)"
+    )
 
 
 def test_stock_loads_are_the_same_with_and_without_hfq(said):

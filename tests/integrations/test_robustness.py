@@ -1,4 +1,6 @@
-"""What hostile reviews found, each once: import orders, other threads, other models' habits, damage that looks right."""
+"""What hostile reviews found, each once: import orders, other threads, other models' habits, damage that
+looks right.
+"""
 
 import copy
 import json
@@ -41,7 +43,13 @@ def test_threads_that_load_without_the_patch_wait_for_each_other_too():
 
     def work():
         for _ in range(3):
-            found.append(logits(AutoModelForCausalLM.from_pretrained(GPTQ, config=pretrained_config(GPTQ), dtype=torch.float32)))
+            found.append(
+                logits(
+                    AutoModelForCausalLM.from_pretrained(
+                        GPTQ, config=pretrained_config(GPTQ), dtype=torch.float32
+                    )
+                )
+            )
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -75,9 +83,13 @@ def test_act_order_without_its_index_is_refused(tmp_path, change):
 
 def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_path):
     name = f"{tiny_models.FIRST}.bias"
-    with pytest.raises(FormatError, match=rf"(?s)bias is stored beside a layer that has none; nothing was loaded.*{name}"):
+    with pytest.raises(
+        FormatError, match=rf"(?s)bias is stored beside a layer that has none; nothing was loaded.*{name}"
+    ):
         load(written(tmp_path / "bias", lambda t: t.__setitem__(name, torch.ones(128, dtype=torch.float16))))
-    zero = load(written(tmp_path / "zero", lambda t: t.__setitem__(name, torch.zeros(128, dtype=torch.float16))))
+    zero = load(
+        written(tmp_path / "zero", lambda t: t.__setitem__(name, torch.zeros(128, dtype=torch.float16)))
+    )
     assert torch.equal(logits(zero), logits(load(written(tmp_path / "none"))))
 
 
@@ -85,7 +97,9 @@ def test_what_transformers_keeps_in_float32_stays_so_in_every_placement():
     class Kept(LlamaForCausalLM):
         _keep_in_fp32_modules_strict = ["norm"]
 
-    resident, disk = (load(device_map=device_map, cls=Kept, dtype=torch.bfloat16) for device_map in (None, {"": "disk"}))
+    resident, disk = (
+        load(device_map=device_map, cls=Kept, dtype=torch.bfloat16) for device_map in (None, {"": "disk"})
+    )
     assert resident.model.norm.weight.dtype == disk.model.norm.weight.dtype == torch.float32
     assert resident.model.embed_tokens.weight.dtype == disk.model.embed_tokens.weight.dtype == torch.bfloat16
 
@@ -100,7 +114,9 @@ def test_a_head_is_new_only_for_another_class_than_the_checkpoints(tmp_path):
     shutil.copytree(GPTQ, path)
     load(path, cls=AutoModelForSequenceClassification)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]})
+    )
     with pytest.raises(FormatError, match=r"score.weight: missing"):
         load(path, cls=AutoModelForSequenceClassification)
 
@@ -127,7 +143,12 @@ def test_a_copy_or_a_pickle_that_cannot_work_is_refused():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hidden_act": "banana"}, {"rope_parameters": {"rope_theta": "x"}}, {"dtype": "banana"}, {"pad_token_id": 10**9}],
+    [
+        {"hidden_act": "banana"},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"dtype": "banana"},
+        {"pad_token_id": 10**9},
+    ],
 )
 def test_what_transformers_chokes_on_is_one_error_of_hfq(tmp_path, changes):
     shutil.copytree(GPTQ, tmp_path / "model")

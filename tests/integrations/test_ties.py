@@ -1,4 +1,6 @@
-"""A head that is tied to an embedding which is stored packed, as mlx-lm writes them: one pair of modules, one set of bytes."""
+"""A head that is tied to an embedding which is stored packed, as mlx-lm writes them: one pair of modules, one
+set of bytes.
+"""
 
 import json
 
@@ -23,7 +25,10 @@ def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
     for number, module in enumerate(stored):
         tensors |= {f"{module}.{local}": tensor for local, tensor in Mlx().quantize(weight + number).items()}
     path = tiny_models.write_model(folder, tensors, None)
-    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": is_tied, "quantization": quantization}
+    config = json.loads((path / "config.json").read_text()) | {
+        "tie_word_embeddings": is_tied,
+        "quantization": quantization,
+    }
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return path
 
@@ -44,7 +49,8 @@ def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
     path = write(tmp_path / "tied", [stored])
     untied = write(tmp_path / "untied", [EMBEDDING, HEAD], is_tied=False)
     copy = {
-        f"{HEAD}.{key}": tiny_models.stored_tensors(untied)[f"{EMBEDDING}.{key}"] for key in ("weight", "scales", "biases")
+        f"{HEAD}.{key}": tiny_models.stored_tensors(untied)[f"{EMBEDDING}.{key}"]
+        for key in ("weight", "scales", "biases")
     }
     tensors = tiny_models.stored_tensors(untied) | copy
     tiny_models.write_model(untied, tensors, {"quant_method": "mlx", **QUANTIZATION})
@@ -57,7 +63,9 @@ def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     saved, source = (tiny_models.digests(folder) for folder in (tmp_path / "saved", path))
     assert saved.keys() == source.keys()
-    assert all(saved[name] == source[name] for name in source if "norm" not in name)  # norms are in float32 now
+    assert all(
+        saved[name] == source[name] for name in source if "norm" not in name
+    )  # norms are in float32 now
     assert torch.equal(logits(load(tmp_path / "saved")), expected)
 
 
@@ -80,6 +88,8 @@ def test_a_dense_head_beside_a_packed_embedding_that_it_is_tied_to_is_refused(tm
 def test_where_the_configs_two_copies_differ_quantization_config_counts(tmp_path):
     path = write(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "metal", "bits": 3}}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "metal", "bits": 3}})
+    )
     with pytest.raises(FormatError, match="contradict the config"):
         load(path)

@@ -1,4 +1,6 @@
-"""`hfq.timeline` and what `hfq.report` keeps of it: whole models, from the recording to the file that `hfq report` reads."""
+"""`hfq.timeline` and what `hfq.report` keeps of it: whole models, from the recording to the file that
+`hfq report` reads.
+"""
 
 import json
 
@@ -19,7 +21,9 @@ HALF = {"": "cpu", "model.layers.1": "disk", "model.layers.3": "disk"}
 @pytest.fixture(scope="module")
 def load():
     return lambda device_map: AutoModelForCausalLM.from_pretrained(
-        tiny_models.DATA / "tiny-llama-gptq", quantization_config=hfq.HfqConfig(kernel="reference"), device_map=device_map
+        tiny_models.DATA / "tiny-llama-gptq",
+        quantization_config=hfq.HfqConfig(kernel="reference"),
+        device_map=device_map,
     )
 
 
@@ -40,13 +44,24 @@ def test_a_recording_has_every_part_of_the_model_and_leaves_no_trace(half):
             assert timeline.spans == []
         assert torch.equal(found, expected)
     assert hooks(half) == before
-    names = {lane: [span.name for span in timeline.spans if span.lane == lane] for lane in ("pass", "other", "compute")}
+    names = {
+        lane: [span.name for span in timeline.spans if span.lane == lane]
+        for lane in ("pass", "other", "compute")
+    }
     assert names["pass"] == [""]
     assert names["compute"] == timeline.units == ["model.layers.1", "model.layers.3"]
-    assert names["other"] == ["model.embed_tokens", "model.layers.0", "model.layers.2", "model.norm", "lm_head"]
+    assert names["other"] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.2",
+        "model.norm",
+        "lm_head",
+    ]
     whole = next(span for span in timeline.spans if span.lane == "pass")
     assert all(
-        whole.start <= span.start <= span.end <= whole.end for span in timeline.spans if span.lane in ("other", "compute")
+        whole.start <= span.start <= span.end <= whole.end
+        for span in timeline.spans
+        if span.lane in ("other", "compute")
     )
 
 
@@ -57,9 +72,17 @@ def test_a_measured_report_is_saved_and_read_again(half, tmp_path):
     saved = json.loads((tmp_path / "run.json").read_text())
     assert saved == json.loads(json.dumps(found.to_dict()))
     assert [span["name"] for span in saved["timeline"]["spans"] if span["lane"] == "pass"] == [""]
-    assert sum(module["nbytes"] for module in saved["modules"]) == sum(home["nbytes"] for home in saved["devices"])
-    assert [module["module"] for module in saved["modules"]][:2] == ["model.embed_tokens", "model.layers.0.self_attn.q_proj"]
-    assert [picture.name for picture in read_section(tmp_path / "run.json").pictures] == ["placement", "timeline"]
+    assert sum(module["nbytes"] for module in saved["modules"]) == sum(
+        home["nbytes"] for home in saved["devices"]
+    )
+    assert [module["module"] for module in saved["modules"]][:2] == [
+        "model.embed_tokens",
+        "model.layers.0.self_attn.q_proj",
+    ]
+    assert [picture.name for picture in read_section(tmp_path / "run.json").pictures] == [
+        "placement",
+        "timeline",
+    ]
 
 
 def test_a_recording_of_ones_own_is_kept(half):

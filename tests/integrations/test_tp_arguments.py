@@ -1,4 +1,6 @@
-"""What cannot go together with tensor parallelism is refused before anything is opened; one process alone loads as ever."""
+"""What cannot go together with tensor parallelism is refused before anything is opened; one process alone
+loads as ever.
+"""
 
 import contextlib
 import logging
@@ -13,14 +15,18 @@ from hfq.errors import PlacementError, SetupError
 from hfq.loading.tensor_parallel.slices import _EXPERTS, _expert_axis, generic
 from hfq.modules.linear import QuantizedLinear
 
-pytest.importorskip("transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way")
+pytest.importorskip(
+    "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
+)
 from transformers.distributed import DistributedConfig
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
 
 def load(options=None, **arguments):
-    return AutoModelForCausalLM.from_pretrained(GPTQ, quantization_config=HfqConfig(**(options or {})), **arguments)
+    return AutoModelForCausalLM.from_pretrained(
+        GPTQ, quantization_config=HfqConfig(**(options or {})), **arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,9 +65,17 @@ def test_a_distributed_checkpoint_of_packed_layers_is_refused(tmp_path):
 
 @pytest.mark.parametrize("is_halved", [False, True])
 def test_experts_cut_across_gate_and_up_channels_are_not_cut_again(is_halved):
-    """gptqmodel's of gpt-oss: rows of one half are of other channels than the down projection's columns beside them."""
+    """gptqmodel's of gpt-oss: rows of one half are of other channels than the down projection's columns
+    beside them.
+    """
     experts = "model.layers.0.mlp.experts"
     match = SimpleNamespace(experts={experts: SimpleNamespace(is_halved=is_halved)})
-    plan = {f"{generic(experts)}.{local}": style for local, style in _EXPERTS.items()} | {generic(experts): "moe_tp_experts"}
-    with pytest.raises(PlacementError, match="halves of gate and up") if is_halved else contextlib.nullcontext():
+    plan = {f"{generic(experts)}.{local}": style for local, style in _EXPERTS.items()} | {
+        generic(experts): "moe_tp_experts"
+    }
+    with (
+        pytest.raises(PlacementError, match="halves of gate and up")
+        if is_halved
+        else contextlib.nullcontext()
+    ):
         assert _expert_axis(f"{experts}.3.gate_proj", plan, match) == "out"

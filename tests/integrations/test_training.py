@@ -1,4 +1,6 @@
-"""Trainer on packed models: what it accepts, its checkpoints, and that a resumed run is the run that was not stopped."""
+"""Trainer on packed models: what it accepts, its checkpoints, and that a resumed run is the run that was not
+stopped.
+"""
 
 import importlib.util
 import subprocess
@@ -30,9 +32,18 @@ class Samples(Dataset):
 
 def trainer(model, folder, **options) -> Trainer:
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=4, logging_steps=1, save_steps=2, learning_rate=1e-2, seed=1,
-        report_to=[], use_cpu=True, disable_tqdm=True, **options,
-    )  # fmt: skip
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=4,
+        logging_steps=1,
+        save_steps=2,
+        learning_rate=1e-2,
+        seed=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
     return Trainer(model, arguments, train_dataset=Samples(), eval_dataset=Samples())
 
 
@@ -41,7 +52,11 @@ def losses(run: Trainer) -> list[float]:
 
 
 def trained(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +110,9 @@ def test_a_prepared_model_is_frozen_and_keeps_its_dtypes(prepare):
     model = load(dtype=torch.bfloat16)
     before = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in model.named_parameters()}
     assert prepare(model) is model
-    assert {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in model.named_parameters()} == before
+    assert {
+        name: (parameter.dtype, parameter.data_ptr()) for name, parameter in model.named_parameters()
+    } == before
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.model.layers[0].gradient_checkpointing
     assert model.get_input_embeddings()(torch.tensor([5])).requires_grad
@@ -107,7 +124,9 @@ def test_checkpointing_is_left_off_where_it_is_not_wanted():
 
 
 def test_what_cannot_be_prepared_is_refused():
-    with pytest.raises(SetupError, match=r"(?s)has adapters.*Fix: call prepare_model_for_kbit_training before"):
+    with pytest.raises(
+        SetupError, match=r"(?s)has adapters.*Fix: call prepare_model_for_kbit_training before"
+    ):
         prepare_for_training(adapt(load()).base_model.model)
     with pytest.raises(SetupError, match="was not loaded by hfq"):
         prepare_for_training(AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama"))
@@ -115,7 +134,9 @@ def test_what_cannot_be_prepared_is_refused():
 
 def test_pefts_own_preparation_still_casts_models_that_are_not_hfqs():
     model = AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in prepare_model_for_kbit_training(model).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in prepare_model_for_kbit_training(model).parameters()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.slow
@@ -128,7 +149,9 @@ def test_hfq_does_not_import_peft_and_changes_it_when_it_is_imported():
         "import peft",
         "assert hasattr(peft.PeftModel.load_adapter, '__wrapped__')",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert hasattr(PeftModel.load_adapter, "__wrapped__")  # imported before hfq, by this file's helpers
 
@@ -157,7 +180,9 @@ def test_the_example_trains_evaluates_and_predicts(tmp_path, monkeypatch, capsys
     text = (tiny_models.DATA / "tiny-llama" / "held_out.txt").read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(text[:6000], encoding="utf-8")
     flags = ["--do_train", "--do_eval", "--do_predict", "--gradient_checkpointing"]
-    run_example(monkeypatch, "--data", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path / "causal"), *flags)
+    run_example(
+        monkeypatch, "--data", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path / "causal"), *flags
+    )
     assert "eval_accuracy" in capsys.readouterr().out
     assert (tmp_path / "causal" / "adapter_model.safetensors").exists()
     assert (tmp_path / "causal" / "predictions.txt").read_text(encoding="utf-8").strip()

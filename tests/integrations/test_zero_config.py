@@ -1,4 +1,6 @@
-"""DeepSpeed options that would change packed bytes are refused by name, before anything is loaded and without a second rank."""
+"""DeepSpeed options that would change packed bytes are refused by name, before anything is loaded and without
+a second rank.
+"""
 
 import copy
 
@@ -69,7 +71,9 @@ def test_a_model_in_another_dtype_than_zero_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_auto_means_the_dtype_of_the_model(dtype):
-    alive = HfDeepSpeedConfig(config(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"}))
+    alive = HfDeepSpeedConfig(
+        config(bf16={"enabled": "auto"}, fp16={"enabled": "auto", "loss_scale": "auto"})
+    )
     found = read_zero_config(dtype)
     assert found.dtype == dtype
     assert found.options["fp16"] == {"enabled": dtype == torch.float16}
@@ -78,7 +82,9 @@ def test_auto_means_the_dtype_of_the_model(dtype):
 
 def test_the_home_of_shards_is_that_of_offload_param():
     for device, home in (("none", "device"), ("cpu", "cpu"), ("nvme", "nvme")):
-        alive = HfDeepSpeedConfig(config(zero_optimization={"offload_param": {"device": device, "nvme_path": "/tmp/x"}}))
+        alive = HfDeepSpeedConfig(
+            config(zero_optimization={"offload_param": {"device": device, "nvme_path": "/tmp/x"}})
+        )
         found = read_zero_config(torch.bfloat16)
         assert (found.home, found.nvme_path) == (home, "/tmp/x")
         del alive
@@ -103,7 +109,10 @@ def test_no_zero3_without_a_live_config():
 
 
 def test_the_pool_holds_the_largest_shard_and_what_a_module_needs_at_once():
-    rows = tuple(FlatParameter(str(n), nbytes, 2, (), True) for n, nbytes in enumerate([64, 1 << 22, 6_000_001 * 2, 1 << 21]))
+    rows = tuple(
+        FlatParameter(str(n), nbytes, 2, (), True)
+        for n, nbytes in enumerate([64, 1 << 22, 6_000_001 * 2, 1 << 21])
+    )
     plan = ZeroPlan(rows, 0, 2, "nvme")
     assert plan_pool(plan, 2, at_once=1) == Pool(4, 3_000_001, 2)
     assert plan_pool(plan, 2, at_once=30, least_nbytes=1 << 20).count == 3  # no more than there are
@@ -111,10 +120,14 @@ def test_the_pool_holds_the_largest_shard_and_what_a_module_needs_at_once():
 
 
 def test_deepspeeds_own_swapper_gets_a_pool_and_a_folder_of_its_own_for_each_load():
-    sections = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5}}}
+    sections = {
+        "zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5}}
+    }
     alive = HfDeepSpeedConfig(config(**sections))
     zero = read_zero_config(torch.bfloat16)
-    first, second = (swap_options(zero, Pool(7, 1000, 2))["zero_optimization"]["offload_param"] for _ in range(2))
+    first, second = (
+        swap_options(zero, Pool(7, 1000, 2))["zero_optimization"]["offload_param"] for _ in range(2)
+    )
     assert (first["buffer_count"], first["buffer_size"]) == (7, 1000)
     assert first["nvme_path"].startswith("/nvme/hfq-")
     assert first["nvme_path"] != second["nvme_path"]

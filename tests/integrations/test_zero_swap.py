@@ -20,7 +20,9 @@ VALUES = torch.arange(5000, dtype=torch.int16)
 @pytest.fixture
 def file(tmp_path):
     raw = VALUES.numpy().tobytes()
-    write_safetensors(tmp_path / "model.safetensors", {"odd": ("U8", (3,), b"abc"), "values": ("I16", (5000,), raw)})
+    write_safetensors(
+        tmp_path / "model.safetensors", {"odd": ("U8", (3,), b"abc"), "values": ("I16", (5000,), raw)}
+    )
     return tmp_path
 
 

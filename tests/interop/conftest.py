@@ -21,7 +21,9 @@ for path in map(str.strip, sys.stdin):
 
 @pytest.fixture(scope="module")
 def stock_digest(tmp_path_factory):
-    """stock_digest(path, flag="") → the digest of the logits of a stock load, in one process without hfq, or in one with it."""
+    """stock_digest(path, flag="") → the digest of the logits of a stock load, in one process without hfq, or
+    in one with it.
+    """
     environment, readers = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}, {}
     errors = tmp_path_factory.mktemp("stock") / "stderr"
 
@@ -29,7 +31,9 @@ def stock_digest(tmp_path_factory):
         if flag not in readers:
             command = [sys.executable, "-c", STOCK, flag]
             with open(errors, "a") as stream:
-                readers[flag] = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=stream, text=True, env=environment)
+                readers[flag] = subprocess.Popen(
+                    command, stdin=-1, stdout=-1, stderr=stream, text=True, env=environment
+                )
         print(path, file=readers[flag].stdin, flush=True)
         for line in readers[flag].stdout:
             if line.startswith("digest"):

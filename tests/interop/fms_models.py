@@ -18,28 +18,64 @@ OTHERS = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "rope_theta": 5000.0}),
     "gpt_bigcode": (
         "GPTBigCodeForCausalLM",
-        {"n_embd": HIDDEN, "n_inner": INNER, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "multi_query": True},
+        {
+            "n_embd": HIDDEN,
+            "n_inner": INNER,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_positions": 64,
+            "multi_query": True,
+        },
     ),
     "granite_moe_hybrid": (
         "GraniteMoeHybridForCausalLM",
-        {"layers_block_type": ["attention"] * LAYERS, "num_local_experts": 0, "shared_intermediate_size": INNER,
-         "num_experts_per_tok": 0, "position_embedding_type": "rope", "rope_theta": 10000.0},
+        {
+            "layers_block_type": ["attention"] * LAYERS,
+            "num_local_experts": 0,
+            "shared_intermediate_size": INNER,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "rope_theta": 10000.0,
+        },
     ),
     "granite_moe_hybrid with Mamba": (
         "GraniteMoeHybridForCausalLM",
-        {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "shared_intermediate_size": INNER, "num_experts_per_tok": 1,
-         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 12, "position_embedding_type": "rope", "rope_theta": 10000.0},
+        {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 2,
+            "shared_intermediate_size": INNER,
+            "num_experts_per_tok": 1,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 12,
+            "position_embedding_type": "rope",
+            "rope_theta": 10000.0,
+        },
     ),
     "bamba": (
         "BambaForCausalLM",
-        {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 12, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 12,
+            "mamba_n_groups": 1,
+            "attn_layer_indices": [1],
+        },
     ),
     "scaled RoPE": (
         "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
     ),
-}  # fmt: skip
+}
 """Further architectures: transformers' class, and the options of its config."""
 
 
@@ -56,7 +92,10 @@ def write_other(folder: Path, name: str, format: str) -> Path:
     for key, tensor in tiny_models.stored_tensors(folder).items():
         stem, is_weight = key.removesuffix("weight"), key.endswith(".weight")
         is_packed = (
-            weight_format is not None and is_weight and tensor.dim() == 2 and not re.search("embed|wte|wpe|lm_head", key)
+            weight_format is not None
+            and is_weight
+            and tensor.dim() == 2
+            and not re.search("embed|wte|wpe|lm_head", key)
         )
         if is_packed and tensor.shape[0] % 32 == tensor.shape[1] % 64 == 0:
             packed = weight_format.quantize(3 * tensor)

@@ -1,6 +1,8 @@
-"""One rank of FMS's tensor parallelism: loads each case through both doors, and compares its logits with those of one process.
+"""One rank of FMS's tensor parallelism: loads each case through both doors, and compares its logits with
+those of one process.
 
-python tests/interop/fms_worker.py RANK WORLD FOLDER   (the folder holds cases.pt, and gets store and rank<n>.json)
+python tests/interop/fms_worker.py RANK WORLD FOLDER   (the folder holds cases.pt, and gets store and
+rank<n>.json)
 """
 
 import json

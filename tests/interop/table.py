@@ -1,10 +1,12 @@
-"""Loads checkpoints of other projects in three placements and prints one table; exits with 1 where a promise does not hold.
+"""Loads checkpoints of other projects in three placements and prints one table; exits with 1 where a promise
+does not hold.
 
     PYTHONPATH=tests python tests/interop/table.py FOLDER ...
 
-Each folder holds a checkpoint and `reference_weightonly.safetensors`: tokens, and the logits of a plain float32 model with the exactly
-dequantized weights. Columns: relative L2 error of the logits; whether they are equal bit for bit on the CPU, with one layer on disk,
-and all on disk; bytes resident over packed bytes on file; whether a save from each placement gives back every packed byte.
+Each folder holds a checkpoint and `reference_weightonly.safetensors`: tokens, and the logits of a plain
+float32 model with the exactly dequantized weights. Columns: relative L2 error of the logits; whether they are
+equal bit for bit on the CPU, with one layer on disk, and all on disk; bytes resident over packed bytes on
+file; whether a save from each placement gives back every packed byte.
 """
 
 import sys
@@ -25,12 +27,16 @@ LIMIT, MOST_RESIDENT = 1e-5, 1.02
 
 def load(folder: Path, device_map: dict):
     config = HfqConfig(quantize_activations=False)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map=device_map)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32, device_map=device_map
+    )
 
 
 def placements(model) -> list[dict]:
     layer = next(
-        name for name, _ in model.named_modules() if name.endswith((".1", "layers.1", "h.1")) and name.count(".") <= 3
+        name
+        for name, _ in model.named_modules()
+        if name.endswith((".1", "layers.1", "h.1")) and name.count(".") <= 3
     )
     return [{"": "cpu", layer: "disk"}, {"": "disk"}]
 
@@ -86,7 +92,12 @@ def main(folders: list[str]) -> int:
             counts[what] += 1
             print(f"{folder.name:44} {what}: {str(error).splitlines()[0]}")
             continue
-        holds = found["error"] <= LIMIT and found["equal"] and found["resident"] <= MOST_RESIDENT and found["saved"]
+        holds = (
+            found["error"] <= LIMIT
+            and found["equal"]
+            and found["resident"] <= MOST_RESIDENT
+            and found["saved"]
+        )
         counts["hold" if holds else "FAILED"] += 1
         marks = f"{found['error']:8.1e} {found['equal']!s:>5} {found['resident']:8.3f} {found['saved']!s:>5}"
         print(f"{folder.name:44} {found['dialect'][:44]:44} {marks}{'' if holds else '  FAILED'}", flush=True)

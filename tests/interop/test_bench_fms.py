@@ -1,4 +1,6 @@
-"""`python -m benchmarks fms`, with small models and workers in this process: complete, and consistent in itself."""
+"""`python -m benchmarks fms`, with small models and workers in this process: complete, and consistent in
+itself.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ def test_the_report_has_every_loader(tmp_path, monkeypatch):
     assert parity["llama gptq-asym 8"][0].startswith("wrong: ")  # FMS by itself
     assert report.tables[0].header[-2:] == ("hfq.fms.load, 2 ranks", "FMS with hfq.fms.register, 2 ranks")
     assert all(float(cell) <= fms.TOLERANCE for row in parity.values() for cell in row[1:])
-    assert [(target.value, target.bound, target.verdict) for target in report.targets[:4]] == 4 * [(3, 3, "met")]
+    assert [(target.value, target.bound, target.verdict) for target in report.targets[:4]] == 4 * [
+        (3, 3, "met")
+    ]
     loads = {row[1]: row[2] for row in report.tables[1].rows}
     assert list(loads) == list(fms.LOADERS)
     assert "error" not in loads["hfq.fms.load"].lower()
@@ -60,6 +64,7 @@ def test_a_model_that_does_not_load_is_not_met():
     }
     made = {"kind": "parity", "loader": "hfq.fms.load"}
     target = fms._parity_target(
-        [made | {"relative_error": 1e-7}, made | {"relative_error": float("nan")}, made | failed], "hfq.fms.load"
+        [made | {"relative_error": 1e-7}, made | {"relative_error": float("nan")}, made | failed],
+        "hfq.fms.load",
     )
     assert (target.value, target.bound, target.verdict) == (1, 3, "not met")

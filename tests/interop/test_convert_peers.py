@@ -35,17 +35,28 @@ def made(folder, name):
 def packed_layers(path, quantize_activations=False):
     config = HfqConfig(kernel="reference", quantize_activations=quantize_activations)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
-    return model, {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return model, {
+        name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)
+    }
 
 
 def test_transformers_gives_the_same_logits_of_fine_grained_fp8(tmp_path):
-    found = AutoModelForCausalLM.from_pretrained(converted(FP8, tmp_path, "float-quantized", "fp8"), dtype=torch.bfloat16)
+    found = AutoModelForCausalLM.from_pretrained(
+        converted(FP8, tmp_path, "float-quantized", "fp8"), dtype=torch.bfloat16
+    )
     expected = AutoModelForCausalLM.from_pretrained(FP8, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
 
 
-SOURCES = ["gptq-v1-w4-sym", "gptq-v2-w4-asym", "gptq-v1-w3-sym", "gptq-v1-w8-channel", "fp8-block", "fp8-autofp8-static"]
+SOURCES = [
+    "gptq-v1-w4-sym",
+    "gptq-v2-w4-asym",
+    "gptq-v1-w3-sym",
+    "gptq-v1-w8-channel",
+    "fp8-block",
+    "fp8-autofp8-static",
+]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -62,12 +73,18 @@ def test_compressed_tensors_own_decompression_gives_the_sources_weights(tmp_path
     _, layers = packed_layers(path)
     assert len(layers) == 14
     for module, layer in layers.items():
-        local = {key.removeprefix(f"{module}."): tensor for key, tensor in tensors.items() if key.startswith(f"{module}.")}
+        local = {
+            key.removeprefix(f"{module}."): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(f"{module}.")
+        }
         found = compressor.decompress(local, scheme)["weight"]
         assert torch.equal(found, layer.weight.to(found.dtype)), module
 
 
-@pytest.mark.parametrize(("path", "to"), [(GPTQ, "pack-quantized"), (FP8, "float-quantized")], ids=["gptq", "fp8"])
+@pytest.mark.parametrize(
+    ("path", "to"), [(GPTQ, "pack-quantized"), (FP8, "float-quantized")], ids=["gptq", "fp8"]
+)
 def test_transformers_with_compressed_tensors_gives_hfqs_logits(tmp_path, path, to):
     target = converted(path, tmp_path, to)
     stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

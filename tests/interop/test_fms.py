@@ -1,4 +1,6 @@
-"""IBM's Foundation Model Stack on packed bytes: transformers' logits, through `hfq.fms.load` and through FMS's `get_model`."""
+"""IBM's Foundation Model Stack on packed bytes: transformers' logits, through `hfq.fms.load` and through
+FMS's `get_model`.
+"""
 
 import contextlib
 import io
@@ -29,7 +31,9 @@ TOKENS = torch.tensor([[3, 5, 7, 11, 13, 2], [4, 9, 30, 31, 8, 6]])
 """Neither of 2 nor of 8 tokens, the numbers of key heads: see `test_stock_fms.py`."""
 CONFIG = HfqConfig(kernel="reference")
 TOLERANCE = 5e-6
-"""Relative L2 in float32: FMS computes attention, RoPE and norms in other orders of operations than transformers."""
+"""Relative L2 in float32: FMS computes attention, RoPE and norms in other orders of operations than
+transformers.
+"""
 
 MAMBA = {
     "bamba": r"(?s)was not compared.*found: bamba",
@@ -78,7 +82,9 @@ def get_model(path: Path, **options):
 
     hfq.fms.register(CONFIG)
     with contextlib.redirect_stdout(io.StringIO()):
-        return get_model("hf_pretrained", model_path=str(path), **{"data_type": torch.float32, **options}).eval()
+        return get_model(
+            "hf_pretrained", model_path=str(path), **{"data_type": torch.float32, **options}
+        ).eval()
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -89,7 +95,9 @@ def packed_of(model) -> dict[str, QuantizedModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
 
 
-@pytest.mark.parametrize("case", [*fms_models.PARITY, ("mistral", "gptq-asym", 2), ("mistral", "fp8-tensor", 2)], ids=identity)
+@pytest.mark.parametrize(
+    "case", [*fms_models.PARITY, ("mistral", "gptq-asym", 2), ("mistral", "fp8-tensor", 2)], ids=identity
+)
 def test_logits_are_those_of_transformers_through_both_doors(case, paths):
     expected, model = reference(paths[case]), load(paths[case])
     found = logits(model)
@@ -103,7 +111,9 @@ def test_logits_are_those_of_transformers_through_both_doors(case, paths):
 
 
 def test_the_code_of_the_page_runs(paths):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "fms.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs" / "fms.md").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     path, names = paths["llama", "gptq-sym", 8], {}
     exec(code.replace("path/to/checkpoint", str(path)), names)
     assert names["logits"].shape == (1, 6, 128)
@@ -123,7 +133,9 @@ def test_what_else_fms_maps(name, format, folder):
     path = fms_models.write_other(folder / f"{name}-{format}", name, format)
     model = load(path)
     assert bool(packed_of(model)) == (format != "dense")
-    assert error(logits(model), reference(path, getattr(transformers, fms_models.OTHERS[name][0]))) <= TOLERANCE
+    assert (
+        error(logits(model), reference(path, getattr(transformers, fms_models.OTHERS[name][0]))) <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("format", ["gptq-asym", "fp8-block"])
@@ -134,7 +146,9 @@ def test_models_with_mamba_layers_go_through_transformers(name, format, folder):
     plain = AutoModelForCausalLM.from_config(model.config).eval()
     packed = packed_of(model)
     assert {name.rpartition(".")[2] for name in packed} >= {"in_proj", "out_proj", "q_proj"}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in packed}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in packed
+    }
     state |= {f"{name}.weight": module.dequantize() for name, module in packed.items()}
     plain.load_state_dict(state)
     assert torch.equal(logits(model), logits(plain))
@@ -144,7 +158,10 @@ def test_models_with_mamba_layers_go_through_transformers(name, format, folder):
 
 def test_packed_bytes_are_the_checkpoints_and_only_reordered_rows_are_copied(paths):
     path = paths["llama", "gptq-asym", 2]
-    stock, model = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG), load(path, data_type=torch.bfloat16)
+    stock, model = (
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG),
+        load(path, data_type=torch.bfloat16),
+    )
     names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
     maps = _mapped(path)
     for name, module in packed_of(model).items():
@@ -166,12 +183,16 @@ def _mapped(path: Path) -> list[tuple[int, int]]:
 
 
 def test_a_data_type_reaches_no_packed_tensor_of_get_model(paths):
-    model = get_model(paths["granite", "fp8-channel", 2], data_type="bfloat16", linear_config={"linear_type": "hfq"})
+    model = get_model(
+        paths["granite", "fp8-channel", 2], data_type="bfloat16", linear_config={"linear_type": "hfq"}
+    )
     exact = load(paths["granite", "fp8-channel", 2])
     for name, module in packed_of(model).items():
         expected = exact.get_submodule(name).resting_tensors()
-        assert all(torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
-                   for key, tensor in module.resting_tensors().items())  # fmt: skip
+        assert all(
+            torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
+            for key, tensor in module.resting_tensors().items()
+        )
     assert model.base_model.dec_norm.weight.dtype == torch.bfloat16
 
 
@@ -199,7 +220,9 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
     found = {}
     for id, path in made.items():
         model = load(path)
-        codes = [module.resting_tensors()[module.weight_format.codes_name] for module in packed_of(model).values()]
+        codes = [
+            module.resting_tensors()[module.weight_format.codes_name] for module in packed_of(model).values()
+        ]
         found[id] = path, logits(model), sum(tensor.nbytes for tensor in codes)
     return found
 
@@ -207,13 +230,24 @@ def shared(folder, paths) -> dict[str, tuple[Path, torch.Tensor, int]]:
 @pytest.fixture(scope="module")
 def ranks(folder, shared) -> list[dict]:
     """What both ranks of one launch found: all cases run in it."""
-    cases = {id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()}
+    cases = {
+        id: (str(path), TOKENS, expected, bool(nbytes)) for id, (path, expected, nbytes) in shared.items()
+    }
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HFQ_DISABLE_CPP": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "HFQ_DISABLE_CPP": "1",
+    }
     command = [sys.executable, str(ROOT / "tests" / "interop" / "fms_worker.py")]
     started = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(folder)], env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), "2", str(folder)],
+            env=environment,
+            stdout=-1,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -261,11 +295,23 @@ def test_what_fms_cannot_do_is_refused_by_name(folder, paths):
         load("ibm-granite/granite-3.1-8b-base")
     with pytest.raises(SetupError, match="without a quantized checkpoint"):
         get_model(paths["llama", "dense", 2], linear_config={"linear_type": "hfq"})
-    scaled = fms_models.write(folder / "scaled", "granite", "fp8-channel", 2, rope_parameters={
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32})  # fmt: skip
+    scaled = fms_models.write(
+        folder / "scaled",
+        "granite",
+        "fp8-channel",
+        2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    )
     with pytest.raises(SetupError, match="leave out how this model scales RoPE"):
         load(scaled)
-    unknown = fms_models.write(folder / "gemma", "llama", "dense", 2, architectures=["GemmaForCausalLM"], model_type="gemma")
+    unknown = fms_models.write(
+        folder / "gemma", "llama", "dense", 2, architectures=["GemmaForCausalLM"], model_type="gemma"
+    )
     with pytest.raises(SetupError, match="FMS does not build this model"):
         load(unknown)
 
@@ -296,7 +342,9 @@ def test_as_many_tokens_as_key_heads_are_refused_without_a_cache_and_right_with_
     """Without one FMS's attention takes heads for tokens there: see `test_stock_fms.py`."""
     path, tokens = paths["llama", format, 2], TOKENS[:, :2]
     with torch.no_grad():
-        for door in (load, get_model) if format != "dense" else (load,):  # the other door leaves dense models to FMS
+        for door in (
+            (load, get_model) if format != "dense" else (load,)
+        ):  # the other door leaves dense models to FMS
             with pytest.raises(SetupError, match="would take heads for tokens"):
                 door(path)(tokens)
         found = load(path)(tokens, use_cache=True)[0]

@@ -19,7 +19,9 @@ ERRORS = {
     ("Q4_0", True): (0.06, 0.12),
     ("Q8_0", False): (0.003, 0.015),
 }
-"""Of the product's norm: what rounding normal weights to 4.5 bits (a step of about a fifth of their deviation) or 8.5 bits costs."""
+"""Of the product's norm: what rounding normal weights to 4.5 bits (a step of about a fifth of their
+deviation) or 8.5 bits costs.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Other projects' own readers: they load what hfq saved as what they loaded before, and hfq's import changes nothing for them."""
+"""Other projects' own readers: they load what hfq saved as what they loaded before, and hfq's import changes
+nothing for them.
+"""
 
 import pytest
 import tiny_models
@@ -19,7 +21,11 @@ def shared(*parts: str) -> list:
     if not tiny_models.SHARED.is_dir():
         return []
     names = sorted(path.name for path in tiny_models.SHARED.iterdir())
-    return [tiny_models.SHARED / name for name in names if any(part in name for part in parts) and "mixtral" not in name]
+    return [
+        tiny_models.SHARED / name
+        for name in names
+        if any(part in name for part in parts) and "mixtral" not in name
+    ]
 
 
 CT = shared("ct-fp8", "ct-w8a8")
@@ -32,7 +38,9 @@ def identity(path) -> str:
 
 def load(path, **options):
     config = HfqConfig(quantize_activations=options.pop("quantize_activations", False))
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": "auto", **options})
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, **{"dtype": "auto", **options}
+    )
 
 
 @pytest.mark.parametrize("path", [GPTQS[0], *CT[:1]], ids=identity)
@@ -70,7 +78,8 @@ def test_activations_are_quantized_as_compressed_tensors_does(path):
     with torch.no_grad():
         expected = stock(tokens).logits
         found = load(path, dtype=torch.float32, quantize_activations=True)(tokens).logits
-    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
+    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on
+    # it
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 

@@ -1,4 +1,6 @@
-"""What `hfq.quantize` writes, in the stock reader of its dialect: the same weights, and the same logits within their rounding."""
+"""What `hfq.quantize` writes, in the stock reader of its dialect: the same weights, and the same logits
+within their rounding.
+"""
 
 import pytest
 import tiny_models
@@ -25,7 +27,9 @@ RECIPES = [
 
 
 def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(**options), dtype=torch.float32
+    )
 
 
 def logits(model):
@@ -46,7 +50,14 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     from gptqmodel import BACKEND, GPTQModel
 
     calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
-    hfq.quantize(SOURCE, Recipe(**recipe), output_dir=tmp_path / "it", dataset=calibration, num_calibration_samples=4, max_seq_length=64)
+    hfq.quantize(
+        SOURCE,
+        Recipe(**recipe),
+        output_dir=tmp_path / "it",
+        dataset=calibration,
+        num_calibration_samples=4,
+        max_seq_length=64,
+    )
     peer = GPTQModel.load(str(tmp_path / "it"), backend=BACKEND.TORCH, device="cpu").model
     model, checked = load(tmp_path / "it"), 0
     for name, module in model.named_modules():
@@ -56,7 +67,9 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
             worst = (found.float() - weight.float()).abs().max()
             assert worst <= 2 * torch.finfo(weight.dtype).eps * weight.float().abs().max(), name
             checked += 1
-    assert checked == 28 - sum(3 if name.endswith("mlp") else 1 for name in recipe.get("modules_to_not_convert", ()))
+    assert checked == 28 - sum(
+        3 if name.endswith("mlp") else 1 for name in recipe.get("modules_to_not_convert", ())
+    )
     expected = logits(model)
     assert (logits(peer) - expected).norm() < 0.02 * expected.norm()  # the peer computes in 16 bits
 
@@ -64,7 +77,15 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
 def test_transformers_reads_the_awq_that_hfq_wrote(tmp_path):
     calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
     recipe = Recipe("awq", group_size=64)
-    hfq.quantize(SOURCE, recipe, output_dir=tmp_path / "it", dataset=calibration, num_calibration_samples=4, max_seq_length=64, modules_to_not_convert=["model.layers.2.self_attn.o_proj"])
+    hfq.quantize(
+        SOURCE,
+        recipe,
+        output_dir=tmp_path / "it",
+        dataset=calibration,
+        num_calibration_samples=4,
+        max_seq_length=64,
+        modules_to_not_convert=["model.layers.2.self_attn.o_proj"],
+    )
     expected = logits(load(tmp_path / "it"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)
     assert not [module for module in stock.modules() if type(module).__module__.startswith("hfq")]
@@ -75,12 +96,16 @@ def test_transformers_reads_the_awq_that_hfq_wrote(tmp_path):
 def test_transformers_reads_the_fp8_that_hfq_wrote(tmp_path):
     hfq.quantize(SOURCE, Recipe("fp8"), output_dir=tmp_path / "it")
     expected = logits(load(tmp_path / "it"))
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.bfloat16)  # on a CPU it dequantizes to that
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "it", dtype=torch.bfloat16
+    )  # on a CPU it dequantizes to that
     assert (logits(stock) - expected).norm() < 0.02 * expected.norm()
 
 
 def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
-    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None)
+    source = tiny_models.write_model(
+        tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None
+    )
     recipe = Recipe("fp8")
     hfq.quantize(source, recipe, output_dir=tmp_path / "it", modules_to_not_convert=["gate_proj"])
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "it", dtype=torch.float32)
@@ -88,7 +113,8 @@ def test_compressed_tensors_reads_the_fp8_that_hfq_wrote(tmp_path):
     with torch.no_grad():
         expected = stock(tokens).logits
         found = load(tmp_path / "it", quantize_activations=True)(tokens).logits
-    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on it
+    # float32 on both sides; products over panels may sum in another order, and a rounding of FP8 may flip on
+    # it
     assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
@@ -97,8 +123,12 @@ OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"metho
 
 @pytest.mark.parametrize("recipe", OUTPUTS, ids=str)
 def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
-    """What is packed while loading and saved is the same as what `hfq.quantize` writes (tests/integrations/test_packing.py)."""
-    model = AutoModelForCausalLM.from_pretrained(SOURCE, quantization_config=HfqConfig(**recipe), dtype=torch.float32)
+    """What is packed while loading and saved is the same as what `hfq.quantize` writes
+    (tests/integrations/test_packing.py).
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        SOURCE, quantization_config=HfqConfig(**recipe), dtype=torch.float32
+    )
     model.save_pretrained(tmp_path / "it")
     dtype = (
         torch.bfloat16 if recipe["method"] == "mxfp4" else torch.float32
@@ -109,8 +139,10 @@ def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     assert len(packed) == 28
     for name, module in packed.items():
         assert torch.equal(module.weight, stock.get_submodule(name).weight.float()), name
-    # another order of sums moves an activation over the edge of its int8 code, here and there: the reference's is the reader's
+    # another order of sums moves an activation over the edge of its int8 code, here and there: the
+    # reference's is the reader's
     options = {"quantize_activations": True, "kernel": "reference"} if recipe["method"] == "w8a8" else {}
     expected = logits(load(tmp_path / "it", **options))
-    # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16 bits
+    # float32 on both sides, whose sums may be taken in another order; for MXFP4 the reader computes in 16
+    # bits
     assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * expected.norm()

@@ -1,4 +1,6 @@
-"""Checkpoints that other projects' own tools wrote, kept beside the repository where there are any: read, placed, saved."""
+"""Checkpoints that other projects' own tools wrote, kept beside the repository where there are any: read,
+placed, saved.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ from hfq import HfqConfig
 from hfq.loading.saving import SIDE_FILES
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
-pytestmark = pytest.mark.skipif(not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints beside the repository")
+pytestmark = pytest.mark.skipif(
+    not tiny_models.SHARED.is_dir(), reason="no ../shared/checkpoints beside the repository"
+)
 
 PLACEMENTS = {
     "cpu": {"": "cpu"},
@@ -30,7 +34,9 @@ READ = checkpoints()
 def load(name, **options):
     config = HfqConfig(quantize_activations=options.pop("quantize_activations", False))
     path = tiny_models.SHARED / name
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **{"dtype": torch.float32, **options})
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, **{"dtype": torch.float32, **options}
+    )
 
 
 def logits(model, tokens):
@@ -48,7 +54,9 @@ def test_the_logits_are_those_of_the_exactly_dequantized_weights_in_every_placem
     assert all(torch.equal(found["cpu"], other) for other in found.values())
 
 
-@pytest.mark.parametrize("placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))])
+@pytest.mark.parametrize(
+    "placement", ["half", *(pytest.param(other, marks=pytest.mark.slow) for other in ("cpu", "disk"))]
+)
 @pytest.mark.parametrize("name", READ)
 def test_saving_gives_back_every_byte_and_the_config(name, placement, tmp_path):
     model = load(name, device_map=PLACEMENTS[placement], dtype="auto")

@@ -1,6 +1,7 @@
 """What FMS 1.13 gets wrong by itself, each as it should be: one that passes one day says that FMS was mended.
 
-The checkpoints' config.json names no quantization, as FMS must be shown them: one that does needs fms-model-optimizer.
+The checkpoints' config.json names no quantization, as FMS must be shown them: one that does needs
+fms-model-optimizer.
 """
 
 import contextlib
@@ -31,14 +32,18 @@ def stock(path: Path, **options):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """made(format, key heads, …) → (the checkpoint as FMS must be shown it, the logits that transformers has with hfq)."""
+    """made(format, key heads, …) → (the checkpoint as FMS must be shown it, the logits that transformers has
+    with hfq).
+    """
     folder, found = tmp_path_factory.mktemp("stock"), {}
 
     def made(format: str, kv_heads: int, tokens=TOKENS, **options):
         key = (format, kv_heads, len(tokens[0]), *options)
         if key not in found:
             path = fms_models.write(folder / str(len(found)), "llama", format, kv_heads, **options)
-            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=CONFIG, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, quantization_config=CONFIG, dtype=torch.float32
+            )
             with torch.no_grad():
                 expected = model(tokens).logits
             config = json.loads((path / "config.json").read_text())
@@ -55,13 +60,19 @@ def test_symmetric_gptq_with_many_key_heads_works(made):
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the zero point is taken to be 8, whatever is stored")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the zero point is taken to be 8, whatever is stored"
+)
 def test_asymmetric_gptq(made):
     path, expected = made("gptq-asym", 8)
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the step for RoPE takes words of packed zero points for features")
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="the step for RoPE takes words of packed zero points for features",
+)
 def test_gptq_with_few_key_heads(made):
     path, expected = made("gptq-sym", 2)
     assert error(logits(stock(path, linear_config=GPTQ)), expected) <= FLOAT16
@@ -75,7 +86,9 @@ def test_packed_tensors_keep_their_dtype(made):
 
 
 @pytest.mark.xfail(
-    strict=True, raises=(AssertionError, RuntimeError, NotImplementedError), reason="the scales are left out, with a warning"
+    strict=True,
+    raises=(AssertionError, RuntimeError, NotImplementedError),
+    reason="the scales are left out, with a warning",
 )
 @pytest.mark.parametrize("format", ["fp8-block", "fp8-tensor"])
 def test_fp8_without_another_project(made, format):
@@ -91,7 +104,9 @@ def test_a_config_that_names_a_quantization(tmp_path):
     type(registry).hf_config_to_fms_config_params(registry, config, None)
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="what is missing is left as it was allocated")
+@pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="what is missing is left as it was allocated"
+)
 def test_a_missing_tensor_is_an_error(tmp_path):
     import safetensors.torch as safetensors
 
@@ -104,7 +119,9 @@ def test_a_missing_tensor_is_an_error(tmp_path):
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="rope_scaling is looked for in rope_parameters, where transformers 5 has none"
+    strict=True,
+    raises=AssertionError,
+    reason="rope_scaling is looked for in rope_parameters, where transformers 5 has none",
 )
 def test_scaled_rope(made):
     rope = fms_models.OTHERS["scaled RoPE"][1]["rope_parameters"]
@@ -113,7 +130,9 @@ def test_scaled_rope(made):
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="keys [batch, tokens, heads, …] are taken for [batch, heads, tokens, …]"
+    strict=True,
+    raises=AssertionError,
+    reason="keys [batch, tokens, heads, …] are taken for [batch, heads, tokens, …]",
 )
 def test_as_many_tokens_as_key_heads(made):
     path, expected = made("dense", 2, tokens=TOKENS[:, :2])
@@ -131,7 +150,9 @@ def test_the_base_of_qwen3s_rope(tmp_path):
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
 def test_an_inner_size_that_256_does_not_divide(tmp_path, name):
     path = (
-        fms_models.write(tmp_path, name, "dense", 2) if name == "mistral" else fms_models.write_other(tmp_path, name, "dense")
+        fms_models.write(tmp_path, name, "dense", 2)
+        if name == "mistral"
+        else fms_models.write_other(tmp_path, name, "dense")
     )
     assert error(logits(stock(path)), reference(path)) <= 5e-6
 

@@ -1,4 +1,6 @@
-"""`examples/quantize_tiny_gptq.py` with gptqmodel, on a little text: what it writes is GPTQ of the tiny Llama, and hfq reads it."""
+"""`examples/quantize_tiny_gptq.py` with gptqmodel, on a little text: what it writes is GPTQ of the tiny
+Llama, and hfq reads it.
+"""
 
 import json
 import os
@@ -28,13 +30,22 @@ script.main()
 
 def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
     pytest.importorskip("gptqmodel")
-    command = [sys.executable, "-c", RUN, str(EXAMPLES), str(tiny_models.DATA / "tiny-llama"), str(tmp_path / "made")]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        str(EXAMPLES),
+        str(tiny_models.DATA / "tiny-llama"),
+        str(tmp_path / "made"),
+    ]
     environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "PYTHONPATH": str(EXAMPLES.parent)}
     # gptqmodel writes logs into the folder that it is called in
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert inspect_checkpoint(Checkpoint.open(tmp_path / "made"))["formats"] == {"gptq v1 int4 g128 sym": 28}
-    stored, shipped = (tiny_models.stored_tensors(path) for path in (tmp_path / "made", tiny_models.DATA / "tiny-llama-gptq"))
+    stored, shipped = (
+        tiny_models.stored_tensors(path) for path in (tmp_path / "made", tiny_models.DATA / "tiny-llama-gptq")
+    )
     assert {name: (t.dtype, t.shape) for name, t in stored.items()} == {
         name: (t.dtype, t.shape) for name, t in shipped.items()
     }

@@ -1,4 +1,6 @@
-"""Compiles the Triton kernels for GPUs that are not there, down to machine code; prints what it compiled. Run by test_triton."""
+"""Compiles the Triton kernels for GPUs that are not there, down to machine code; prints what it compiled. Run
+by test_triton.
+"""
 
 import triton.language as tl
 from triton import compile as compile_kernel
@@ -12,13 +14,33 @@ FLOATS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 
 
 def gptq(bits: int, x: str):
-    pointers = {"x": x, "qweight": "i32", "qzeros": "i32", "scales": "fp16", "index": "i32", "partial": "fp32"}
-    options = {"BITS": bits, "READING": "masked_plus_one", "ONES": 0, "HAS_INDEX": True, "DTYPE": FLOATS[x], "DOT": FLOATS[x]}
+    pointers = {
+        "x": x,
+        "qweight": "i32",
+        "qzeros": "i32",
+        "scales": "fp16",
+        "index": "i32",
+        "partial": "fp32",
+    }
+    options = {
+        "BITS": bits,
+        "READING": "masked_plus_one",
+        "ONES": 0,
+        "HAS_INDEX": True,
+        "DTYPE": FLOATS[x],
+        "DOT": FLOATS[x],
+    }
     return triton_device.gptq_linear, pointers, options | TILES
 
 
 def fp8(is_quantized: bool, x: str):
-    pointers = {"x": "i8" if is_quantized else x, "x_scales": "fp32", "weight": "i8", "scales": "u8", "partial": "fp32"}
+    pointers = {
+        "x": "i8" if is_quantized else x,
+        "x_scales": "fp32",
+        "weight": "i8",
+        "scales": "u8",
+        "partial": "fp32",
+    }
     options = {"IS_QUANTIZED": is_quantized, "IS_E4M3": True, "IS_POWER": True, "DIVIDES": not is_quantized}
     return triton_device.fp8_linear, pointers, options | {"DTYPE": FLOATS[x], "DOT": FLOATS[x]} | TILES
 

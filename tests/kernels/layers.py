@@ -25,7 +25,9 @@ GPTQ_IN = 352  # no multiple of 64, and of 128 only where a layout needs it
 
 @dataclass(frozen=True)
 class Case:
-    """A format and the size of its layer; `scatter` shuffles the groups over the input, `uneven` makes some larger than others."""
+    """A format and the size of its layer; `scatter` shuffles the groups over the input, `uneven` makes some
+    larger than others.
+    """
 
     format: Format
     in_features: int
@@ -50,9 +52,16 @@ class Case:
 
 
 def gptq(
-    bits: int, group_size: int, reading: str = "stored", symmetric: bool = False, out_features: int = 96, **options
+    bits: int,
+    group_size: int,
+    reading: str = "stored",
+    symmetric: bool = False,
+    out_features: int = 96,
+    **options,
 ) -> Case:
-    return Case(Gptq(bits, group_size, symmetric, reading, g_idx_length=GPTQ_IN), GPTQ_IN, out_features, **options)
+    return Case(
+        Gptq(bits, group_size, symmetric, reading, g_idx_length=GPTQ_IN), GPTQ_IN, out_features, **options
+    )
 
 
 def packed(in_features: int, out_features: int, groups: int, scatter: bool = False, **options) -> Case:
@@ -97,7 +106,9 @@ CASES = {
     "mxint4, e8m0": Case(Mxfp4(is_integer=True, scale_dtype="F8_E8M0"), 96, 33),
     "pack-quantized g32": Case(PackQuantized(4, scale_shape=(37, 11), width=44).sized(352, 37), 352, 37),
     "pack-quantized groups of 26": Case(PackQuantized(4, scale_shape=(5, 3), width=10).sized(78, 5), 78, 5),
-    "pack-quantized channel, 301 inputs": Case(PackQuantized(4, scale_shape=(37, 1), width=38).sized(301, 37), 301, 37),
+    "pack-quantized channel, 301 inputs": Case(
+        PackQuantized(4, scale_shape=(37, 1), width=38).sized(301, 37), 301, 37
+    ),
     "pack-quantized tensor": Case(PackQuantized(4, scale_shape=(1,), width=44).sized(352, 1), 352, 1),
     "pack-quantized g32 asym": packed(352, 37, 11, is_symmetric=False),
     "pack-quantized g64 asym": packed(320, 37, 5, is_symmetric=False),
@@ -130,9 +141,13 @@ CASES = {
     "fp8 blocks": fp8(300, 201, strategy="block", block_structure=(128, 128)),
     "fp8 blocks of 48x80": fp8(300, 101, strategy="block", block_structure=(48, 80)),
     "fp8 blocks of 7x9": fp8(61, 33, strategy="block", block_structure=(7, 9)),
-    "fp8 blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
+    "fp8 blocks of powers of two": fp8(
+        260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"
+    ),
     "fp8 channel": fp8(257, 37, strategy="channel"),
-    "fp8 channel reciprocal": fp8(257, 37, strategy="channel", reciprocal=True, scale_name="weight_scale_inv"),
+    "fp8 channel reciprocal": fp8(
+        257, 37, strategy="channel", reciprocal=True, scale_name="weight_scale_inv"
+    ),
     "fp8 tensor": fp8(64, 1, strategy="tensor", scale_shape=()),
     "fp8 groups of 32, u8": fp8(320, 37, strategy="group", group_size=32, scale_dtype="U8"),
     "fp8 e5m2": fp8(300, 37, codes_dtype="F8_E5M2", strategy="channel"),
@@ -141,14 +156,18 @@ CASES = {
 
 
 def misplaced(tensors: Mapping[str, torch.Tensor], shift: int) -> dict[str, torch.Tensor]:
-    """The same tensors, each so many bytes off an address of 64; perhaps not even aligned to its own elements."""
+    """The same tensors, each so many bytes off an address of 64; perhaps not even aligned to its own
+    elements.
+    """
     moved = {}
     for name, tensor in tensors.items():
         nbytes = tensor.numel() * tensor.element_size()
         memory = (ctypes.c_char * (nbytes + 128))()
         start = -ctypes.addressof(memory) % 64 + shift
         ctypes.memmove(ctypes.addressof(memory) + start, tensor.data_ptr(), nbytes)
-        moved[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        moved[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(
+            tensor.shape
+        )
     return moved
 
 
@@ -160,6 +179,8 @@ def at_the_end_of_a_page(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
     memory[start : start + len(data)] = data
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for place, nbytes, allowed in ((0, size, mmap.PROT_READ), (size, mmap.PAGESIZE, 0)):
-        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + place), ctypes.c_size_t(nbytes), allowed):
+        if ctypes.CDLL(None, use_errno=True).mprotect(
+            ctypes.c_void_p(address + place), ctypes.c_size_t(nbytes), allowed
+        ):
             raise OSError(ctypes.get_errno(), "mprotect")
     return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)

@@ -8,7 +8,8 @@ from hfq.formats import ActivationScheme
 from hfq.kernels.activations import quantize_activations
 
 _POSITIVE = sorted(
-    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)}
+    {m / 8 * 2.0**-6 for m in range(8)}
+    | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)}
 )
 NUMBERS = np.array([*(-number for number in _POSITIVE[:0:-1]), *_POSITIVE][: 2 * len(_POSITIVE) - 1])
 NUMBERS = NUMBERS[np.abs(NUMBERS) <= 448]
@@ -52,13 +53,17 @@ def test_the_list_of_numbers_is_that_of_e4m3():
 def test_a_scale_for_each_token():
     values = random(3, 5, 48)
     expected = round_by_hand(values.numpy(), dynamic_scale(np.abs(values.numpy()).max(-1, keepdims=True)))
-    assert torch.equal(quantize_activations(values, ActivationScheme("token"), {}), torch.from_numpy(expected))
+    assert torch.equal(
+        quantize_activations(values, ActivationScheme("token"), {}), torch.from_numpy(expected)
+    )
 
 
 def test_one_scale_for_the_tensor():
     values = random(3, 5, 48)
     expected = round_by_hand(values.numpy(), dynamic_scale(np.abs(values.numpy()).max()))
-    assert torch.equal(quantize_activations(values, ActivationScheme("tensor"), {}), torch.from_numpy(expected))
+    assert torch.equal(
+        quantize_activations(values, ActivationScheme("tensor"), {}), torch.from_numpy(expected)
+    )
 
 
 @pytest.mark.parametrize("group_size", [16, 48, 20, 64])  # 20 leaves 8 channels over, 64 is never filled
@@ -67,8 +72,12 @@ def test_a_scale_for_each_group_of_channels(group_size):
     expected = np.empty_like(values)
     for left in range(0, 48, group_size):
         part = values[..., left : left + group_size]
-        expected[..., left : left + group_size] = round_by_hand(part, dynamic_scale(np.abs(part).max(-1, keepdims=True)))
-    found = quantize_activations(torch.from_numpy(values), ActivationScheme("group", group_size=group_size), {})
+        expected[..., left : left + group_size] = round_by_hand(
+            part, dynamic_scale(np.abs(part).max(-1, keepdims=True))
+        )
+    found = quantize_activations(
+        torch.from_numpy(values), ActivationScheme("group", group_size=group_size), {}
+    )
     assert torch.equal(found, torch.from_numpy(expected))
 
 
@@ -87,7 +96,9 @@ def test_a_static_scale_is_the_stored_one_and_saturates(shape, dtype):
 @pytest.mark.parametrize("upper_bound", [1.5, 1e6])
 def test_an_upper_bound_limits_the_scale_of_a_token(upper_bound):
     values = random(4, 48)
-    expected = round_by_hand(values.numpy(), dynamic_scale(np.abs(values.numpy()).max(-1, keepdims=True), upper_bound))
+    expected = round_by_hand(
+        values.numpy(), dynamic_scale(np.abs(values.numpy()).max(-1, keepdims=True), upper_bound)
+    )
     found = quantize_activations(values, ActivationScheme("token", upper_bound=upper_bound), {})
     assert torch.equal(found, torch.from_numpy(expected))
     assert (found.abs().max().item() <= 1.5) is (upper_bound == 1.5)
@@ -108,7 +119,8 @@ def test_ties_go_to_the_even_mantissa():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "scheme", [ActivationScheme("token"), ActivationScheme("tensor"), ActivationScheme("group", group_size=20)]
+    "scheme",
+    [ActivationScheme("token"), ActivationScheme("tensor"), ActivationScheme("group", group_size=20)],
 )
 def test_activations_come_back_in_their_own_dtype_computed_in_float32(dtype, scheme):
     values = random(3, 48).to(dtype)

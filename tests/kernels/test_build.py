@@ -1,4 +1,6 @@
-"""The compiled part is built once whoever asks, never loaded damaged, and not missed where it cannot be built."""
+"""The compiled part is built once whoever asks, never loaded damaged, and not missed where it cannot be
+built.
+"""
 
 import logging
 import os
@@ -57,7 +59,9 @@ def test_a_second_call_compiles_nothing(runs):
 
 def test_processes_that_start_at_once_compile_once(runs):
     code = "from hfq.kernels.cpp.build import build; print(build().read_text())"
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["library"] * 3
     assert runs() == 1
 
@@ -131,7 +135,9 @@ def test_the_compiler_of_a_package_comes_last(packaged, monkeypatch, wanted):
 
 def test_a_package_without_its_compiler_is_none(packaged):
     packaged.unlink()
-    with pytest.raises(building.BuildError, match=r"install g\+\+ or clang\+\+, or pip install 'hfq\[compiler\]'"):
+    with pytest.raises(
+        building.BuildError, match=r"install g\+\+ or clang\+\+, or pip install 'hfq\[compiler\]'"
+    ):
         building.find_compiler()
 
 
@@ -145,7 +151,9 @@ def test_nothing_but_the_library_is_left_behind(runs):
 
 
 def test_a_compiler_that_fails_is_quoted(runs, tmp_path):
-    (tmp_path / "fake++").write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "x.cpp:1: error: no" >&2; exit 1; }\n')
+    (tmp_path / "fake++").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] || { echo "x.cpp:1: error: no" >&2; exit 1; }\n'
+    )
     with pytest.raises(building.BuildError, match="error: no"):
         building.build()
 

@@ -1,4 +1,6 @@
-"""What the compiled part finds of a processor is what the system says, whichever compiler made it, and the bits are the same."""
+"""What the compiled part finds of a processor is what the system says, whichever compiler made it, and the
+bits are the same.
+"""
 
 import ctypes
 import importlib.util
@@ -81,7 +83,10 @@ def test_the_packages_compiler_makes_the_same_of_it(zig, compiled, monkeypatch):
 
 @pytest.mark.slow
 def test_the_packages_compiler_makes_the_same_of_int8(zig, compiled, monkeypatch):
-    own, other = compiled_int8._library(), compiled_int8._declared(ctypes.CDLL(str(building.build(compiled_int8.SOURCE))))
+    own, other = (
+        compiled_int8._library(),
+        compiled_int8._declared(ctypes.CDLL(str(building.build(compiled_int8.SOURCE)))),
+    )
     assert own.hfq_int8_engine() == other.hfq_int8_engine()
     for out_features, in_features in ((37, 1), (33, 65), (65, 352), (19, 6200)):
         weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)

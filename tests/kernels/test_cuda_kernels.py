@@ -1,4 +1,6 @@
-"""What is chosen on a CUDA device, by made-up capabilities; and torch's FP8 product, by torch's own implementation of it on a CPU."""
+"""What is chosen on a CUDA device, by made-up capabilities; and torch's FP8 product, by torch's own
+implementation of it on a CPU.
+"""
 
 import pytest
 import torch
@@ -38,12 +40,18 @@ def device(monkeypatch):
 @pytest.mark.parametrize(
     ("weight_format", "scheme", "name"),
     [
-        (Gptq(), None, "triton"), (Gptq(3), None, "triton"), (BLOCKS, None, "triton"), (Mxfp4(), None, "reference"),
-        (Gptq(5, is_planar=True), None, "reference"), (BLOCKS, GROUP, "triton_fp8"), (Fp8(), TOKEN, "scaled_mm"),
-        (Fp8(strategy="tensor"), TENSOR, "scaled_mm"), (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton_fp8"),
+        (Gptq(), None, "triton"),
+        (Gptq(3), None, "triton"),
+        (BLOCKS, None, "triton"),
+        (Mxfp4(), None, "reference"),
+        (Gptq(5, is_planar=True), None, "reference"),
+        (BLOCKS, GROUP, "triton_fp8"),
+        (Fp8(), TOKEN, "scaled_mm"),
+        (Fp8(strategy="tensor"), TENSOR, "scaled_mm"),
+        (Fp8(codes_dtype="F8_E5M2"), TOKEN, "triton_fp8"),
         (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token", dtype="int8"), "reference"),
     ],
-)  # fmt: skip
+)
 def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
     device((9, 0))
     assert choose_kernel("auto", weight_format, 256, 256, "cuda", scheme).name == name
@@ -53,12 +61,26 @@ def test_what_a_hopper_multiplies_with(device, weight_format, scheme, name):
 @pytest.mark.parametrize(
     ("capability", "weight_format", "scheme", "name", "refused", "reason"),
     [
-        ((8, 0), Fp8(), TOKEN, "triton_fp8", "scaled_mm", "it needs compute capability 8.9, the device has 8.0"),
-        ((8, 9), Fp8(), TOKEN, "triton_fp8", "scaled_mm", "it needs compute capability 9.0 or later, the device has 8.9"),
+        (
+            (8, 0),
+            Fp8(),
+            TOKEN,
+            "triton_fp8",
+            "scaled_mm",
+            "it needs compute capability 8.9, the device has 8.0",
+        ),
+        (
+            (8, 9),
+            Fp8(),
+            TOKEN,
+            "triton_fp8",
+            "scaled_mm",
+            "it needs compute capability 9.0 or later, the device has 8.9",
+        ),
         ((8, 9), Fp8(strategy="tensor"), TENSOR, "scaled_mm", "triton", "scaled_mm comes first"),
         ((7, 0), Gptq(), None, "reference", "triton", "it needs compute capability 7.5, the device has 7.0"),
     ],
-)  # fmt: skip
+)
 def test_an_older_device_has_the_next_best(device, capability, weight_format, scheme, name, refused, reason):
     device(capability)
     reasons = explain_kernels("auto", weight_format, 256, 256, "cuda", scheme)
@@ -92,7 +114,8 @@ def test_a_kernel_of_one_device_is_not_chosen_for_another(device):
 
 def test_a_slice_cut_within_a_block_is_refused():
     assert (
-        triton_linear.reason_against(Fp8(strategy="block", block_offset=(0, 8)), 64, 64) == "the layer is cut within a block"
+        triton_linear.reason_against(Fp8(strategy="block", block_offset=(0, 8)), 64, 64)
+        == "the layer is cut within a block"
     )
     assert triton_linear.reason_against_scheme(Gptq(), TOKEN, 64, 64) == "it does not read gptq"
     assert (
@@ -103,10 +126,31 @@ def test_a_slice_cut_within_a_block_is_refused():
 
 PROBES = [
     ("scaled_mm tensorwise", (8, 9), "12.4", (), True, "compute capability 8.9"),
-    ("scaled_mm tensorwise", (8, 6), "12.4", (), False, "it needs compute capability 8.9 or later, the device has 8.6"),
+    (
+        "scaled_mm tensorwise",
+        (8, 6),
+        "12.4",
+        (),
+        False,
+        "it needs compute capability 8.9 or later, the device has 8.6",
+    ),
     ("scaled_mm rowwise", (9, 0), "12.4", (), True, "compute capability 9.0"),
-    ("scaled_mm blockwise", (9, 0), "12.8", (), False, "it needs CUDA 12.9 or later, torch is built with 12.8"),
-    ("scaled_mm blockwise", (10, 0), "13.0", (), False, "it needs compute capability 9.0, the device has 10.0"),
+    (
+        "scaled_mm blockwise",
+        (9, 0),
+        "12.8",
+        (),
+        False,
+        "it needs CUDA 12.9 or later, torch is built with 12.8",
+    ),
+    (
+        "scaled_mm blockwise",
+        (10, 0),
+        "13.0",
+        (),
+        False,
+        "it needs compute capability 9.0, the device has 10.0",
+    ),
     (
         "scaled_mm blockwise",
         (9, 0),
@@ -117,9 +161,23 @@ PROBES = [
     ),
     ("marlin", (8, 0), "13.0", (), False, "gptqmodel is not installed"),
     ("marlin", (8, 0), "13.0", ("gptqmodel",), False, libraries._GPTQMODEL),
-    ("marlin", (7, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 7.5 or later, the device has 7.0"),
+    (
+        "marlin",
+        (7, 0),
+        "13.0",
+        ("gptqmodel",),
+        False,
+        "it needs compute capability 7.5 or later, the device has 7.0",
+    ),
     ("machete", (8, 0), "13.0", ("gptqmodel",), False, "it needs compute capability 9.0, the device has 8.0"),
-    ("kernels hub", (9, 0), "13.0", ("kernels",), False, "hfq does not call it: it runs code from the network"),
+    (
+        "kernels hub",
+        (9, 0),
+        "13.0",
+        ("kernels",),
+        False,
+        "hfq does not call it: it runs code from the network",
+    ),
 ]
 
 
@@ -131,7 +189,9 @@ def test_libraries_are_probed(device, name, capability, cuda, packages, is_avail
 
 def test_without_a_device_nothing_is_available(device):
     device(None, None)
-    assert {libraries.probe(name) for name in libraries.LIBRARIES} == {(False, "this machine has no CUDA device")}
+    assert {libraries.probe(name) for name in libraries.LIBRARIES} == {
+        (False, "this machine has no CUDA device")
+    }
 
 
 def test_a_library_is_asked_once(device):
@@ -144,15 +204,22 @@ def test_a_library_is_asked_once(device):
 @pytest.mark.parametrize(
     ("weight_format", "scheme", "dtype"),
     [
-        (Fp8(), TOKEN, torch.bfloat16), (Fp8(), TENSOR, torch.bfloat16), (Fp8(strategy="tensor"), TOKEN, torch.bfloat16),
-        (Fp8(strategy="tensor"), TENSOR, torch.bfloat16), (Fp8(strategy="tensor"), TENSOR, torch.float32),
-        (Fp8(reciprocal=True), TOKEN, torch.bfloat16), (Fp8(), ActivationScheme("token", upper_bound=1.0), torch.bfloat16),
+        (Fp8(), TOKEN, torch.bfloat16),
+        (Fp8(), TENSOR, torch.bfloat16),
+        (Fp8(strategy="tensor"), TOKEN, torch.bfloat16),
+        (Fp8(strategy="tensor"), TENSOR, torch.bfloat16),
+        (Fp8(strategy="tensor"), TENSOR, torch.float32),
+        (Fp8(reciprocal=True), TOKEN, torch.bfloat16),
+        (Fp8(), ActivationScheme("token", upper_bound=1.0), torch.bfloat16),
         (Fp8(), ActivationScheme("tensor", scale_name="input_scale"), torch.bfloat16),
     ],
-)  # fmt: skip
+)
 def test_torchs_product_is_that_of_rounded_activations(weight_format, scheme, dtype):
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)) * 0.1
-    tensors = weight_format.quantize(weight) | {"input_scale": torch.tensor(0.01), "bias": torch.linspace(-1, 1, 48).half()}
+    tensors = weight_format.quantize(weight) | {
+        "input_scale": torch.tensor(0.01),
+        "bias": torch.linspace(-1, 1, 48).half(),
+    }
     for shape in ((1,), (3,), (2, 5)):
         activations = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
         found = scaled_mm.linear(activations, tensors, weight_format, scheme)
@@ -160,13 +227,17 @@ def test_torchs_product_is_that_of_rounded_activations(weight_format, scheme, dt
         expected = rounded @ weight_format.dequantize(tensors, torch.float64).t() + tensors["bias"].double()
         assert found.dtype == dtype
         assert found._base is None
-        bound = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]  # bfloat16: the product and the sum with the bias
+        bound = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[
+            dtype
+        ]  # bfloat16: the product and the sum with the bias
         assert (found.double() - expected).norm() <= bound * expected.norm()
 
 
 def test_panels_of_an_accelerator_are_larger(monkeypatch):
     weight_format = Fp8()
-    tensors = {name: tensor.to("meta") for name, tensor in weight_format.quantize(torch.ones(512, 4096)).items()}
+    tensors = {
+        name: tensor.to("meta") for name, tensor in weight_format.quantize(torch.ones(512, 4096)).items()
+    }
     monkeypatch.setattr(Fp8, "dequantize_into", lambda *_: None)
     sizes = [panel.shape[0] for _, panel in reference._panels(tensors, weight_format, torch.float32)]
     assert sizes == [512] == [min(512, reference.ACCELERATOR_PANEL_NBYTES // (4 * 4096))]

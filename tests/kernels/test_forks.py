@@ -56,9 +56,15 @@ print([child("cpu"), child("int8"), settle() is not None, child("cpu"), child("i
 
 
 def test_products_in_children_wait_for_none_of_the_parents_threads(compiled):
-    """hfq is first imported in the child; or its parent has loaded the compiled part, and multiplied nothing."""
+    """hfq is first imported in the child; or its parent has loaded the compiled part, and multiplied
+    nothing.
+    """
     run = subprocess.run(
-        [sys.executable, "-c", CHILDREN], capture_output=True, text=True, env=os.environ | {"HFQ_DISABLE_CPP": "0"}, timeout=400
+        [sys.executable, "-c", CHILDREN],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HFQ_DISABLE_CPP": "0"},
+        timeout=400,
     )
     assert run.stdout == "[0, 0, True, 0, 0]\n", run.stderr
 
@@ -75,7 +81,9 @@ def test_no_memory_is_an_error_and_not_the_end_of_the_process(native):
         libc.malloc.restype = ctypes.c_void_p
         while libc.malloc(1 << 16):
             pass
-        product = native.hfq_linear(PRODUCT.pack(layer.here, given.data_ptr(), 0, 1, layer.in_features, result.data_ptr(), 1))
+        product = native.hfq_linear(
+            PRODUCT.pack(layer.here, given.data_ptr(), 0, 1, layer.in_features, result.data_ptr(), 1)
+        )
         panel = native.hfq_dequantize(layer.here, 0, layer.out_features, result.data_ptr(), 0, 1)
         os._exit(0 if (product, panel) == (-3, -3) else 1)
 

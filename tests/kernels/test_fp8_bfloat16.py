@@ -1,4 +1,6 @@
-"""e4m3 codes as bfloat16, as on processors that multiply it: every code, every way that scales lie, parts of every size."""
+"""e4m3 codes as bfloat16, as on processors that multiply it: every code, every way that scales lie, parts of
+every size.
+"""
 
 import pytest
 import torch
@@ -22,8 +24,12 @@ CASES = {
     "blocks, divided": fp8(
         300, 301, strategy="block", block_structure=(128, 128), scale_name="weight_scale_inv", reciprocal=True
     ),
-    "a slice within blocks": fp8(300, 301, strategy="block", block_structure=(128, 128), block_offset=(64, 32)),
-    "blocks of powers of two": fp8(260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"),
+    "a slice within blocks": fp8(
+        300, 301, strategy="block", block_structure=(128, 128), block_offset=(64, 32)
+    ),
+    "blocks of powers of two": fp8(
+        260, 37, strategy="block", block_structure=(128, 128), scale_dtype="F8_E8M0"
+    ),
 }
 BLOCKS = ("blocks", "whole blocks", "blocks, bf16 scales", "a slice within blocks", "blocks of powers of two")
 
@@ -136,7 +142,9 @@ def test_results_do_not_depend_on_where_the_codes_lie(part_numel):
     odd = torch.cat([bits.flatten()[:1], bits.flatten()])[1:].view(bits.shape)
     strided = torch.cat([bits, bits[:, :1]], 1)[:, :-1]
     for moved in (odd, strided):
-        found = panels.linear(activations, tensors | {"weight": moved.view(torch.float8_e4m3fn)}, weight_format)
+        found = panels.linear(
+            activations, tensors | {"weight": moved.view(torch.float8_e4m3fn)}, weight_format
+        )
         assert torch.equal(found, expected)
 
 
@@ -144,7 +152,9 @@ def test_results_do_not_depend_on_where_the_codes_lie(part_numel):
 def test_gradients_are_close_to_the_references(name, shifts):
     weight_format, tensors = CASES[name].make()
     grad = random(5, weight_format.shape(tensors)[0])
-    found, expected = (kernel.linear_grad(grad, tensors, weight_format).double() for kernel in (panels, reference))
+    found, expected = (
+        kernel.linear_grad(grad, tensors, weight_format).double() for kernel in (panels, reference)
+    )
     assert float((found - expected).norm() / expected.norm()) <= 2**-7
 
 
@@ -157,7 +167,9 @@ def test_no_rows_give_none(name):
 
 @pytest.mark.parametrize("name", ["channel", "blocks"])
 def test_nothing_of_the_weights_size_is_kept(name):
-    strategy = {"strategy": "channel"} if name == "channel" else {"strategy": "block", "block_structure": (128, 128)}
+    strategy = (
+        {"strategy": "channel"} if name == "channel" else {"strategy": "block", "block_structure": (128, 128)}
+    )
     weight_format, tensors = fp8(512, 16384, **strategy).make()
     release_buffers()
     panels.linear(random(20, 512), tensors, weight_format)

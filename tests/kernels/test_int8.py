@@ -1,4 +1,6 @@
-"""Products of int8 activations and int8 weights: the integers exact, the results as those of rounded activations."""
+"""Products of int8 activations and int8 weights: the integers exact, the results as those of rounded
+activations.
+"""
 
 import ctypes
 import dataclasses
@@ -74,7 +76,9 @@ def test_integers_are_summed_exactly_from_any_address(integers, rows, engine):
     skip_without(engine)
     generator = torch.Generator().manual_seed(rows)
     for out_features, in_features in ((1, 1), (5, 37), (8, 64), (33, 352), (16, 63), (47, 65), (65, 1100)):
-        memory = torch.randint(0, 256, (out_features * in_features + 3,), dtype=torch.uint8, generator=generator)
+        memory = torch.randint(
+            0, 256, (out_features * in_features + 3,), dtype=torch.uint8, generator=generator
+        )
         weight = memory[3:].view(torch.int8).view(out_features, in_features)
         codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16, generator=generator)
         expected = codes.to(torch.int64) @ weight.to(torch.int64).t()
@@ -82,7 +86,9 @@ def test_integers_are_summed_exactly_from_any_address(integers, rows, engine):
 
 
 @pytest.mark.parametrize("engine", Engine)
-def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(integers, engine, monkeypatch):
+def test_extreme_codes_neither_saturate_nor_overflow_and_threads_change_nothing(
+    integers, engine, monkeypatch
+):
     skip_without(engine)
     in_features = (1 << 17) - 1
     weight = torch.full((18, in_features), -128, dtype=torch.int8)
@@ -120,11 +126,19 @@ def test_nothing_is_read_beyond_the_weight_or_written_beyond_the_result(integers
     assert libc.mprotect(start + 8 * page, page, 0) == 0
     readable = torch.frombuffer(memory, dtype=torch.int8, count=8 * page)
     try:
-        for rows, out_features, in_features in ((1, 5, 37), (3, 1, 1), (7, 18, 129), (17, 33, 700), (40, 3, 6001)):
+        for rows, out_features, in_features in (
+            (1, 5, 37),
+            (3, 1, 1),
+            (7, 18, 129),
+            (17, 33, 700),
+            (40, 3, 6001),
+        ):
             weight = readable[8 * page - out_features * in_features :].view(out_features, in_features)
             weight.random_(-128, 128)
             codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16)
-            assert torch.equal(integer_product(codes, weight, engine), codes.to(torch.int32) @ weight.to(torch.int32).t())
+            assert torch.equal(
+                integer_product(codes, weight, engine), codes.to(torch.int32) @ weight.to(torch.int32).t()
+            )
             size, activations = rows * out_features, random_rows(rows, in_features)
             guarded = torch.full((size + 64,), 7.0)
             rounded = RoundedWeight(weight, torch.ones(1), 1.0, 127.5, math.inf)
@@ -140,11 +154,13 @@ def test_nothing_is_read_beyond_the_weight_or_written_beyond_the_result(integers
 @pytest.mark.parametrize(
     "weight_format",
     [
-        IntQuantized(scale_shape=(37, 1)), IntQuantized(scale_shape=(1,)), IntQuantized(scale_shape=(37, 1), zero_dtype="I8"),
+        IntQuantized(scale_shape=(37, 1)),
+        IntQuantized(scale_shape=(1,)),
+        IntQuantized(scale_shape=(37, 1), zero_dtype="I8"),
         BnbInt8(scale_shape=(37,)),
     ],
     ids=["channel", "tensor", "zero points", "bitsandbytes"],
-)  # fmt: skip
+)
 def test_results_are_those_of_rounded_activations(integers, weight_format, scheme):
     weight_format, tensors = layer(37, 99, weight_format)
     biased = tensors | {"bias": torch.linspace(-1, 1, 37).half()}
@@ -174,7 +190,9 @@ def test_strided_rows_are_read_as_they_are(integers):
 @pytest.mark.parametrize("scale_shape", [(37, 1), (1,)])
 @pytest.mark.parametrize("bound", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, scale_shape, engine, monkeypatch):
+def test_one_call_gives_the_bits_of_torchs_operations(
+    integers, dtype, bound, scale_shape, engine, monkeypatch
+):
     skip_without(engine)
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     scheme = dataclasses.replace(TOKEN, upper_bound=bound)
@@ -195,10 +213,15 @@ def test_one_call_gives_the_bits_of_torchs_operations(integers, dtype, bound, sc
 def test_codes_beside_a_half_are_those_of_a_division(integers, power, dtype):
     """An amplitude of 127.5 makes a scale of 1; the others have a scale of more digits."""
     halves = torch.arange(-127.5, 128, 1.0)
-    beside = torch.cat([halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))])
+    beside = torch.cat(
+        [halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))]
+    )
     scales = torch.tensor([1.0, 1.1, 1.3, 1.7, 1.9999]).reshape(-1, 1) * 2.0**power
     activations = (beside.clamp(-127.5, 127.5) * scales).to(dtype)
-    tensors = {"weight": torch.eye(beside.numel()).to(torch.int8), "weight_scale": torch.ones(beside.numel(), 1)}
+    tensors = {
+        "weight": torch.eye(beside.numel()).to(torch.int8),
+        "weight_scale": torch.ones(beside.numel(), 1),
+    }
     for bound in (None, float(scales[2]) * 50):
         scheme = dataclasses.replace(TOKEN, upper_bound=bound)
         weight_format = IntQuantized(scale_shape=(beside.numel(), 1))
@@ -234,12 +257,18 @@ def test_sums_of_few_rows_are_no_larger_than_a_batch(integers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "out_features", "in_features"), [(128, 33, 352), (600, 65, 1100), (100, 129, 9000)])
-def test_many_rows_have_the_bits_of_torchs_operations(integers, rows, out_features, in_features, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "out_features", "in_features"), [(128, 33, 352), (600, 65, 1100), (100, 129, 9000)]
+)
+def test_many_rows_have_the_bits_of_torchs_operations(
+    integers, rows, out_features, in_features, dtype, monkeypatch
+):
     weight_format, tensors = layer(out_features, in_features)
     activations = random_rows(rows, in_features, dtype=dtype)
     expected = by_torchs_operations(activations, tensors, weight_format, TOKEN)
-    elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(out_features, in_features)
+    elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(
+        out_features, in_features
+    )
     tensors["weight"] = elsewhere.copy_(tensors["weight"])
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -255,12 +284,23 @@ def test_dot_products_and_tiles_round_any_number_of_rows(integers, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [Engine.DOTS, Engine.TILES])
-def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(integers, engine, tmp_path, monkeypatch):
+def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(
+    integers, engine, tmp_path, monkeypatch
+):
     """Plain arrays stand in for AVX-512 and AMX; what is expected is computed without."""
     made = tmp_path / "emulated.so"
     flags = [flag for flag in building.FLAGS if flag != "-O2"]
     subprocess.run(
-        [*building.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(compiled_int8.SOURCE), "-o", str(made)], check=True
+        [
+            *building.find_compiler(),
+            "-DHFQ_EMULATE",
+            "-O1",
+            *flags,
+            str(compiled_int8.SOURCE),
+            "-o",
+            str(made),
+        ],
+        check=True,
     )
     emulated = compiled_int8._declared(ctypes.CDLL(str(made)))
     monkeypatch.setattr(compiled_int8, "_library", lambda: emulated)
@@ -268,9 +308,19 @@ def test_dot_products_and_tiles_on_processors_without_them_compute_the_same(inte
     monkeypatch.setattr(int8, "rounded_linear", functools.partial(rounded_linear, most=engine))
     assert emulated.hfq_int8_engine() == Engine.TILES
     for rows in (1, 2, 15, 16, 17, 33, 64, 128, 600):
-        for out_features, in_features in ((37, 1), (5, 63), (16, 64), (33, 65), (65, 352), (32, 1100), (19, 6200)):
+        for out_features, in_features in (
+            (37, 1),
+            (5, 63),
+            (16, 64),
+            (33, 65),
+            (65, 352),
+            (32, 1100),
+            (19, 6200),
+        ):
             weight_format, tensors = layer(out_features, in_features)
-            elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(out_features, in_features)
+            elsewhere = torch.empty(out_features * in_features + 3, dtype=torch.int8)[3:].view(
+                out_features, in_features
+            )
             tensors["weight"] = elsewhere.copy_(tensors["weight"])
             codes = torch.randint(-128, 128, (rows, in_features), dtype=torch.int16)
             expected = integer_product(codes, elsewhere, Engine.PLAIN)
@@ -347,14 +397,18 @@ def test_without_a_compiler_torch_sums_many_rows_by_dot_products(integers, monke
     int8._has_exact_dots.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: multiply(one, other) + 1)
     found = int8.linear(activations, tensors, weight_format, TOKEN)  # wrong sums are not used
-    assert torch.equal(found, panels.linear(quantize_activations(activations, TOKEN, tensors), tensors, weight_format))
+    assert torch.equal(
+        found, panels.linear(quantize_activations(activations, TOKEN, tensors), tensors, weight_format)
+    )
     int8._has_exact_dots.cache_clear()
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_lie_anywhere_in_a_file(compiled, is_compiled, dtype, monkeypatch):
-    """torch's `_weight_int8pack_mm` ends the process where it finds a weight, as most are, that is not aligned to 16 bytes."""
+    """torch's `_weight_int8pack_mm` ends the process where it finds a weight, as most are, that is not
+    aligned to 16 bytes.
+    """
     monkeypatch.setattr(int8, "is_built", lambda: is_compiled)
     monkeypatch.setattr(int8, "_PACK_PART", 64 * 96)
     weight_format, tensors = layer(300, 96)
@@ -362,7 +416,9 @@ def test_weights_lie_anywhere_in_a_file(compiled, is_compiled, dtype, monkeypatc
         activations = random_rows(rows, 96, dtype=dtype)
         expected = int8.linear(activations, misplaced(tensors, 0), weight_format, TOKEN)
         for shift in (8, 16, 36):
-            assert torch.equal(int8.linear(activations, misplaced(tensors, shift), weight_format, TOKEN), expected)
+            assert torch.equal(
+                int8.linear(activations, misplaced(tensors, shift), weight_format, TOKEN), expected
+            )
 
 
 @pytest.mark.parametrize("scheme", [TOKEN, TENSOR, LLM], ids=["token", "tensor", "llm.int8"])
@@ -383,8 +439,12 @@ def test_what_is_made_on_the_way_does_not_grow_with_the_rows(integers):
     assert allocations.largest <= int8.BATCH_NBYTES < activations.numel() * 2
 
 
-def llm_int8(activations: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Dettmers et al. 2022, section 3, step by step: equation 8 with vector-wise quantization of the channels that are no outliers."""
+def llm_int8(
+    activations: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """Dettmers et al. 2022, section 3, step by step: equation 8 with vector-wise quantization of the channels
+    that are no outliers.
+    """
     channels = range(activations.shape[1])
     outliers = [channel for channel in channels if float(activations[:, channel].abs().max()) >= threshold]
     others = [channel for channel in channels if channel not in outliers]
@@ -437,12 +497,14 @@ def test_the_kernel_is_chosen_for_rounded_activations_alone(integers):
 @pytest.mark.parametrize(
     ("weight_format", "scheme", "in_features", "part"),
     [
-        (Fp8(), TOKEN, 64, "does not read fp8"), (IntQuantized(scale_shape=(64, 2)), TOKEN, 64, "a scale for each row"),
+        (Fp8(), TOKEN, 64, "does not read fp8"),
+        (IntQuantized(scale_shape=(64, 2)), TOKEN, 64, "a scale for each row"),
         (IntQuantized(scale_shape=(64, 1)), ActivationScheme("token"), 64, "does not round to e4m3"),
-        (IntQuantized(scale_shape=(64, 1)), TOKEN, 1 << 17, "not fewer"), (IntQuantized(scale_shape=(64, 1)), TOKEN, 99, "multiple"),
+        (IntQuantized(scale_shape=(64, 1)), TOKEN, 1 << 17, "not fewer"),
+        (IntQuantized(scale_shape=(64, 1)), TOKEN, 99, "multiple"),
         (IntQuantized(scale_shape=(64, 1), zero_dtype="I8"), TOKEN, 64, "without its compiled part"),
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, scheme, in_features, part):
     assert part in int8.reason_against(weight_format, scheme, in_features, 64)
     assert choose_kernel("auto", weight_format, in_features, 64, scheme=scheme).name == "torch"
@@ -452,7 +514,9 @@ def test_what_it_cannot_multiply_is_left_to_others_with_a_reason(weight_format, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_of_any_dtype_are_read_as_they_lie(integers, dtype, scale_shape):
     weight_format, tensors = layer(37, 99, IntQuantized(scale_shape=scale_shape))
-    tensors["weight_scale"] = (tensors["weight_scale"] * 2.0**-9).to(dtype)  # subnormal ones among those of float16
+    tensors["weight_scale"] = (tensors["weight_scale"] * 2.0**-9).to(
+        dtype
+    )  # subnormal ones among those of float16
     tensors["weight_scale"].view(-1)[0] = torch.finfo(dtype).smallest_normal / 4
     rows = random_rows(3, 99) * 2.0**20
     expected = by_torchs_operations(rows, tensors, weight_format, TOKEN)
@@ -484,7 +548,9 @@ def test_scales_that_are_written_in_place_are_the_next_products(integers):
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_stand_ins_for_tensors_are_left_to_torch(integers, rows):
-    """Their address is null: the compiled part would read there. What is made of them is nothing that later products use."""
+    """Their address is null: the compiled part would read there. What is made of them is nothing that later
+    products use.
+    """
     weight_format, tensors = layer(64, 128)
     release_buffers()
     with FakeTensorMode() as mode:

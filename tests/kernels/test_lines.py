@@ -1,4 +1,6 @@
-"""Columns whose words lie across lines of the cache, as in most files: they are computed alike, and nothing beyond them is read."""
+"""Columns whose words lie across lines of the cache, as in most files: they are computed alike, and nothing
+beyond them is read.
+"""
 
 import itertools
 
@@ -10,7 +12,8 @@ from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 
-LAYERS = {  # rows of words are whole lines; columns are several parts for one row, and end within what is taken together
+# rows of words are whole lines; columns are several parts for one row, and end within what is taken together
+LAYERS = {
     **{
         f"w{bits} {reading}": Case(Gptq(bits, 128, False, reading, g_idx_length=384), 384, 2144)
         for bits, reading in (
@@ -19,7 +22,9 @@ LAYERS = {  # rows of words are whole lines; columns are several parts for one r
         )
     },
     "w4 act-order": Case(Gptq(4, 128, False, "field_plus_one", g_idx_length=384), 384, 336, scatter=True),
-    "w4 bf16 scales": Case(Gptq(4, 128, False, "masked_plus_one", g_idx_length=384), 384, 48, dtype=torch.bfloat16),
+    "w4 bf16 scales": Case(
+        Gptq(4, 128, False, "masked_plus_one", g_idx_length=384), 384, 48, dtype=torch.bfloat16
+    ),
     "w4 f32 scales": Case(Gptq(4, 64, False, "stored", g_idx_length=384), 384, 16, dtype=torch.float32),
     "awq": Case(Awq(group_size=128), 384, 2304),
     "awq of one line": Case(Awq(group_size=128), 384, 128),
@@ -94,4 +99,6 @@ def test_the_form_for_other_processors_computes_the_same(emulated, monkeypatch):
     monkeypatch.setattr(library, "_once", emulated)
     for case in LAYERS.values():
         weight_format, tensors = case.make()
-        assert_equal(products(misplaced(tensors, 24), weight_format), products(misplaced(tensors, 0), weight_format))
+        assert_equal(
+            products(misplaced(tensors, 24), weight_format), products(misplaced(tensors, 0), weight_format)
+        )

@@ -1,4 +1,6 @@
-"""The compiled kernel against the exact product, on every layout it claims, at every level of this processor."""
+"""The compiled kernel against the exact product, on every layout it claims, at every level of this
+processor.
+"""
 
 import ctypes
 import dataclasses
@@ -57,7 +59,9 @@ def test_products_are_exact_up_to_rounding(native, layer, level):
 
 
 @pytest.mark.parametrize("panel_nbytes", [1 << 20, 4 * 352 * 5])
-def test_products_by_panels_that_are_dequantized_here_are_close_to_those_of_torch(native, layer, panel_nbytes):
+def test_products_by_panels_that_are_dequantized_here_are_close_to_those_of_torch(
+    native, layer, panel_nbytes
+):
     weight_format, tensors, weight = layer
     biased = tensors | {"bias": random(weight.shape[0])}
     for rows in (1, 17):
@@ -66,7 +70,10 @@ def test_products_by_panels_that_are_dequantized_here_are_close_to_those_of_torc
             found = cpu.panel_linear(activations, biased, weight_format, panel_nbytes)
             expected = panels.linear(activations, biased, weight_format, panel_nbytes)
             assert found.dtype == dtype
-            assert float((found.double() - expected.double()).norm() / expected.double().norm()) <= 2 * RELATIVE[dtype]
+            assert (
+                float((found.double() - expected.double()).norm() / expected.double().norm())
+                <= 2 * RELATIVE[dtype]
+            )
 
 
 @pytest.mark.parametrize("subnormals", [0, 1])
@@ -77,13 +84,18 @@ def test_e4m3_codes_are_exact_both_ways_that_they_are_read(native, name, subnorm
     native.hfq_use_subnormals(subnormals)
     for rows in (1, 2, 3, 4, 7, 8, 9):
         activations = random(rows, weight.shape[1], seed=rows)
-        assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[torch.float32], rows
+        assert (
+            error(cpu.linear(activations, tensors, weight_format), activations, weight)
+            <= RELATIVE[torch.float32]
+        ), rows
 
 
 @pytest.mark.parametrize("strategy", ["channel", "block"])
 @pytest.mark.parametrize(("in_features", "out_features"), [(320, 1100), (6404, 35), (90112, 18)])
 def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features, out_features):
-    """Many rows share what was made of their scales; long rows are read two at a time. A NaN is its own row's alone."""
+    """Many rows share what was made of their scales; long rows are read two at a time. A NaN is its own row's
+    alone.
+    """
     block = (128, 128) if strategy == "block" else None
     weight_format, tensors = fp8(in_features, out_features, strategy=strategy, block_structure=block).make()
     weight = weight_format.dequantize(tensors)
@@ -103,11 +115,15 @@ def test_e4m3_codes_of_many_or_long_rows_are_exact(native, strategy, in_features
 @pytest.mark.parametrize("flushed", [False, True])
 def test_fp8_products_keep_the_smallest_codes_and_activations_of_any_size(native, subnormals, flushed):
     """Also where the caller has subnormal floats taken for zeros; that setting stays as it is."""
-    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 9].repeat(16)[:256]  # nearly all subnormal
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 < 9].repeat(16)[
+        :256
+    ]  # nearly all subnormal
     tensors = {"weight": codes.view(1, 256).view(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     weight_format = Fp8(strategy="tensor", scale_shape=())
     weight = weight_format.dequantize(tensors)
-    given = [random(3, 256) * 2.0**power for power in (-110, -60, 0, 60, 120)]  # the products are normal floats
+    given = [
+        random(3, 256) * 2.0**power for power in (-110, -60, 0, 60, 120)
+    ]  # the products are normal floats
     native.hfq_use_subnormals(subnormals)
     torch.set_flush_denormal(flushed)
     try:
@@ -133,9 +149,13 @@ CANCELLING = [
 @pytest.mark.parametrize("level", [0, 9])
 @pytest.mark.parametrize("name", CANCELLING)
 def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
-    """Activations of one sign, and weights far smaller than the largest of their group: sums of codes are far larger."""
+    """Activations of one sign, and weights far smaller than the largest of their group: sums of codes are far
+    larger.
+    """
     case = CASES.get(name) or gptq(8, -1)
-    weight = torch.randn(case.out_features, case.in_features, generator=torch.Generator().manual_seed(3)) * 0.01
+    weight = (
+        torch.randn(case.out_features, case.in_features, generator=torch.Generator().manual_seed(3)) * 0.01
+    )
     weight[:, ::32], weight[:, 1::32] = 1.28, -1.28
     tensors = case.format.quantize(weight)
     weight_format = case.format.resolve("m", tensors)
@@ -144,16 +164,28 @@ def test_zero_points_that_cancel_cost_no_limbs(native, name, level):
     for rows in (1, 3, 17):
         activations = random(rows, case.in_features, seed=rows) * 0.1 + 1
         activations[:, ::32], activations[:, 1::32] = 0, 0
-        exact, terms = activations.double() @ dequantized.t(), activations.double().abs() @ dequantized.abs().t()
-        # half a unit of 2**-22 of the largest of 128 activations, which is not twice the others; float32 alone may lose n * 2**-24
-        assert ((cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 5e-7 * terms).all(), rows
+        exact, terms = (
+            activations.double() @ dequantized.t(),
+            activations.double().abs() @ dequantized.abs().t(),
+        )
+        # half a unit of 2**-22 of the largest of 128 activations, which is not twice the others; float32
+        # alone may lose n * 2**-24
+        assert (
+            (cpu.linear(activations, tensors, weight_format).double() - exact).abs() <= 5e-7 * terms
+        ).all(), rows
 
 
 @pytest.mark.parametrize("level", [0, 9])
-@pytest.mark.parametrize("name", ["w2 g32", "w3 g32", "w4 g32", "w8 g32", "awq g32", "pack-quantized g32 asym"])
-@pytest.mark.parametrize("places", [range(0), range(1, 16), range(16, 32), range(9, 32, 13), range(5, 32, 9), range(1, 32)])
+@pytest.mark.parametrize(
+    "name", ["w2 g32", "w3 g32", "w4 g32", "w8 g32", "awq g32", "pack-quantized g32 asym"]
+)
+@pytest.mark.parametrize(
+    "places", [range(0), range(1, 16), range(16, 32), range(9, 32, 13), range(5, 32, 9), range(1, 32)]
+)
 def test_the_lowest_limbs_of_activations_count_wherever_they_are(native, name, level, places):
-    """The largest activations meet weights of zero; others are so small beside them that they have no other limbs."""
+    """The largest activations meet weights of zero; others are so small beside them that they have no other
+    limbs.
+    """
     case = CASES[name]
     weight = random(case.out_features, case.in_features)
     weight[:, ::32] = 0
@@ -192,7 +224,9 @@ def test_activations_of_all_sizes_keep_a_share_of_the_largest_beside_them(native
     unit = largest * 2.0**-21 + 2.0**-126
     bound = unit * (1 + weight.abs().sum(1)) + outliers.double().abs() @ weight.abs().t() * 2.0**-21
     assert ((found - exact).abs() <= bound).all()
-    assert torch.equal(cpu.linear(torch.zeros(1, weight.shape[1]), tensors, weight_format), torch.zeros(1, weight.shape[0]))
+    assert torch.equal(
+        cpu.linear(torch.zeros(1, weight.shape[1]), tensors, weight_format), torch.zeros(1, weight.shape[0])
+    )
 
 
 @pytest.mark.parametrize("name", ["w4 g32", "awq g32", "mxfp4", "fp8 blocks"])
@@ -201,7 +235,10 @@ def test_activations_that_are_not_finite_stay_so(native, name, value):
     weight_format, tensors = CASES[name].make()
     activations = random(3, weight_format.shape(tensors)[1])
     activations[1, 5] = value
-    found, expected = cpu.linear(activations, tensors, weight_format), panels.linear(activations, tensors, weight_format)
+    found, expected = (
+        cpu.linear(activations, tensors, weight_format),
+        panels.linear(activations, tensors, weight_format),
+    )
     assert torch.equal(found.isfinite(), expected.isfinite())
     assert torch.equal(found[1].isnan(), expected[1].isnan())
 
@@ -216,7 +253,9 @@ def test_rows_beside_one_that_is_not_finite_keep_their_bits(native, name, dtype)
         faulty[1, 5] = float("inf")
         expected = cpu.linear(activations, tensors, weight_format)
         found = [cpu.linear(faulty, tensors, weight_format)]
-        together = cpu.grouped_linear(torch.cat([activations, faulty]), [rows, rows], [(tensors, weight_format)] * 2)
+        together = cpu.grouped_linear(
+            torch.cat([activations, faulty]), [rows, rows], [(tensors, weight_format)] * 2
+        )
         if together is not None:
             assert torch.equal(together[:rows], expected)
             found.append(together[rows:])
@@ -281,7 +320,9 @@ def test_read_only_pages_that_end_where_the_bytes_end_are_read(native, layer):
     mapped = {name: at_the_end_of_a_page(tensor) for name, tensor in tensors.items()}
     for rows in (1, 8, 65):
         activations = random(rows, weight.shape[1])
-        assert torch.equal(cpu.linear(activations, mapped, weight_format), cpu.linear(activations, tensors, weight_format))
+        assert torch.equal(
+            cpu.linear(activations, mapped, weight_format), cpu.linear(activations, tensors, weight_format)
+        )
     cpu.linear_grad(random(1, weight.shape[0]), mapped, weight_format)
 
 
@@ -328,7 +369,11 @@ def test_every_16_bit_activation_and_result_has_its_value(native, dtype):
     """The identity as a weight: what goes in comes out."""
     weight_format = Fp8(strategy="tensor", scale_shape=())
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype if dtype != torch.float32 else torch.float16)
+    bits = (
+        torch.arange(1 << 16, dtype=torch.int32)
+        .to(torch.int16)
+        .view(dtype if dtype != torch.float32 else torch.float16)
+    )
     activations = bits[torch.isfinite(bits)].to(dtype)
     activations = activations[: activations.numel() // 64 * 64].view(-1, 64)
     for level in (0, 9):
@@ -345,7 +390,11 @@ class Allocations(TorchDispatchMode):
     total = 0
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((arguments, options)) if torch.is_tensor(leaf)}
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((arguments, options))
+            if torch.is_tensor(leaf)
+        }
         result = operator(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:
@@ -459,7 +508,9 @@ def test_threads_that_multiply_at_once_do_not_disturb_each_other(native):
 
 def test_what_is_not_contiguous_is_left_to_torch(native):
     weight_format, tensors = CASES["fp8 channel"].make()
-    strided = tensors | {"weight": tensors["weight"].view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)}
+    strided = tensors | {
+        "weight": tensors["weight"].view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)
+    }
     assert describe_layer(weight_format, strided) is None
     activations = random(3, 257)
     expected = panels.linear(activations, tensors, weight_format)
@@ -489,13 +540,19 @@ def test_the_forms_for_other_processors_compute_the_same(emulated, monkeypatch):
         for rows in (1, 3, 8, 17):
             for dtype in DTYPES:
                 activations = random(rows, weight.shape[1], dtype=dtype)
-                assert error(cpu.linear(activations, tensors, weight_format), activations, weight) <= RELATIVE[dtype], name
+                assert (
+                    error(cpu.linear(activations, tensors, weight_format), activations, weight)
+                    <= RELATIVE[dtype]
+                ), name
 
 
 def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(native):
     """So that what is kept for their activations does not grow with the experts."""
     weight_format, tensors = fp8(2048, 32, strategy="channel").make()
-    layers = [({**tensors, "weight_scale": tensors["weight_scale"] * (1 + number)}, weight_format) for number in range(20)]
+    layers = [
+        ({**tensors, "weight_scale": tensors["weight_scale"] * (1 + number)}, weight_format)
+        for number in range(20)
+    ]
     activations = random(20 * 64, 2048)
     found = cpu.grouped_linear(activations, [64] * 20, layers)
     for part, one, (own, _) in zip(found.split(64), activations.split(64), layers, strict=True):
@@ -503,4 +560,6 @@ def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(nat
     described = [describe_layer(weight_format, own) for own, _ in layers]
     sizes = (ctypes.c_int64 * 20)(*[64] * 20)
     native.hfq_grouped_scratch.restype = ctypes.c_int64
-    assert native.hfq_grouped_scratch((type(described[0]) * 20)(*described), sizes, ctypes.c_int64(20)) > 2 << 20
+    assert (
+        native.hfq_grouped_scratch((type(described[0]) * 20)(*described), sizes, ctypes.c_int64(20)) > 2 << 20
+    )

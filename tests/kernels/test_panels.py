@@ -10,7 +10,11 @@ from hfq.formats.codecs.thread_buffers import _buffers, release_buffers
 from hfq.kernels import reference
 from hfq.kernels.cpu import panels
 
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the reference rounds the weight, too
+RELATIVE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-10,
+}  # the reference rounds the weight, too
 
 
 @pytest.fixture(params=["w4 g32", "w4 act-order", "w3 act-order, f32 scales", "fp8 blocks", "fp8 channel"])
@@ -34,7 +38,10 @@ def test_products_and_gradients_are_close_to_the_references(layer, panel_nbytes,
     biased = tensors | {"bias": torch.linspace(-1, 1, out_features).half()}
     for dtype, bound in RELATIVE.items():
         for shape in ((), (1,), (2, 3), (17,), (0,)):
-            activations, grad = torch.randn(*shape, in_features).to(dtype), torch.randn(*shape, out_features).to(dtype)
+            activations, grad = (
+                torch.randn(*shape, in_features).to(dtype),
+                torch.randn(*shape, out_features).to(dtype),
+            )
             for kernel, values in ((panels.linear, activations), (panels.linear_grad, grad)):
                 found = kernel(values, biased, weight_format)
                 expected = getattr(reference, kernel.__name__)(values, biased, weight_format)
@@ -80,7 +87,9 @@ def test_panels_cover_every_row_once_and_are_even(count, most, multiples):
         assert max(map(len, parts)) - min(map(len, parts[:-1] or parts)) <= multiples[0]
 
 
-@pytest.mark.parametrize(("count", "expected"), [(4096, [512] * 8), (384, [384]), (640, [256, 384]), (1100, [384, 384, 332])])
+@pytest.mark.parametrize(
+    ("count", "expected"), [(4096, [512] * 8), (384, [384]), (640, [256, 384]), (1100, [384, 384, 332])]
+)
 def test_panels_are_of_whole_blocks_where_those_are_even(count, expected):
     assert [len(part) for part in panels._divide(count, 512, (128, 32, 1))] == expected
 
@@ -96,7 +105,11 @@ def test_activations_that_are_not_converted_are_multiplied_at_once(monkeypatch):
         return fill(*arguments)
 
     in_features = weight_format.shape(tensors)[1]
-    for has_bfloat16, dtype, batches in ((True, torch.bfloat16, 1), (False, torch.bfloat16, 3), (False, torch.float32, 1)):
+    for has_bfloat16, dtype, batches in (
+        (True, torch.bfloat16, 1),
+        (False, torch.bfloat16, 3),
+        (False, torch.float32, 1),
+    ):
         monkeypatch.setattr(panels, "_has_bfloat16", lambda has_bfloat16=has_bfloat16: has_bfloat16)
         filled.clear()
         panels.multiply(torch.randn(3, in_features).to(dtype), tensors, weight_format, count)
@@ -126,7 +139,9 @@ def test_every_code_is_widened_as_torch_casts_it(dtype, shape):
 def test_nan_codes_are_found_among_all_others():
     for code in range(256):
         bits = torch.tensor([0, 0x7E, 0x80, 0xFE, code], dtype=torch.uint8)
-        assert has_nan(bits.view(torch.int8), bits) == bool(bits.view(torch.float8_e4m3fn).float().isnan().any())
+        assert has_nan(bits.view(torch.int8), bits) == bool(
+            bits.view(torch.float8_e4m3fn).float().isnan().any()
+        )
 
 
 def test_codes_without_nan_are_widened_over_many_chunks(monkeypatch):

@@ -16,7 +16,8 @@ FORMATS = {
     "fp8 tensor": (Fp8(strategy="tensor", scale_shape=()), 1),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# the products are summed in float32 in another order, and rounded to the activations' dtype once or twice more
+# the products are summed in float32 in another order, and rounded to the activations' dtype once or twice
+# more
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -45,7 +46,9 @@ def one_panel(monkeypatch):
 
 @pytest.fixture
 def many_panels(monkeypatch):
-    monkeypatch.setattr(reference, "PANEL_NBYTES", 4 * IN * 5)  # 5 rows, or 32 where panels start at multiples of 32
+    monkeypatch.setattr(
+        reference, "PANEL_NBYTES", 4 * IN * 5
+    )  # 5 rows, or 32 where panels start at multiples of 32
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 17, 128])
@@ -91,7 +94,9 @@ def test_activations_may_have_any_number_of_dimensions(one_panel, name):
     weight_format, tensors = layer(name)
     rows = random(24, IN)
     expected = reference.linear(rows, tensors, weight_format)
-    assert torch.equal(reference.linear(rows.view(2, 3, 4, IN), tensors, weight_format), expected.view(2, 3, 4, -1))
+    assert torch.equal(
+        reference.linear(rows.view(2, 3, 4, IN), tensors, weight_format), expected.view(2, 3, 4, -1)
+    )
     assert torch.equal(reference.linear(rows.view(4, 6, IN), tensors, weight_format), expected.view(4, 6, -1))
     first = reference.linear(rows[:1], tensors, weight_format)
     assert torch.equal(reference.linear(rows[0], tensors, weight_format), first[0])
@@ -100,7 +105,12 @@ def test_activations_may_have_any_number_of_dimensions(one_panel, name):
 def test_strided_activations_are_multiplied_like_their_copy(one_panel):
     weight_format, tensors = layer("fp8 block")
     wide = random(6, 5, 2 * IN)
-    for strided in (wide[:, :, ::2], wide[:, :, :IN].transpose(0, 1), wide[0, :, IN:], wide[:1, 0, :IN].expand(7, IN)):
+    for strided in (
+        wide[:, :, ::2],
+        wide[:, :, :IN].transpose(0, 1),
+        wide[0, :, IN:],
+        wide[:1, 0, :IN].expand(7, IN),
+    ):
         copied = reference.linear(strided.contiguous(), tensors, weight_format)
         assert_close(reference.linear(strided, tensors, weight_format), copied)
 
@@ -109,7 +119,10 @@ def test_strided_activations_are_multiplied_like_their_copy(one_panel):
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_empty_batch_gives_an_empty_result(many_panels, name, shape):
     weight_format, tensors = layer(name)
-    assert reference.linear(torch.zeros(shape), tensors, weight_format).shape == (*shape[:-1], FORMATS[name][1])
+    assert reference.linear(torch.zeros(shape), tensors, weight_format).shape == (
+        *shape[:-1],
+        FORMATS[name][1],
+    )
     grad = torch.zeros(*shape[:-1], FORMATS[name][1])
     assert reference.linear_grad(grad, tensors, weight_format).shape == shape
 
@@ -147,8 +160,13 @@ def test_the_gradient_of_one_panel_is_that_of_the_dense_weight(one_panel, name, 
 def test_the_gradient_of_many_panels_is_that_of_the_dense_weight(many_panels, name, dtype):
     weight_format, tensors = layer(name)
     grad = random(5, 7, FORMATS[name][1], dtype=dtype)
-    assert_close(reference.linear_grad(grad, tensors, weight_format), dense_gradient(weight_format, tensors, grad))
-    assert_close(reference.linear_grad(grad[0, 0], tensors, weight_format), dense_gradient(weight_format, tensors, grad[0, 0]))
+    assert_close(
+        reference.linear_grad(grad, tensors, weight_format), dense_gradient(weight_format, tensors, grad)
+    )
+    assert_close(
+        reference.linear_grad(grad[0, 0], tensors, weight_format),
+        dense_gradient(weight_format, tensors, grad[0, 0]),
+    )
 
 
 def test_a_strided_gradient_is_multiplied_like_its_copy(many_panels):

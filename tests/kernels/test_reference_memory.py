@@ -27,7 +27,11 @@ class Allocations(TorchDispatchMode):
     largest = total = 0
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((arguments, options)) if torch.is_tensor(leaf)}
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((arguments, options))
+            if torch.is_tensor(leaf)
+        }
         result = operator(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in given:
@@ -46,7 +50,9 @@ def layer(weight_format, out_features: int = OUT, in_features: int = IN):
             codes = torch.randint(0, 120, spec.shape, generator=generator, dtype=dtype)
             tensors[spec.name] = codes.view(torch.float8_e4m3fn) if dtype == torch.uint8 else codes
         elif spec.role == "index":
-            tensors[spec.name] = torch.randint(0, spec.bound, spec.shape, generator=generator, dtype=torch.int32)
+            tensors[spec.name] = torch.randint(
+                0, spec.bound, spec.shape, generator=generator, dtype=torch.int32
+            )
         elif spec.role == "scale":
             tensors[spec.name] = torch.rand(spec.shape, generator=generator) * 0.01
     return tensors
@@ -161,7 +167,10 @@ def test_a_buffer_made_in_one_mode_serves_every_other(first, dtype):
         return outcomes
 
     outcomes = in_a_new_thread(work)
-    expected = [activations @ weight_format.dequantize(tensors, dtype).t(), grad @ weight_format.dequantize(tensors, dtype)]
+    expected = [
+        activations @ weight_format.dequantize(tensors, dtype).t(),
+        grad @ weight_format.dequantize(tensors, dtype),
+    ]
     assert len(outcomes) == 8
     assert all(torch.equal(found, expected[index % 2]) for index, found in enumerate(outcomes))
 
@@ -171,7 +180,9 @@ def test_threads_have_buffers_of_their_own_and_do_not_disturb_each_other(panels)
     cases = []
     for name, fill in (("fp8 channel", 0.5), ("gptq w4", 2.0)):
         tensors, activations = layer(FORMATS[name], 512, 512), torch.full((3, 512), fill)
-        cases.append((FORMATS[name], tensors, activations, reference.linear(activations, tensors, FORMATS[name])))
+        cases.append(
+            (FORMATS[name], tensors, activations, reference.linear(activations, tensors, FORMATS[name]))
+        )
     panels.clear()
     wrong = []
 

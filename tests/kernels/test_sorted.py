@@ -1,4 +1,6 @@
-"""GPTQ's act-order as a permutation that loses nothing: bit for bit the layer whose channels lie in the order of their groups."""
+"""GPTQ's act-order as a permutation that loses nothing: bit for bit the layer whose channels lie in the order
+of their groups.
+"""
 
 import contextlib
 import ctypes
@@ -15,7 +17,14 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 
-SIZES = [(2, 64, 704, 304), (4, 32, 352, 40), (4, 176, 704, 1096), (4, 64, 448, 64), (8, 32, 96, 12), (8, 352, 704, 200)]
+SIZES = [
+    (2, 64, 704, 304),
+    (4, 32, 352, 40),
+    (4, 176, 704, 1096),
+    (4, 64, 448, 64),
+    (8, 32, 96, 12),
+    (8, 352, 704, 200),
+]
 """(bits, group_size, in_features, out_features): with strips that end within a vector, with many of them."""
 
 ROWS = (1, 2, 3, 8, 17, 80, 129)
@@ -32,8 +41,12 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def twins(bits: int, group_size: int, in_features: int, out_features: int):
-    """(format, tensors) of a layer in the order of its groups; the same, scattered; and which channel each of the second is."""
-    plain, tensors = Case(Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features).make()
+    """(format, tensors) of a layer in the order of its groups; the same, scattered; and which channel each of
+    the second is.
+    """
+    plain, tensors = Case(
+        Gptq(bits, group_size, False, g_idx_length=in_features), in_features, out_features
+    ).make()
     index = torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features)) // group_size
     order = torch.empty_like(index)
     order[index.argsort(stable=True)] = torch.arange(in_features)
@@ -49,13 +62,22 @@ def compare(size: tuple[int, int, int, int]) -> None:
     for dtype in DTYPES:
         for rows in ROWS:
             given = random(rows, size[2], dtype=dtype, seed=rows)
-            found, expected = kernel.linear(given[:, order], scattered, weight_format), kernel.linear(given, tensors, plain)
-            if rows <= kernel.FUSED_ROWS[torch.bfloat16] or (dtype == torch.bfloat16 and is_tiled(weight_format, scattered)):
+            found, expected = (
+                kernel.linear(given[:, order], scattered, weight_format),
+                kernel.linear(given, tensors, plain),
+            )
+            if rows <= kernel.FUSED_ROWS[torch.bfloat16] or (
+                dtype == torch.bfloat16 and is_tiled(weight_format, scattered)
+            ):
                 assert torch.equal(found, expected), (rows, dtype)
 
 
 def is_tiled(weight_format, tensors) -> bool:
-    return bool(library.library().hfq_is_tiled(describe_layer(weight_format, tensors).here, 17, DTYPES[torch.bfloat16]))
+    return bool(
+        library.library().hfq_is_tiled(
+            describe_layer(weight_format, tensors).here, 17, DTYPES[torch.bfloat16]
+        )
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -86,14 +108,21 @@ def test_layers_are_sorted_together_wherever_their_bytes_lie(native, threads, mo
     given = random(sum(counts), 352, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = kernel.grouped_linear(given, counts, layers)
-    for result, part, (weight_format, tensors) in zip(found.split(counts), given.split(counts), made, strict=True):
+    for result, part, (weight_format, tensors) in zip(
+        found.split(counts), given.split(counts), made, strict=True
+    ):
         assert torch.equal(result, kernel.linear(part, tensors, weight_format))
 
 
 def test_sizes_that_do_not_match_are_left_to_torch(native):
     _, (weight_format, tensors), _ = twins(4, 32, 352, 40)
     layers = [(tensors, weight_format)] * 2
-    for given, counts in ((random(2, 351), [1, 1]), (random(2, 353), [1, 1]), (random(3, 352), [1, 1]), (random(2, 352), [2])):
+    for given, counts in (
+        (random(2, 351), [1, 1]),
+        (random(2, 353), [1, 1]),
+        (random(3, 352), [1, 1]),
+        (random(2, 352), [2]),
+    ):
         assert kernel.grouped_linear(given, counts, layers) is None
     with pytest.raises(RuntimeError):
         kernel.linear(random(2, 351), tensors, weight_format)
@@ -102,7 +131,9 @@ def test_sizes_that_do_not_match_are_left_to_torch(native):
 @pytest.mark.parametrize("is_uneven", [False, True])
 @pytest.mark.parametrize("index", [-500, 40000])
 def test_an_index_that_changes_while_it_is_read_is_never_followed(native, index, is_uneven):
-    """A thread writes it as fast as it can, while others look at it, sort and multiply: what they would follow was looked at."""
+    """A thread writes it as fast as it can, while others look at it, sort and multiply: what they would
+    follow was looked at.
+    """
     _, (weight_format, tensors), _ = twins(4, 32, 2048, 64)
     if is_uneven:
         tensors["g_idx"][7] = tensors["g_idx"][8]

@@ -17,7 +17,11 @@ from hfq.kernels.registry import KERNELS, check_kernel, choose_kernel, explain_k
 
 def test_the_reference_kernel_is_chosen_by_its_name():
     kernel = choose_kernel("reference")
-    assert (kernel.name, kernel.linear, kernel.linear_grad) == ("reference", reference.linear, reference.linear_grad)
+    assert (kernel.name, kernel.linear, kernel.linear_grad) == (
+        "reference",
+        reference.linear,
+        reference.linear_grad,
+    )
     assert choose_kernel("reference", Fp8(), 64, 64) is kernel
 
 
@@ -54,22 +58,37 @@ def test_a_compiled_kernel_asked_for_by_name_is_missed():
 
 def test_every_kernel_that_does_not_run_has_a_reason(native):
     assert explain_kernels("auto", Gptq(5, is_planar=True), 256, 256) == {
-        "cpp": "it does not read gptq's bit planes", "torch": None, "reference": "torch comes first",
-    }  # fmt: skip
+        "cpp": "it does not read gptq's bit planes",
+        "torch": None,
+        "reference": "torch comes first",
+    }
     assert explain_kernels("reference", Fp8(), 256, 256) == {
-        "reference": None, "cpp": "reference comes first", "torch": "reference comes first",
-    }  # fmt: skip
+        "reference": None,
+        "cpp": "reference comes first",
+        "torch": "reference comes first",
+    }
     assert "groups are more than" in explain_kernels("auto", Gptq(group_size=8), 1 << 14, 64)["cpp"]
 
 
 @pytest.mark.parametrize(
     "weight_format",
     [
-        PackQuantized(8, scale_shape=(8, 1), width=8), PackQuantized(4, scale_shape=(8, 4)), Awq(num_bits=3),
-        Awq("gemv_fast", group_size=12), Bnb4Bit(blocksize=64), IntQuantized(has_columns=True),
+        PackQuantized(8, scale_shape=(8, 1), width=8),
+        PackQuantized(4, scale_shape=(8, 4)),
+        Awq(num_bits=3),
+        Awq("gemv_fast", group_size=12),
+        Bnb4Bit(blocksize=64),
+        IntQuantized(has_columns=True),
     ],
-    ids=["8 bits", "groups of odd size", "awq of 3 bits", "gemv_fast of odd groups", "nf4 across rows", "scales of columns"],
-)  # fmt: skip
+    ids=[
+        "8 bits",
+        "groups of odd size",
+        "awq of 3 bits",
+        "gemv_fast of odd groups",
+        "nf4 across rows",
+        "scales of columns",
+    ],
+)
 def test_what_the_compiled_kernel_cannot_read_is_not_given_to_it(native, weight_format):
     assert choose_kernel("auto", weight_format, 36, 8).name == "torch"
 
@@ -88,7 +107,9 @@ def test_a_switched_off_kernel_says_so():
     assert explain_kernels("auto", Fp8(), 64, 64)["cpp"] == "HFQ_DISABLE_CPP=1"
 
 
-@pytest.mark.parametrize(("preference", "hint"), [("referense", "did you mean 'reference'?"), ("aut", "did you mean 'auto'?")])
+@pytest.mark.parametrize(
+    ("preference", "hint"), [("referense", "did you mean 'reference'?"), ("aut", "did you mean 'auto'?")]
+)
 def test_a_mistyped_kernel_is_refused_with_a_hint(preference, hint):
     with pytest.raises(SetupError) as caught:
         check_kernel(preference)

@@ -1,4 +1,6 @@
-"""Products in bfloat16: by Intel's tiles or by vectors where there are any, and anywhere by what stands in for them."""
+"""Products in bfloat16: by Intel's tiles or by vectors where there are any, and anywhere by what stands in
+for them.
+"""
 
 import ctypes
 import itertools
@@ -33,7 +35,10 @@ def blocks(in_features: int, out_features: int, *block: int, **options) -> Case:
 
 
 TILED = {
-    **{f"fp8 channel {size}": fp8(*size, strategy="channel") for size in ((31, 1), (33, 15), (64, 31), (65, 33), (129, 257))},
+    **{
+        f"fp8 channel {size}": fp8(*size, strategy="channel")
+        for size in ((31, 1), (33, 15), (64, 31), (65, 33), (129, 257))
+    },
     "fp8 of 600 outputs": fp8(200, 600, strategy="channel"),
     "fp8 channel of 2500 inputs": fp8(2500, 33, strategy="channel"),
     "fp8 e5m2 blocks of 64x128": blocks(300, 257, 64, 128, codes_dtype="F8_E5M2"),
@@ -59,7 +64,9 @@ TILED = {
     "awq g64, 1096 outputs": Case(Awq(group_size=64), 192, 1096),
     "awq channel, 33 inputs": Case(Awq(group_size=-1), 33, 264),
 }
-FEW = {  # parts of 128 outputs, of which fewer than are read side by side are left; and inputs that are taken in several passes
+# parts of 128 outputs, of which fewer than are read side by side are left; and inputs that are taken in
+# several passes
+FEW = {
     "fp8 blocks of 128x128, 1030 outputs": blocks(300, 1030, 128, 128),
     "fp8 channel, 33000 inputs": fp8(33000, 40, strategy="channel"),
     "fp8 blocks of 128x128, 33000 inputs": blocks(33000, 520, 128, 128),
@@ -117,7 +124,9 @@ def rows_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def is_rounded(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a result is that of rounding what is exact up to float32's sums; rounding keeps the order of numbers."""
+    """Whether a result is that of rounding what is exact up to float32's sums; rounding keeps the order of
+    numbers.
+    """
     given, weight, dtype = activations.double(), weight.double(), activations.dtype
     assert (found.dtype, found.shape) == (dtype, (activations.shape[0], weight.shape[0]))
     exact, margin = given @ weight.t(), 1e-5 * (given.abs() @ weight.abs().t())
@@ -172,19 +181,27 @@ def test_powers_of_two_as_scales_are_kept_however_small(tiles, lowest):
     activations = (rows_of(20, weight.shape[1]).float() * 2.0 ** (120 - lowest)).to(SHORT)
     assert is_tiled(tiles, weight_format, tensors)
     for rows in (1, 8, 20):
-        assert is_rounded(kernel.linear(activations[:rows], tensors, weight_format), activations[:rows], weight), rows
+        assert is_rounded(
+            kernel.linear(activations[:rows], tensors, weight_format), activations[:rows], weight
+        ), rows
 
 
 def test_a_row_is_multiplied_alike_among_any_others(form, layer):
-    """But for one alone, and without tiles up to eight (3 bits: three, AWQ: five). Sums cancel: another order would be seen."""
+    """But for one alone, and without tiles up to eight (3 bits: three, AWQ: five). Sums cancel: another order
+    would be seen.
+    """
     weight_format, tensors, weight = layer
     is_awq = isinstance(weight_format, Awq) and weight_format.version == "gemm"
-    least, has_least = (5 if is_awq else 3), is_awq or (isinstance(weight_format, Gptq) and weight_format.num_bits == 3)
+    least, has_least = (
+        (5 if is_awq else 3),
+        is_awq or (isinstance(weight_format, Gptq) and weight_format.num_bits == 3),
+    )
     activations = rows_of(720, weight.shape[1])
     activations -= (activations.float() @ weight.pinverse() @ weight).to(SHORT)
     many = kernel.linear(activations, tensors, weight_format)
     few, fewer = (
-        torch.cat([kernel.linear(part, tensors, weight_format) for part in activations.split(count)]) for count in (8, least)
+        torch.cat([kernel.linear(part, tensors, weight_format) for part in activations.split(count)])
+        for count in (8, least)
     )
     if form[1] == TILES or has_least:
         assert torch.equal(few, many)
@@ -210,11 +227,16 @@ def test_neither_threads_nor_places_nor_strides_matter(layer, monkeypatch):
     moved = misplaced({"x": activations.contiguous()}, 1)["x"]
     for shift in (1, 2, 3, 31, 36):
         assert torch.equal(kernel.linear(moved, misplaced(tensors, shift), weight_format), expected), shift
-    rows_expected = {rows: kernel.linear(activations[:rows], tensors, weight_format) for rows in (1, 2, 7, 12, 40)}
+    rows_expected = {
+        rows: kernel.linear(activations[:rows], tensors, weight_format) for rows in (1, 2, 7, 12, 40)
+    }
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for rows, expected in rows_expected.items():
-            assert torch.equal(kernel.linear(activations[:rows], tensors, weight_format), expected), (threads, rows)
+            assert torch.equal(kernel.linear(activations[:rows], tensors, weight_format), expected), (
+                threads,
+                rows,
+            )
 
 
 def test_what_is_not_finite_stays_in_its_own_row(layer):
@@ -249,7 +271,9 @@ def test_a_nan_code_reaches_its_own_output_alone(tiles, dtype, rows):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_activations_of_every_size_come_back_from_an_identity(tiles, flushed, monkeypatch):
-    """Subnormal ones among them, in rows of like size; whatever the caller does with subnormal floats, on any threads."""
+    """Subnormal ones among them, in rows of like size; whatever the caller does with subnormal floats, on any
+    threads.
+    """
     tensors = {"weight": torch.eye(64).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
     weight_format = Fp8(strategy="tensor", scale_shape=())
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(SHORT)
@@ -276,7 +300,9 @@ def test_forms_are_chosen_and_chosen_back(form):
             assert tiles.hfq_use_short(chosen) == chosen
             assert tiles.hfq_is_tiled(described.here, 40, DTYPES[SHORT]) == (chosen > 0)
             assert is_rounded(
-                kernel.linear(activations[:8], tensors, weight_format), activations[:8], weight_format.dequantize(tensors)
+                kernel.linear(activations[:8], tensors, weight_format),
+                activations[:8],
+                weight_format.dequantize(tensors),
             )
         assert torch.equal(kernel.linear(activations, tensors, weight_format), expected)
         tiles.hfq_use(1)
@@ -290,8 +316,20 @@ def test_forms_are_chosen_and_chosen_back(form):
 
 def test_layers_that_are_multiplied_together_are_so_bit_for_bit(tiles):
     """Those that are not tiled among them."""
-    cases = [gptq(4, 32), gptq(4, 32, scatter=True), gptq(8, 32), gptq(3, 32, scatter=True), gptq(4, 176), gptq(2, 16)]
-    cases += [fp8(GPTQ_IN, 96, strategy="channel"), blocks(GPTQ_IN, 96, 7, 9), packed(GPTQ_IN, 96, 11), packed(GPTQ_IN, 96, 1)]
+    cases = [
+        gptq(4, 32),
+        gptq(4, 32, scatter=True),
+        gptq(8, 32),
+        gptq(3, 32, scatter=True),
+        gptq(4, 176),
+        gptq(2, 16),
+    ]
+    cases += [
+        fp8(GPTQ_IN, 96, strategy="channel"),
+        blocks(GPTQ_IN, 96, 7, 9),
+        packed(GPTQ_IN, 96, 11),
+        packed(GPTQ_IN, 96, 1),
+    ]
     made = [case.make() for case in cases]
     assert {is_tiled(tiles, *one) for one in made} == {False, True}
     layers = [(tensors, weight_format) for weight_format, tensors in made]
@@ -315,7 +353,9 @@ class Mallinfo(ctypes.Structure):
 
 
 def kept_by_a_thread(activations, tensors, weight_format, monkeypatch) -> int:
-    """Bytes that a thread of its own, which has kept nothing yet, keeps after a product, beside the result."""
+    """Bytes that a thread of its own, which has kept nothing yet, keeps after a product, beside the
+    result.
+    """
     mallinfo, grown = getattr(ctypes.CDLL(None), "mallinfo2", None), []
     if mallinfo is None:
         pytest.skip("another C library")
@@ -347,7 +387,9 @@ def test_what_a_thread_keeps_does_not_grow_with_the_weight(tiles, name, monkeypa
     weight_format, tensors = case.make()
     activations = rows_of(64, case.in_features)
     kernel.linear(activations[:2], tensors, weight_format)
-    assert kept_by_a_thread(activations, tensors, weight_format, monkeypatch) <= (1 << 20) + 16 * 64 * (case.in_features + 256)
+    assert kept_by_a_thread(activations, tensors, weight_format, monkeypatch) <= (1 << 20) + 16 * 64 * (
+        case.in_features + 256
+    )
 
 
 class Guarded:
@@ -357,17 +399,24 @@ class Guarded:
         nbytes = tensor.numel() * tensor.element_size()
         inside = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory = mmap.mmap(-1, inside + 2 * mmap.PAGESIZE)
-        start, libc = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), ctypes.CDLL(None, use_errno=True)
+        start, libc = (
+            ctypes.addressof(ctypes.c_char.from_buffer(self.memory)),
+            ctypes.CDLL(None, use_errno=True),
+        )
         offset = mmap.PAGESIZE + (inside - nbytes if at_end else 0)
         ctypes.memmove(start + offset, tensor.contiguous().data_ptr(), nbytes)
         for page in (start, start + mmap.PAGESIZE + inside):
             assert (
                 libc.mprotect(
-                    ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0
+                    ctypes.c_void_p(page),
+                    ctypes.c_size_t(mmap.PAGESIZE),
+                    mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0,
                 )
                 == 0
             )
-        self.tensor = torch.frombuffer(self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+        self.tensor = torch.frombuffer(
+            self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset
+        ).view(tensor.shape)
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -393,4 +442,6 @@ def test_few_rows_are_multiplied_by_dot_products_where_there_are_no_tiles(native
     expected = kernel.linear(activations, tensors, weight_format)
     assert is_rounded(expected, activations, weight)
     for rows in range(1, 8):
-        assert torch.equal(kernel.linear(Guarded(activations[:rows], True).tensor, guarded, weight_format), expected[:rows]), rows
+        assert torch.equal(
+            kernel.linear(Guarded(activations[:rows], True).tensor, guarded, weight_format), expected[:rows]
+        ), rows

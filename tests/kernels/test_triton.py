@@ -1,4 +1,6 @@
-"""The Triton kernels in Triton's interpreter, on a CPU: against exact products of the weight that the format dequantizes."""
+"""The Triton kernels in Triton's interpreter, on a CPU: against exact products of the weight that the format
+dequantizes.
+"""
 
 import os
 import subprocess
@@ -41,7 +43,9 @@ def check(found: torch.Tensor, activations: torch.Tensor, tensors, weight_format
 def test_the_cases_are_all_of_gptq_and_fp8():
     assert len(READ) == sum(name.startswith(("w", "fp8")) for name in CASES)
     assert triton_linear.reason_against(Mxfp4(), 64, 64) == "it does not read mxfp4"
-    assert triton_linear.reason_against(Gptq(5, is_planar=True), 64, 64) == "it does not read gptq's bit planes"
+    assert (
+        triton_linear.reason_against(Gptq(5, is_planar=True), 64, 64) == "it does not read gptq's bit planes"
+    )
 
 
 @pytest.mark.parametrize("name", READ)
@@ -67,7 +71,9 @@ def test_many_rows_strides_dimensions_and_a_bias(name, monkeypatch):
     monkeypatch.setattr(triton_linear, "_MOST_SPLITS", 1)
     check(triton_linear.linear(strided, tensors, weight_format), strided, tensors, weight_format)
     many = random_rows(triton_linear.FUSED_ROWS + 1, in_features, torch.float32)
-    assert torch.equal(triton_linear.linear(many, tensors, weight_format), reference.linear(many, tensors, weight_format))
+    assert torch.equal(
+        triton_linear.linear(many, tensors, weight_format), reference.linear(many, tensors, weight_format)
+    )
     assert triton_linear.linear(many[:0], tensors, weight_format).shape == (0, out_features)
 
 
@@ -85,8 +91,12 @@ def test_every_code_of_fp8_is_decoded_with_its_nan():
 
 
 def test_activations_are_encoded_as_torch_casts_them():
-    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).float()  # every sign, exponent and upper mantissa
-    fine = torch.cat([every[every.abs() < 448], torch.linspace(-448, 448, 4001), torch.linspace(-0.02, 0.02, 4001)])
+    every = (
+        torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).float()
+    )  # every sign, exponent and upper mantissa
+    fine = torch.cat(
+        [every[every.abs() < 448], torch.linspace(-448, 448, 4001), torch.linspace(-0.02, 0.02, 4001)]
+    )
     rows = torch.cat([fine, torch.full((-fine.numel() % 2048,), 448.0)]).view(-1, 2048).clone()
     rows[:, 0] = 448.0  # so that every scale is 1
     codes, scales = triton_linear.quantize_rows(rows, ActivationScheme("token"))
@@ -96,9 +106,13 @@ def test_activations_are_encoded_as_torch_casts_them():
 
 @pytest.mark.parametrize(
     "scheme",
-    [ActivationScheme("token"), ActivationScheme("group", group_size=128), ActivationScheme("token", upper_bound=1.5)],
+    [
+        ActivationScheme("token"),
+        ActivationScheme("group", group_size=128),
+        ActivationScheme("token", upper_bound=1.5),
+    ],
     ids=["token", "group", "bound"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_rounded_as_in_plain_torch(scheme, dtype):
     rows = random_rows(5, 300, torch.float32).mul(torch.logspace(-3, 2, 300)).to(dtype)
@@ -111,10 +125,12 @@ def test_rows_are_rounded_as_in_plain_torch(scheme, dtype):
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("fp8 blocks", ActivationScheme("group", group_size=128)), ("fp8 channel", ActivationScheme("token")),
-        ("fp8 channel", ActivationScheme("tensor")), ("fp8 e5m2 blocks", ActivationScheme("group", group_size=50)),
+        ("fp8 blocks", ActivationScheme("group", group_size=128)),
+        ("fp8 channel", ActivationScheme("token")),
+        ("fp8 channel", ActivationScheme("tensor")),
+        ("fp8 e5m2 blocks", ActivationScheme("group", group_size=50)),
     ],
-)  # fmt: skip
+)
 def test_rounded_activations_are_multiplied(name, scheme):
     weight_format, tensors = CASES[name].make()
     in_features = weight_format.shape(tensors)[1]
@@ -133,7 +149,9 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_they_compile_for_gpus_that_are_not_there(tmp_path):
-    """What the interpreter lets pass and a compiler does not: types, shapes, constants. Of a process without the interpreter."""
+    """What the interpreter lets pass and a compiler does not: types, shapes, constants. Of a process without
+    the interpreter.
+    """
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -141,7 +159,13 @@ def test_they_compile_for_gpus_that_are_not_there(tmp_path):
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     script = Path(__file__).with_name("compile_triton.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.stdout.splitlines() == [
-        "gptq_linear 75 True", "gptq_linear 90 True", "fp8_linear 90 True", "fp8_linear 80 True", "quantize_e4m3 75 True",
-    ], done.stderr[-2000:]  # fmt: skip
+        "gptq_linear 75 True",
+        "gptq_linear 90 True",
+        "fp8_linear 90 True",
+        "fp8_linear 80 True",
+        "quantize_e4m3 75 True",
+    ], done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""Activations as integers times AVX-512's dot products of bytes: bit for bit what AVX-512 computes without them."""
+"""Activations as integers times AVX-512's dot products of bytes: bit for bit what AVX-512 computes without
+them.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES
 
 ROWS = (1, 2, 3, 8, 17)
-LARGER = {  # several spans to a group, parts of several strips, and columns and rows that end within what is taken together
+# several spans to a group, parts of several strips, and columns and rows that end within what is taken
+# together
+LARGER = {
     **{
         f"w{bits} g{size}, {out_features} outputs": Case(
             Gptq(bits, size, False, "stored", g_idx_length=704), 704, out_features
@@ -27,8 +31,15 @@ LARGER = {  # several spans to a group, parts of several strips, and columns and
         )
     },
     **{  # more columns than a part of one row has
-        f"w{bits}, 16480 outputs, zeros {reading}": Case(Gptq(bits, 64, False, reading, g_idx_length=128), 128, 16480)
-        for bits, reading in ((2, "word_plus_one"), (4, "masked_plus_one"), (4, "word_plus_one"), (8, "word_plus_one"))
+        f"w{bits}, 16480 outputs, zeros {reading}": Case(
+            Gptq(bits, 64, False, reading, g_idx_length=128), 128, 16480
+        )
+        for bits, reading in (
+            (2, "word_plus_one"),
+            (4, "masked_plus_one"),
+            (4, "word_plus_one"),
+            (8, "word_plus_one"),
+        )
     },
     "awq, 16424 outputs": Case(Awq(group_size=64), 128, 16424),
     "awq g176, 2600 outputs": Case(Awq(group_size=176), 704, 2600),

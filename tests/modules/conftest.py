@@ -25,7 +25,9 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def store(tmp_path):
-    """store({local: tensor}, shift=n) → (infos by local name, reader); all tensors lie `n` bytes further on in the file."""
+    """store({local: tensor}, shift=n) → (infos by local name, reader); all tensors lie `n` bytes further on
+    in the file.
+    """
 
     def store(tensors, shift: int = 0):
         stored = {"shift": ("U8", (shift,), b"\x00" * shift)} if shift else {}
@@ -49,12 +51,16 @@ def layer(request):
 
 @pytest.fixture
 def make(store, layer):
-    """make(backing) → the layer as a module that holds its tensors "mapped", in an "arena", or not yet ("meta")."""
+    """make(backing) → the layer as a module that holds its tensors "mapped", in an "arena", or not yet
+    ("meta").
+    """
     weight_format, tensors = layer
     infos, reader = store(tensors)
 
     def make(backing: str, scheme=None) -> QuantizedLinear:
-        linear = QuantizedLinear("model.layers.0.q", IN, OUT, weight_format, infos, choose_kernel("reference"), scheme)
+        linear = QuantizedLinear(
+            "model.layers.0.q", IN, OUT, weight_format, infos, choose_kernel("reference"), scheme
+        )
         linear.reader = reader
         if backing == "mapped":
             linear.hold(map_tensors(reader, infos))

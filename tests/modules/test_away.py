@@ -1,4 +1,6 @@
-"""A weight on disk takes part in nothing but its own module's computation: what torch would make up values for raises."""
+"""A weight on disk takes part in nothing but its own module's computation: what torch would make up values
+for raises.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,9 @@ COMPUTATIONS = {
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_computing_with_it_or_with_what_was_made_of_it_is_refused(name):
-    with pytest.raises(PlacementError, match=r"(?s)not in memory.*\{\"model\.layers\.0\.mlp\.up_proj\": \"cpu\"\}") as caught:
+    with pytest.raises(
+        PlacementError, match=r"(?s)not in memory.*\{\"model\.layers\.0\.mlp\.up_proj\": \"cpu\"\}"
+    ) as caught:
         COMPUTATIONS[name]()
     assert caught.value.tensor == NAME
 

@@ -1,4 +1,6 @@
-"""QuantizedEmbedding looks up what nn.Embedding would in the dequantized table, and dequantizes no more rows than it needs."""
+"""QuantizedEmbedding looks up what nn.Embedding would in the dequantized table, and dequantizes no more rows
+than it needs.
+"""
 
 import pytest
 import tiny_models
@@ -42,9 +44,13 @@ def table(request, store):
     weight_format, size = SIZES[request.param]
     tensors = weight_format.quantize(torch.randn(*size, generator=torch.Generator().manual_seed(2)))
     config = (
-        {"quant_method": "awq", "group_size": 32} if request.param == "awq" else {"checkpoint_format": "gptq_v2", "sym": False}
+        {"quant_method": "awq", "group_size": 32}
+        if request.param == "awq"
+        else {"checkpoint_format": "gptq_v2", "sym": False}
     )
-    found = tiny_models.settled(weight_format, tensors, config if request.param in ("awq", "gptq") else None, size)
+    found = tiny_models.settled(
+        weight_format, tensors, config if request.param in ("awq", "gptq") else None, size
+    )
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # all aligned
     infos, reader = store(tensors)
     module = QuantizedEmbedding("model.embed_tokens", *size, found, infos)
@@ -86,7 +92,9 @@ def test_no_tokens_are_no_rows(table, shape):
 @pytest.mark.parametrize("token", [-1, 1000, 2**40, -(2**63)])
 def test_a_token_out_of_range_is_refused(table, token):
     module, weight, _, _ = table
-    with pytest.raises(SetupError, match=rf"(?s)model.embed_tokens was given a token.*0 to {len(weight) - 1}.*Fix:"):
+    with pytest.raises(
+        SetupError, match=rf"(?s)model.embed_tokens was given a token.*0 to {len(weight) - 1}.*Fix:"
+    ):
         module(torch.tensor([0, token]))
 
 
@@ -99,7 +107,9 @@ def test_the_first_token_behind_the_table_is_out_of_range(table):
 def test_a_row_is_dequantized_once_and_no_others_with_it(table, monkeypatch):
     module, weight, _, _ = table
     panels, real = [], type(module.weight_format).dequantize_into
-    noting = lambda self, panel, tensors, start: panels.append((start, len(panel))) or real(self, panel, tensors, start)  # noqa: E731
+    noting = lambda self, panel, tensors, start: (
+        panels.append((start, len(panel))) or real(self, panel, tensors, start)
+    )  # noqa: E731
     monkeypatch.setattr(type(module.weight_format), "dequantize_into", noting)
     multiple = module.weight_format.row_multiple
     module(torch.tensor([[33, 2], [2, 33]]))

@@ -1,4 +1,6 @@
-"""QuantizedExperts computes what transformers' fused experts do with the dequantized weights, with the routed experts alone."""
+"""QuantizedExperts computes what transformers' fused experts do with the dequantized weights, with the routed
+experts alone.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -23,28 +25,45 @@ from hfq.modules.linear import QuantizedLinear
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, CHOSEN = 5, 64, 96, 7, 2
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "hidden_act": "silu"}
 FUSED = {
-    "mixtral": lambda: MixtralExperts(MixtralConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)),
-    "qwen3": lambda: Qwen3MoeExperts(Qwen3MoeConfig(**SIZES, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS)),
-    "gpt-oss": lambda: GptOssExperts(GptOssConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)),
+    "mixtral": lambda: MixtralExperts(
+        MixtralConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)
+    ),
+    "qwen3": lambda: Qwen3MoeExperts(
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS)
+    ),
+    "gpt-oss": lambda: GptOssExperts(
+        GptOssConfig(**SIZES, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS)
+    ),
 }
 FORMATS = {"fp8": Fp8(strategy="channel"), "gptq": Gptq(4, 32, True, "stored", g_idx_length=64)}
 
 
-def linear(weight_format, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[QuantizedLinear, torch.Tensor]:
+def linear(
+    weight_format, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[QuantizedLinear, torch.Tensor]:
     """(a packed layer, the weight that it stands for)."""
     tensors = {local: tensor.contiguous() for local, tensor in weight_format.quantize(weight).items()}
     found = tiny_models.settled(weight_format, tensors, {"checkpoint_format": "gptq_v2"}, tuple(weight.shape))
     tensors |= {} if bias is None else {"bias": bias}
     module = QuantizedLinear(
-        "m", weight.shape[1], weight.shape[0], found, tiny_models.described("m", tensors), choose_kernel("reference")
+        "m",
+        weight.shape[1],
+        weight.shape[0],
+        found,
+        tiny_models.described("m", tensors),
+        choose_kernel("reference"),
     )
     module.hold(tensors)
     return module, found.dequantize(tensors)
 
 
-@pytest.fixture(params=[(model, name, split) for model in FUSED for name in FORMATS for split in (True, False)], ids=str)
+@pytest.fixture(
+    params=[(model, name, split) for model in FUSED for name in FORMATS for split in (True, False)], ids=str
+)
 def pair(request):
-    """(transformers' fused experts of the dequantized weights, hfq's packed ones); gate and up of one layer, or of two."""
+    """(transformers' fused experts of the dequantized weights, hfq's packed ones); gate and up of one layer,
+    or of two.
+    """
     model, name, is_split = request.param
     torch.manual_seed(5)
     fused, is_gpt_oss = FUSED[model](), model == "gpt-oss"
@@ -139,7 +158,9 @@ def test_an_index_out_of_range_adds_nothing(pair, inputs, index):
 
 
 def test_an_index_past_the_experts_masks_a_token(pair, inputs):
-    """transformers 5.23 marks so what another rank computes; 5.17 knows no such mark, so the expected is a weight of zero."""
+    """transformers 5.23 marks so what another rank computes; 5.17 knows no such mark, so the expected is a
+    weight of zero.
+    """
     fused, experts = pair
     hidden, chosen, weights = inputs
     masked, unweighted = chosen.clone(), weights.clone()
@@ -171,7 +192,9 @@ def test_the_output_has_the_dtype_of_the_hidden_states(pair, inputs, dtype):
     assert found.dtype == dtype
     expected = eager(fused, hidden.to(dtype).float(), chosen, weights)
     # each of the three products and the sum are rounded to 8 or 11 bits
-    assert (found.float() - expected).norm() <= {torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype] * expected.norm()
+    assert (found.float() - expected).norm() <= {torch.bfloat16: 3e-2, torch.float16: 4e-3}[
+        dtype
+    ] * expected.norm()
 
 
 def test_a_token_that_chooses_one_expert_twice_gets_it_twice(pair, inputs):
@@ -250,7 +273,9 @@ def test_experts_that_are_multiplied_in_one_call_equal_the_loop_bit_for_bit(grou
     found = experts(hidden.to(dtype), chosen, weights.to(dtype))
     routed = chosen[(chosen >= 0) & (chosen < EXPERTS)].bincount()
     assert asked == [routed[routed > 0].tolist()] * len(experts[0])
-    experts[int(routed.nonzero()[0])]["down_proj"].register_forward_hook(lambda *_: None)  # hooks are not left out
+    experts[int(routed.nonzero()[0])]["down_proj"].register_forward_hook(
+        lambda *_: None
+    )  # hooks are not left out
     asked.clear()
     assert torch.equal(experts(hidden.to(dtype), chosen, weights.to(dtype)), found)
     assert not asked
@@ -261,8 +286,10 @@ def test_one_token_that_chooses_many_experts_is_added_up_as_in_the_loop(native):
     layers = []
     for seed in range(8):
         torch.manual_seed(seed)
-        own = {local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0] for local, shape in
-               {"gate_up_proj": (128, 512), "down_proj": (512, 64)}.items()}  # fmt: skip
+        own = {
+            local: linear(FORMATS["fp8"], torch.randn(*shape), None)[0]
+            for local, shape in {"gate_up_proj": (128, 512), "down_proj": (512, 64)}.items()
+        }
         for layer in own.values():
             layer.kernel = KERNELS["cpp"]
         layers.append(own)
@@ -287,4 +314,6 @@ def test_experts_compute_one_by_one_where_gradients_or_many_rows_ask_for_it(grou
     times = FUSED_ROWS[torch.float32]
     many = experts(*(part.detach().repeat(times, 1) for part in inputs))
     assert len(asked) == 1  # and declined
-    assert (many - expected.repeat(times, 1)).norm() <= 1e-5 * many.norm()  # panels are multiplied by torch, in another order
+    assert (
+        many - expected.repeat(times, 1)
+    ).norm() <= 1e-5 * many.norm()  # panels are multiplied by torch, in another order

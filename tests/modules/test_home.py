@@ -1,4 +1,6 @@
-"""A layer that computes where it rests, or where its activations are: the same bits, and the cheaper way for each number of rows."""
+"""A layer that computes where it rests, or where its activations are: the same bits, and the cheaper way for
+each number of rows.
+"""
 
 import dataclasses
 
@@ -11,7 +13,9 @@ from hfq.modules.cpu_execution import CPU_ROWS, CpuExecution
 from hfq.modules.linear import QuantizedLinear
 
 CPU = torch.device("cpu")
-"""Stands for the accelerator: what is computed there is then computed by the same kernel, and can be compared bit for bit."""
+"""Stands for the accelerator: what is computed there is then computed by the same kernel, and can be compared
+bit for bit.
+"""
 
 
 def random_rows(count: int, in_features: int, dtype=torch.float32) -> torch.Tensor:
@@ -79,7 +83,9 @@ def test_each_type_of_device_has_its_own_kernel(make):
 
     made = make("mapped")
     accelerated = dataclasses.replace(KERNELS["reference"], linear=multiply)
-    linear = QuantizedLinear("m", 96, 64, made.weight_format, made.infos, KERNELS["reference"], None, accelerated)
+    linear = QuantizedLinear(
+        "m", 96, 64, made.weight_format, made.infos, KERNELS["reference"], None, accelerated
+    )
     linear.hold(made.resting_tensors())
     assert linear(torch.zeros(2, 96, device="meta")).shape == (2, 64)
     assert asked == ["meta"]

@@ -1,4 +1,6 @@
-"""QuantizedLinear computes the same from either backing, has a gradient for activations only, and refuses to guess."""
+"""QuantizedLinear computes the same from either backing, has a gradient for activations only, and refuses to
+guess.
+"""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -67,14 +69,19 @@ def test_an_optimizer_changes_no_packed_tensor_whatever_is_asked_of_the_model(ma
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
     assert all(parameter.grad is None for parameter in linear.parameters())
-    raw = [[t.reshape(-1).view(torch.uint8) for t in tensors] for tensors in (linear.state_dict().values(), layer[1].values())]
+    raw = [
+        [t.reshape(-1).view(torch.uint8) for t in tensors]
+        for tensors in (linear.state_dict().values(), layer[1].values())
+    ]
     assert all(torch.equal(*pair) for pair in zip(*raw, strict=True))
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_nothing_is_saved_for_the_backward_but_the_module(make, backing):
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         make(backing)(random(3, IN).requires_grad_()).sum().backward()
     assert not saved
 
@@ -100,7 +107,10 @@ def test_nothing_is_copied_to_be_held(make):
     row = FlatBuffer.read(linear.reader, linear.infos)
     linear.hold_buffer(row)
     assert linear.flat_buffer.data_ptr() == row.buffer.data_ptr()
-    assert all(tensor.untyped_storage().data_ptr() == row.buffer.data_ptr() for tensor in linear.packed_tensors().values())
+    assert all(
+        tensor.untyped_storage().data_ptr() == row.buffer.data_ptr()
+        for tensor in linear.packed_tensors().values()
+    )
 
 
 def test_the_last_backing_held_is_the_one_in_use(make):
@@ -117,7 +127,9 @@ def test_the_last_backing_held_is_the_one_in_use(make):
 
 
 def test_use_before_loading_is_refused_by_name(make):
-    with pytest.raises(PlacementError, match=r"model\.layers\.0\.q was used before its weights were loaded") as caught:
+    with pytest.raises(
+        PlacementError, match=r"model\.layers\.0\.q was used before its weights were loaded"
+    ) as caught:
         make("meta")(random(3, IN))
     assert caught.value.found == "weights on meta"
 
@@ -125,7 +137,9 @@ def test_use_before_loading_is_refused_by_name(make):
 @pytest.mark.parametrize("backing", [*BACKINGS, "meta"])
 @pytest.mark.parametrize("shape", [(3, IN + 1), (IN - 1,), (IN, 1), (2, 0)])
 def test_activations_of_the_wrong_size_are_refused_by_name(make, backing, shape):
-    with pytest.raises(SetupError, match=r"model\.layers\.0\.q was given activations of the wrong size") as caught:
+    with pytest.raises(
+        SetupError, match=r"model\.layers\.0\.q was given activations of the wrong size"
+    ) as caught:
         make(backing)(torch.zeros(shape))
     assert caught.value.expected == f"[..., {IN}]"
     assert caught.value.found == str(list(shape))

@@ -28,7 +28,11 @@ def random(*shape: int) -> torch.Tensor:
 def raw(state) -> dict:
     """dtype, shape and bytes of each tensor."""
     return {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        name: (
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
         for name, tensor in state.items()
     }
 
@@ -38,7 +42,9 @@ def test_the_state_dict_speaks_on_disk_names_and_bytes(make, layer, backing):
     linear = make(backing)
     assert list(linear.state_dict()) == list(layer[1])
     assert raw(linear.state_dict()) == raw(layer[1])
-    assert raw(nn.ModuleDict({"q": linear}).state_dict()) == raw({f"q.{name}": tensor for name, tensor in layer[1].items()})
+    assert raw(nn.ModuleDict({"q": linear}).state_dict()) == raw(
+        {f"q.{name}": tensor for name, tensor in layer[1].items()}
+    )
 
 
 def test_the_state_dict_of_a_module_on_meta_keeps_names_and_shapes(make, layer):
@@ -143,7 +149,9 @@ def test_a_state_dict_that_would_be_cast_is_refused(make, layer, backing, dtype)
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_a_state_dict_of_another_shape_is_refused(make, layer, backing):
     linear = make(backing)
-    with pytest.raises(RuntimeError, match=r"q\.bias: expected torch.float16 \[64\], found torch.float16 \[1, 64\]"):
+    with pytest.raises(
+        RuntimeError, match=r"q\.bias: expected torch.float16 \[64\], found torch.float16 \[1, 64\]"
+    ):
         nn.ModuleDict({"q": linear}).load_state_dict(
             {f"q.{k}": v.view(1, -1) if k == "bias" else v for k, v in layer[1].items()}
         )
@@ -152,7 +160,9 @@ def test_a_state_dict_of_another_shape_is_refused(make, layer, backing):
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_missing_and_unexpected_names_are_listed(make, layer, backing):
     model = nn.ModuleDict({"q": make(backing)})
-    state = {f"q.{name}": tensor for name, tensor in layer[1].items() if name != "bias"} | {"q.flat_buffer": torch.zeros(1)}
+    state = {f"q.{name}": tensor for name, tensor in layer[1].items() if name != "bias"} | {
+        "q.flat_buffer": torch.zeros(1)
+    }
     keys = model.load_state_dict(state, strict=False)
     assert keys.missing_keys == ["q.bias"]
     assert keys.unexpected_keys == ["q.flat_buffer"]

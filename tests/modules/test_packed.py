@@ -1,4 +1,6 @@
-"""What every packed module shares: how its parameters are named, moved and saved, and what model code reads as `weight`."""
+"""What every packed module shares: how its parameters are named, moved and saved, and what model code reads
+as `weight`.
+"""
 
 import itertools
 
@@ -31,7 +33,11 @@ PAIRS = list(itertools.product(FORMATS, BACKINGS))
 
 
 def as_bytes(tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
 
 
 @pytest.fixture
@@ -76,7 +82,9 @@ def test_a_held_tensor_is_a_frozen_parameter_without_dots(build, name):
     parameters = dict(module.named_parameters())
     assert len(parameters) == len(tensors)
     assert not any("." in key or parameter.requires_grad for key, parameter in parameters.items())
-    assert [as_bytes(parameter) for parameter in parameters.values()] == [as_bytes(tensor) for tensor in tensors.values()]
+    assert [as_bytes(parameter) for parameter in parameters.values()] == [
+        as_bytes(tensor) for tensor in tensors.values()
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -117,12 +125,34 @@ def test_a_stored_tensor_may_bear_the_name_of_an_attribute(build):
 @pytest.mark.parametrize("cls", [QuantizedModule, QuantizedLinear, QuantizedEmbedding])
 @pytest.mark.parametrize(
     "taken",
-    ["name", "infos", "dtype", "training", "fetch", "is_away", "in_features", "forward", "kernel", "scheme", "num_embeddings",
-     "flat_buffer", "_parameters", "_apply", "state_dict", "T_destination", "_segments", "hold", "_modules", "weight_format"],
-)  # fmt: skip
+    [
+        "name",
+        "infos",
+        "dtype",
+        "training",
+        "fetch",
+        "is_away",
+        "in_features",
+        "forward",
+        "kernel",
+        "scheme",
+        "num_embeddings",
+        "flat_buffer",
+        "_parameters",
+        "_apply",
+        "state_dict",
+        "T_destination",
+        "_segments",
+        "hold",
+        "_modules",
+        "weight_format",
+    ],
+)
 def test_no_stored_name_takes_the_place_of_the_modules_own(build, cls, taken):
     module, tensors, weight = build("scalars", cls=cls, extra={taken: torch.tensor([3.0])})
-    found = getattr(module, taken) if taken not in ("flat_buffer", "kernel", "scheme", "num_embeddings") else None
+    found = (
+        getattr(module, taken) if taken not in ("flat_buffer", "kernel", "scheme", "num_embeddings") else None
+    )
     assert not (isinstance(found, torch.Tensor) and found.numel() == 1)
     assert list(module.state_dict()) == list(tensors)
     assert module.state_dict()[taken].tolist() == [3.0]
@@ -177,7 +207,11 @@ def test_another_name_is_an_attribute_error(build):
 
 def test_weight_before_the_load_is_on_meta_with_shape_and_dtype(build):
     module = build("dots", "meta")[0].to(torch.bfloat16)
-    assert (module.weight.device.type, module.weight.shape, module.weight.dtype) == ("meta", (OUT, IN), torch.bfloat16)
+    assert (module.weight.device.type, module.weight.shape, module.weight.dtype) == (
+        "meta",
+        (OUT, IN),
+        torch.bfloat16,
+    )
     with pytest.raises(PlacementError, match="used before its weights were loaded"):
         module.packed_tensors()
 
@@ -216,4 +250,6 @@ def test_a_fetched_module_is_read_for_each_use(build, name):
 
 
 def test_the_repr_names_sizes_and_format(build):
-    assert f"in_features={IN}, out_features={OUT}, format=bitsandbytes nf4 double-quantized" in repr(build("dots")[0])
+    assert f"in_features={IN}, out_features={OUT}, format=bitsandbytes nf4 double-quantized" in repr(
+        build("dots")[0]
+    )

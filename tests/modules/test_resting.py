@@ -1,4 +1,6 @@
-"""The tensors of a module are found once, and again whenever they are others: whatever is done to its parameters is seen."""
+"""The tensors of a module are found once, and again whenever they are others: whatever is done to its
+parameters is seen.
+"""
 
 import copy
 import io

@@ -57,11 +57,16 @@ def test_every_tensor_of_an_arena_starts_on_a_16_byte_boundary(store):
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(sorted(set(DTYPE_BITS) - {"F4"})), st.lists(st.integers(0, 5), max_size=3)), max_size=6)
+    st.lists(
+        st.tuples(st.sampled_from(sorted(set(DTYPE_BITS) - {"F4"})), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=6,
+    )
 )
 def test_segments_follow_each_other_without_overlap(tensors):
     infos = {
-        str(i): TensorInfo(str(i), dtype, tuple(shape), ByteRange("f", 0, math.prod(shape) * DTYPE_BITS[dtype] // 8))
+        str(i): TensorInfo(
+            str(i), dtype, tuple(shape), ByteRange("f", 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
+        )
         for i, (dtype, shape) in enumerate(tensors)
     }
     segments, nbytes = flat_layout(infos)
@@ -112,7 +117,9 @@ def test_a_tensor_off_its_own_alignment_cannot_be_used_where_it_lies(store, shif
     infos, reader = store(tensors, shift)
     assert is_mappable(infos) is mappable
     assert is_mappable({"weight": infos["weight"]})
-    assert all(same(tensor, tensors[name]) for name, tensor in FlatBuffer.read(reader, infos).tensors().items())
+    assert all(
+        same(tensor, tensors[name]) for name, tensor in FlatBuffer.read(reader, infos).tensors().items()
+    )
     if mappable:
         assert all(same(tensor, tensors[name]) for name, tensor in map_tensors(reader, infos).items())
 

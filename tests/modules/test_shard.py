@@ -1,4 +1,6 @@
-"""A row that others gather and let go of: the module computes with it while it is whole, and says so where it is not."""
+"""A row that others gather and let go of: the module computes with it while it is whole, and says so where it
+is not.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ INPUT = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture
 def sharded(make):
-    """(a module that holds a row viewed as bfloat16, the same module in an arena, a switch that gathers and frees the row)."""
+    """(a module that holds a row viewed as bfloat16, the same module in an arena, a switch that gathers and
+    frees the row).
+    """
     linear, plain = make("meta"), make("arena")
     row = FlatBuffer.read(linear.reader, linear.infos)
     parameter = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
@@ -22,7 +26,9 @@ def sharded(make):
 
     def gather(whole: bool) -> None:
         is_whole[0] = whole
-        parameter.data = row.buffer.clone().view(torch.bfloat16) if whole else torch.empty(0, dtype=torch.bfloat16)
+        parameter.data = (
+            row.buffer.clone().view(torch.bfloat16) if whole else torch.empty(0, dtype=torch.bfloat16)
+        )
 
     return linear, plain, gather
 
@@ -67,7 +73,9 @@ def test_its_state_speaks_on_disk_names_and_holds_no_bytes_while_sharded(sharded
     assert all(tensor.is_meta for tensor in linear.state_dict().values())
     gather(True)
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(linear.state_dict()[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+        assert torch.equal(
+            linear.state_dict()[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+        )
 
 
 def test_casts_and_moves_leave_the_parameter_to_its_owner(sharded):

@@ -11,7 +11,13 @@ from hfq.errors import PlacementError
 from hfq.placement.budget import Budget, Unit, plan_devices
 
 BLOCKS = [Unit(f"b{index}", 10, "block") for index in range(6)]
-LLAMA = [Unit("", 1, "fixed"), Unit("embed", 30, "embedding"), *BLOCKS, Unit("norm", 2, "other"), Unit("head", 25, "other")]
+LLAMA = [
+    Unit("", 1, "fixed"),
+    Unit("embed", 30, "embedding"),
+    *BLOCKS,
+    Unit("norm", 2, "other"),
+    Unit("head", 25, "other"),
+]
 """118 bytes."""
 MOE = [
     Unit("embed", 30, "embedding"),
@@ -42,7 +48,13 @@ def test_what_fits_stays_without_a_ring(main):
     [
         (117, ["embed"], 0, 0, 29),  # an embedding moves nothing: it leaves first
         (88, ["embed"], 0, 0, 0),
-        (87, ["embed", "b3", "b4", "b5"], 20, 30, 9),  # one block alone, or two, would free no more than their ring takes
+        (
+            87,
+            ["embed", "b3", "b4", "b5"],
+            20,
+            30,
+            9,
+        ),  # one block alone, or two, would free no more than their ring takes
         (78, ["embed", "b3", "b4", "b5"], 20, 30, 0),
         (77, ["embed", "b2", "b3", "b4", "b5"], 20, 40, 9),
         (48, ["embed", *(f"b{index}" for index in range(6))], 20, 60, 0),
@@ -75,7 +87,11 @@ def test_a_region_may_be_larger_than_what_rests():
     units = [Unit(f"b{index}", 10, "block", 16) for index in range(6)]
     budget = plan_devices(units, {"cpu": 52}, "cpu")
     assert away(budget) == on_disk("b2", "b3", "b4", "b5")
-    assert (budget.rings, budget.onloaded_nbytes, budget.resting) == ({"cpu": 32}, 64, {"cpu": 20, "disk": 40})
+    assert (budget.rings, budget.onloaded_nbytes, budget.resting) == (
+        {"cpu": 32},
+        64,
+        {"cpu": 20, "disk": 40},
+    )
 
 
 def test_the_rest_is_kept_by_the_cpu_before_the_disk():
@@ -147,12 +163,16 @@ def test_the_least_is_never_more_than_the_model():
 
 
 def test_too_little_on_the_host_is_told_apart():
-    with pytest.raises(PlacementError, match=r'(?s)on cpu.*at least 20 B on cpu.*max_memory=\{0: 48, "cpu": 20\}'):
+    with pytest.raises(
+        PlacementError, match=r'(?s)on cpu.*at least 20 B on cpu.*max_memory=\{0: 48, "cpu": 20\}'
+    ):
         plan_devices(LLAMA, {"cuda:0": 48, "cpu": 19}, "cuda:0")
 
 
 def test_a_disk_that_may_hold_nothing():
-    with pytest.raises(PlacementError, match=r'(?s)on disk.*at least 30 B on disk.*pass max_memory=\{"cpu": 118, "disk": 0\}'):
+    with pytest.raises(
+        PlacementError, match=r'(?s)on disk.*at least 30 B on disk.*pass max_memory=\{"cpu": 118, "disk": 0\}'
+    ):
         plan_devices(LLAMA, {"cpu": 100, "disk": 0}, "cpu")
     with pytest.raises(PlacementError, match=r'(?s)on disk.*pass max_memory=\{0: 88, "cpu": 30, "disk": 0\}'):
         plan_devices(LLAMA, {"cuda:0": 88, "cpu": 29, "disk": 0}, "cuda:0")
@@ -163,7 +183,8 @@ def test_a_disk_that_may_hold_nothing():
 def test_it_prints_every_number():
     text = str(plan_devices(MOE, {"cuda:0": 55, "cpu": 100}, "cuda:0", expert_cache_nbytes=5))
     assert text == (
-        "cuda:0: 50 B resting, 0 B left; disk: 70 B resting; cpu: 80 B resting, 20 B left; nothing is streamed; "
+        "cuda:0: 50 B resting, 0 B left; disk: 70 B resting; cpu: 80 B resting, 20 B left; nothing is "
+        "streamed; "
         "up to 120 B of experts when they are routed to, cache of 5 B"
     )
     assert "cpu: 28 B resting and a ring of 20 B, 0 B left" in str(plan_devices(LLAMA, {"cpu": 48}, "cpu"))
@@ -172,13 +193,17 @@ def test_it_prints_every_number():
 KINDS = ["block", "block", "block", "embedding", "experts", "other", "fixed"]
 SIZES = st.integers(0, 40)
 MODELS = st.lists(st.tuples(st.sampled_from(KINDS), SIZES, st.none() | SIZES), max_size=14).map(
-    lambda parts: [Unit(f"u{index}", nbytes, kind, region) for index, (kind, nbytes, region) in enumerate(parts)]
+    lambda parts: [
+        Unit(f"u{index}", nbytes, kind, region) for index, (kind, nbytes, region) in enumerate(parts)
+    ]
 )
 LIMITS = st.integers(0, 400)
 CAPACITIES = st.one_of(
     st.builds(lambda cpu: ("cpu", {"cpu": cpu}), LIMITS),
     st.builds(lambda gpu, cpu: ("xpu:0", {"xpu:0": gpu, "cpu": cpu}), LIMITS, LIMITS),
-    st.builds(lambda gpu, cpu, disk: ("xpu:0", {"xpu:0": gpu, "cpu": cpu, "disk": disk}), LIMITS, LIMITS, LIMITS),
+    st.builds(
+        lambda gpu, cpu, disk: ("xpu:0", {"xpu:0": gpu, "cpu": cpu, "disk": disk}), LIMITS, LIMITS, LIMITS
+    ),
 )
 
 
@@ -211,9 +236,15 @@ def test_a_ring_holds_every_streamed_unit_beside_the_next(units, where):
     budget = planned(units, capacities, main)
     if budget is None:
         return
-    streamed = [unit for unit in units if budget.devices[unit.name] != main and unit.kind in ("block", "other")]
+    streamed = [
+        unit for unit in units if budget.devices[unit.name] != main and unit.kind in ("block", "other")
+    ]
     sizes = [unit.streamed_nbytes for unit in streamed]
-    needed = max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True)) if len(sizes) > 1 else sum(sizes)
+    needed = (
+        max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
+        if len(sizes) > 1
+        else sum(sizes)
+    )
     assert budget.rings.get(main, 0) == needed
     assert budget.onloaded_nbytes == sum(sizes)
     if main != "cpu" and any(budget.devices[unit.name] == "disk" for unit in streamed):
@@ -224,17 +255,27 @@ def test_a_ring_holds_every_streamed_unit_beside_the_next(units, where):
 @given(MODELS, CAPACITIES, st.integers(0, 60), st.integers(0, 20))
 @example(
     [
-        *(Unit("a", 67, "block"), Unit("b", 40, "block"), Unit("experts", 1, "experts"), Unit("c", 22, "block", 0)),
+        *(
+            Unit("a", 67, "block"),
+            Unit("b", 40, "block"),
+            Unit("experts", 1, "experts"),
+            Unit("c", 22, "block", 0),
+        ),
         *(Unit("d", 35, "block"), Unit("e", 0, "block"), Unit("f", 1, "block"), Unit("g", 10, "block")),
     ],
-    ("cpu", {"cpu": 143}), 31, 0,
-)  # fmt: skip
+    ("cpu", {"cpu": 143}),
+    31,
+    0,
+)
 def test_more_memory_never_moves_more_bytes(units, where, more, cache):
     main, capacities = where
     small = planned(units, capacities, main, cache)
     large = planned(units, {**capacities, main: capacities[main] + more}, main, cache)
     if small is not None and large is not None:
-        assert (large.onloaded_nbytes, large.on_demand_nbytes) <= (small.onloaded_nbytes, small.on_demand_nbytes)
+        assert (large.onloaded_nbytes, large.on_demand_nbytes) <= (
+            small.onloaded_nbytes,
+            small.on_demand_nbytes,
+        )
     if main == "cpu" and small is not None:
         assert large is not None
 

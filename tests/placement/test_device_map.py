@@ -1,4 +1,6 @@
-"""Device maps by whole dotted names: which key takes a tensor, which values are devices, and what is refused."""
+"""Device maps by whole dotted names: which key takes a tensor, which values are devices, and what is
+refused.
+"""
 
 import re
 
@@ -14,7 +16,15 @@ NAMES = [
     *(f"{layer}.mlp.{part}" for layer in LAYERS for part in ("qweight", "scales")),
     "lm_head.weight",
 ]
-MODULES = ["", "model", "model.embed", "model.layers", *LAYERS, *(f"{layer}.mlp" for layer in LAYERS), "lm_head"]
+MODULES = [
+    "",
+    "model",
+    "model.embed",
+    "model.layers",
+    *LAYERS,
+    *(f"{layer}.mlp" for layer in LAYERS),
+    "lm_head",
+]
 
 
 def devices(device_map, names=NAMES, modules=MODULES):
@@ -34,16 +44,29 @@ def test_the_empty_key_is_the_default_of_all():
 
 
 def test_a_key_takes_whole_names_only():
-    assert taken({"": "cpu", "model.layers.1": "disk"}, "disk") == ["model.layers.1.mlp.qweight", "model.layers.1.mlp.scales"]
+    assert taken({"": "cpu", "model.layers.1": "disk"}, "disk") == [
+        "model.layers.1.mlp.qweight",
+        "model.layers.1.mlp.scales",
+    ]
 
 
 def test_a_dot_in_a_key_is_a_dot():
     names, modules = ["a.b.w", "a_b.w", "axb.w"], ["", "a", "a.b", "a_b", "axb"]
-    assert devices({"": "cpu", "a.b": "disk"}, names, modules) == {"a.b.w": "disk", "a_b.w": "cpu", "axb.w": "cpu"}
+    assert devices({"": "cpu", "a.b": "disk"}, names, modules) == {
+        "a.b.w": "disk",
+        "a_b.w": "cpu",
+        "axb.w": "cpu",
+    }
 
 
 def test_the_longest_key_wins_in_any_order():
-    device_map = {"model.layers.3.mlp": "disk", "": "disk", "model.layers": "disk", "model.layers.3": "cpu", "model": "cpu"}
+    device_map = {
+        "model.layers.3.mlp": "disk",
+        "": "disk",
+        "model.layers": "disk",
+        "model.layers.3": "cpu",
+        "model": "cpu",
+    }
     expected = {"lm_head.weight": "disk", "model.embed.weight": "cpu"}
     expected |= {name: "disk" for name in NAMES if name.startswith("model.layers.")}
     assert devices(device_map) == expected
@@ -59,7 +82,10 @@ def test_every_tensor_keeps_its_place_in_the_order_of_names():
 
 
 def test_a_tensor_at_the_top_of_the_model_is_covered_by_its_name_or_the_default():
-    assert devices({"scale": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
+    assert devices({"scale": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {
+        "scale": "disk",
+        "a.w": "cpu",
+    }
     assert devices({"": "disk", "a": "cpu"}, ["scale", "a.w"], ["", "a"]) == {"scale": "disk", "a.w": "cpu"}
 
 
@@ -106,7 +132,13 @@ def test_the_cpu_has_one_name(value):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("xpu:1", "xpu:1"), (torch.device("xpu", 2), "xpu:2"), ("xpu", "xpu:0"), ("mps", "mps"), ("disk", "disk")],
+    [
+        ("xpu:1", "xpu:1"),
+        (torch.device("xpu", 2), "xpu:2"),
+        ("xpu", "xpu:0"),
+        ("mps", "mps"),
+        ("disk", "disk"),
+    ],
 )
 def test_other_devices_are_named_with_their_number(value, text):
     assert check_device(value) == text
@@ -115,10 +147,18 @@ def test_other_devices_are_named_with_their_number(value, text):
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ("dsik", "did you mean 'disk'?"), ("cdua", "did you mean 'cuda'?"), ("cuda:x", "did you mean 'cuda'?"),
-        ("meta", ""), (torch.device("meta"), ""), (None, ""), (True, ""), (1.5, ""), ("", ""), (["cpu"], ""),
+        ("dsik", "did you mean 'disk'?"),
+        ("cdua", "did you mean 'cuda'?"),
+        ("cuda:x", "did you mean 'cuda'?"),
+        ("meta", ""),
+        (torch.device("meta"), ""),
+        (None, ""),
+        (True, ""),
+        (1.5, ""),
+        ("", ""),
+        (["cpu"], ""),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_no_device_is_refused_with_a_hint(value, hint):
     with pytest.raises(PlacementError, match="device_map names no device for 'lm_head'") as caught:
         check_device(value, "lm_head")
@@ -136,8 +176,12 @@ def test_a_gpu_that_this_machine_does_not_have_is_refused(monkeypatch, index):
 
 
 @pytest.mark.parametrize(("accelerator", "device"), [("xpu", "xpu:3"), (None, "cuda:3")])
-def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds_or_of_cuda(monkeypatch, accelerator, device):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+def test_a_bare_number_is_one_of_the_accelerator_that_torch_finds_or_of_cuda(
+    monkeypatch, accelerator, device
+):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator)
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert check_device(3) == device
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -154,7 +198,9 @@ def test_a_number_that_no_device_can_have_is_refused(value):
 
 @pytest.mark.parametrize(("accelerator", "fits"), [("xpu", True), ("cuda", False), (None, False)])
 def test_homes_on_an_accelerator_that_torch_does_not_find_are_refused(monkeypatch, accelerator, fits):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: accelerator and torch.device(accelerator)
+    )
     check_present(["cpu", "disk", "cpu"])
     if fits:
         check_present(["cpu", "xpu:0", "xpu:1"])
@@ -167,8 +213,11 @@ def test_homes_on_an_accelerator_that_torch_does_not_find_are_refused(monkeypatc
 def test_a_gpu_that_this_machine_has_is_named_with_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [check_device(value) for value in ("cuda", "cuda:0", "cuda:1", torch.device("cuda"))] == [
-        "cuda:0", "cuda:0", "cuda:1", "cuda:0",
-    ]  # fmt: skip
+        "cuda:0",
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ UNITS = (
     Unit("head", 8 * MIB, "other"),
 )
 SIZES = ModelSizes(
-    UNITS, (KvLayer(512, 512),) * 8, Activations(512, 2048, 8192, 8), {"int4": (160 * MIB, 80 * MIB)}, 1.0, "bfloat16", 8
+    UNITS,
+    (KvLayer(512, 512),) * 8,
+    Activations(512, 2048, 8192, 8),
+    {"int4": (160 * MIB, 80 * MIB)},
+    1.0,
+    "bfloat16",
+    8,
 )
 WORK = Workload(1, 1024)
 
@@ -50,7 +56,9 @@ def test_the_cache_and_the_activations_are_taken_off_what_computes():
 
 def test_what_rests_on_disk_is_read_from_there_for_each_step():
     found = plan(Hardware(cpu=70 * MIB))
-    assert found.work.streamed == found.budget.onloaded_nbytes == found.prediction.terms["disk"] * PUBLISHED.disk
+    assert (
+        found.work.streamed == found.budget.onloaded_nbytes == found.prediction.terms["disk"] * PUBLISHED.disk
+    )
     assert found.work.copied == 0
     assert found.prediction.dominant == "disk"
     assert plan(Hardware(cpu=70 * MIB), free_memory=1 << 40).work.is_cached

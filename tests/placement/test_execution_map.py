@@ -1,4 +1,6 @@
-"""The map of devices that compute, read by transformers' own matching, gives every tensor the device that hfq gave it."""
+"""The map of devices that compute, read by transformers' own matching, gives every tensor the device that hfq
+gave it.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +27,9 @@ def ancestors(name: str) -> list[str]:
 def placements(draw):
     """(device_map, names of tensors, names of modules) where each tensor has a home."""
     modules = st.lists(st.sampled_from(SEGMENTS), max_size=4)
-    name = st.tuples(modules, st.sampled_from(["w", "b", "weight"])).map(lambda parts: ".".join([*parts[0], parts[1]]))
+    name = st.tuples(modules, st.sampled_from(["w", "b", "weight"])).map(
+        lambda parts: ".".join([*parts[0], parts[1]])
+    )
     names = draw(st.lists(name, min_size=1, max_size=10, unique=True))
     parts = sorted({part for name in names for part in ancestors(name)})
     keys = draw(st.lists(st.sampled_from(parts), unique=True, max_size=6))
@@ -63,7 +67,9 @@ def test_transformers_alone_would_misplace_what_shares_a_prefix():
 
 def test_a_module_that_transformers_would_misplace_gains_one_key_of_its_own():
     device_map = {"": "xpu:0", "layers.1": "xpu:1"}
-    devices = resolve_devices(device_map, ["layers.1.a", "layers.10.a", "layers.10.b"], ["", "layers", "layers.1", "layers.10"])
+    devices = resolve_devices(
+        device_map, ["layers.1.a", "layers.10.a", "layers.10.b"], ["", "layers", "layers.1", "layers.10"]
+    )
     assert execution_map(device_map, devices, "xpu:0") == device_map | {"layers.10": "xpu:0"}
 
 
@@ -80,8 +86,14 @@ def test_a_dot_that_matches_another_letter_is_no_error_where_the_devices_agree(o
 
 
 def test_what_rests_on_cpu_or_disk_computes_on_the_main_device():
-    devices = resolve_devices({"a": "cpu", "b": "disk", "c": "xpu:1"}, ["a.w", "b.w", "c.w"], ["", "a", "b", "c"])
-    assert execution_map({"a": "cpu", "b": "disk", "c": "xpu:1"}, devices, "xpu:1") == {"a": "xpu:1", "b": "xpu:1", "c": "xpu:1"}
+    devices = resolve_devices(
+        {"a": "cpu", "b": "disk", "c": "xpu:1"}, ["a.w", "b.w", "c.w"], ["", "a", "b", "c"]
+    )
+    assert execution_map({"a": "cpu", "b": "disk", "c": "xpu:1"}, devices, "xpu:1") == {
+        "a": "xpu:1",
+        "b": "xpu:1",
+        "c": "xpu:1",
+    }
     assert execution_map({"": "disk"}, {"a.w": "disk"}, "cpu") == {"": "cpu"}
 
 

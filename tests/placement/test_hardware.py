@@ -21,7 +21,9 @@ def test_sizes(text, nbytes):
     assert parse_size(text, "--cpu") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "24", "0", "-1GiB", "24 GiBs", "lots", "1e30", "nan", "inf", "GiB", "24GiB×2"])
+@pytest.mark.parametrize(
+    "text", ["", "24", "0", "-1GiB", "24 GiBs", "lots", "1e30", "nan", "inf", "GiB", "24GiB×2"]
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(PlacementError, match="--cpu is no size") as refused:
         parse_size(text, "--cpu", least=25)
@@ -44,7 +46,8 @@ def test_accelerators(texts, gpus):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("Smal-8GB", "did you mean 'Small-8GB'"), ("24GiB×0", "too often"), ("24GiB×9999", "too often")]
+    ("text", "said"),
+    [("Smal-8GB", "did you mean 'Small-8GB'"), ("24GiB×0", "too often"), ("24GiB×9999", "too often")],
 )
 def test_unknown_accelerators_are_refused(text, said):
     with pytest.raises(PlacementError, match=said):

@@ -1,4 +1,6 @@
-"""Worked examples of the KV cache; tests/integrations/test_planning.py compares with transformers' own tensors."""
+"""Worked examples of the KV cache; tests/integrations/test_planning.py compares with transformers' own
+tensors.
+"""
 
 import pytest
 
@@ -33,8 +35,13 @@ def test_a_quantized_cache_is_smaller(kv_dtype):
 def test_what_is_quantized_takes_codes_scales_and_shifts():
     layer, tokens, recent = KvLayer(128, 128), 200, 127
     quantized = 2 * (tokens - recent) * 256
-    assert kv_nbytes([layer], 2, tokens, "bfloat16", "int4") == quantized // 2 + quantized // 64 * 4 + 2 * recent * 256 * 2
-    assert kv_nbytes([layer], 2, 100, "bfloat16", "int2") == kv_nbytes([layer], 2, 100, "bfloat16")  # all are recent, at most
+    assert (
+        kv_nbytes([layer], 2, tokens, "bfloat16", "int4")
+        == quantized // 2 + quantized // 64 * 4 + 2 * recent * 256 * 2
+    )
+    assert kv_nbytes([layer], 2, 100, "bfloat16", "int2") == kv_nbytes(
+        [layer], 2, 100, "bfloat16"
+    )  # all are recent, at most
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, "auto"), (1, 0, "auto"), (1, -5, "auto"), (1, 1, "fp16")])
@@ -46,6 +53,8 @@ def test_what_makes_no_sense_is_refused(sizes):
 
 def test_activations_grow_with_tokens_and_logits_with_sequences():
     sizes = Activations(hidden=10, widest=40, vocabulary=1000, layers=2)
-    one, longer, two = (activation_nbytes(sizes, *shape, "bfloat16") for shape in ((1, 100), (1, 200), (2, 100)))
+    one, longer, two = (
+        activation_nbytes(sizes, *shape, "bfloat16") for shape in ((1, 100), (1, 200), (2, 100))
+    )
     assert longer - one == 100 * (3 * 10 + 2 * 40) * 2
     assert two == 2 * one

@@ -13,7 +13,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize(("offload", "name"), [("none", ""), ("cpu", "_cpu"), ("nvme", "_nvme")])
 def test_deepspeed_configs_are_those_of_the_repository(offload, name):
-    assert deepspeed_config(offload) == json.loads((CONFIGS / "deepspeed" / f"inference_zero3{name}.json").read_text())
+    assert deepspeed_config(offload) == json.loads(
+        (CONFIGS / "deepspeed" / f"inference_zero3{name}.json").read_text()
+    )
 
 
 def test_dtype_batch_and_folder_are_the_plans():
@@ -28,7 +30,9 @@ def test_accelerate_configs_say_what_those_of_the_repository_say():
     made = yaml.safe_load(accelerate_yaml(2, "configs/deepspeed/inference_zero3_cpu.json"))
     assert made == stored | {"use_cpu": False}
     single = yaml.safe_load(accelerate_yaml(1, on_cpu=True))
-    assert single == yaml.safe_load((CONFIGS / "accelerate" / "device_map.yaml").read_text()) | {"use_cpu": True}
+    assert single == yaml.safe_load((CONFIGS / "accelerate" / "device_map.yaml").read_text()) | {
+        "use_cpu": True
+    }
 
 
 def test_the_call_is_python_and_names_the_limits():

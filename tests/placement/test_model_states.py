@@ -35,7 +35,9 @@ def test_rows_and_other_tensors_are_those_of_the_loader(packed, dense):
 def test_adapters_have_peft_s_sizes(packed, dense):
     sizes = {name: info.shape for name, info in dense.tensors.items() if name.endswith("_proj.weight")}
     two = count_states(packed, 4, ["q_proj", "mlp.down_proj"]).trained
-    chosen = [shape for name, shape in sizes.items() if name.endswith(("q_proj.weight", "mlp.down_proj.weight"))]
+    chosen = [
+        shape for name, shape in sizes.items() if name.endswith(("q_proj.weight", "mlp.down_proj.weight"))
+    ]
     assert sorted(two) == sorted(numel for out, into in chosen for numel in (4 * into, out * 4))
     assert sum(count_states(packed, 8).trained) == 8 * sum(map(sum, sizes.values()))
 

@@ -17,10 +17,13 @@ def test_the_longer_of_reading_and_computing_where_all_is_streamed_and_nothing_i
 
 def test_what_rests_in_memory_is_computed_beside_no_more_reading_than_the_ring_holds():
     stages = [Stage(1.0)] * 4 + [Stage(1.0, 200)] * 4
-    # a block takes 2 s to read: those in memory fill the ring with two of them; while the first computes there is no room, while the
+    # a block takes 2 s to read: those in memory fill the ring with two of them; while the first computes
+    # there is no room, while the
     # second and the third do, half of the next is read, and the other half is waited for
     assert pass_seconds(stages, 400, 100.0, FREE) == pytest.approx(4 + 4 + 1 + 1)
-    assert pass_seconds(stages, 800, 100.0, FREE) == pytest.approx(8.0)  # all four stay in the ring: nothing is read
+    assert pass_seconds(stages, 800, 100.0, FREE) == pytest.approx(
+        8.0
+    )  # all four stay in the ring: nothing is read
 
 
 def test_two_that_halve_each_other_take_their_sum():
@@ -34,9 +37,12 @@ def test_a_ring_that_holds_all_is_read_once():
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 2), st.integers(0, 100)), min_size=1, max_size=8), st.floats(1, 1e4),
-    st.floats(0.1, 1), st.floats(0.1, 1), st.integers(200, 900),
-)  # fmt: skip
+    st.lists(st.tuples(st.floats(0, 2), st.integers(0, 100)), min_size=1, max_size=8),
+    st.floats(1, 1e4),
+    st.floats(0.1, 1),
+    st.floats(0.1, 1),
+    st.integers(200, 900),
+)
 def test_a_pass_is_never_shorter_than_computing_or_reading_nor_longer_than_one_after_the_other(
     parts, rate, share, other, ring
 ):

@@ -15,7 +15,8 @@ ALL = Plan((RESIDENT, ON_DISK, DENSE_ON_DISK, ON_GPU, OFFLOADED))
 
 
 @pytest.mark.parametrize(
-    ("entry", "moved"), [(RESIDENT, False), (ON_DISK, True), (DENSE_ON_DISK, True), (ON_GPU, False), (OFFLOADED, True)]
+    ("entry", "moved"),
+    [(RESIDENT, False), (ON_DISK, True), (DENSE_ON_DISK, True), (ON_GPU, False), (OFFLOADED, True)],
 )
 def test_an_entry_moves_if_it_rests_where_it_does_not_compute(entry, moved):
     assert entry.is_moved is moved
@@ -50,7 +51,13 @@ def test_the_dict_is_json_with_every_tensor():
     assert data["devices"] == {"cpu": 1050, "disk": 20_300, "cuda:0": 4_000_000}
     assert data["onloaded_nbytes"] == 20_350
     assert [tensor["name"] for tensor in data["tensors"]] == [entry.name for entry in ALL.entries]
-    assert data["tensors"][1] == {"name": "b.qweight", "device": "disk", "execution_device": "cpu", "nbytes": 20_000, "packed": True}
+    assert data["tensors"][1] == {
+        "name": "b.qweight",
+        "device": "disk",
+        "execution_device": "cpu",
+        "nbytes": 20_000,
+        "packed": True,
+    }
 
 
 def test_a_plan_cannot_be_changed():

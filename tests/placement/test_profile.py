@@ -9,10 +9,21 @@ from hfq.placement.estimate.pipeline import SideBySide
 from hfq.placement.estimate.profile import PUBLISHED, Profile, Zero3Rates, profile_path, read_profile
 
 MEASURED = Profile(
-    "measured", 2e9, 8e9, 20e9, None, {"dense float32": {1: 4e9, 5: 2e9}}, 1e-3, (0.5, 0.01), {"processor": "P"},
-    calls={"dense float32": 1e-5}, step_seconds=2e-3, block_seconds=1e-3, beside_disk=SideBySide(0.7, 0.9),
+    "measured",
+    2e9,
+    8e9,
+    20e9,
+    None,
+    {"dense float32": {1: 4e9, 5: 2e9}},
+    1e-3,
+    (0.5, 0.01),
+    {"processor": "P"},
+    calls={"dense float32": 1e-5},
+    step_seconds=2e-3,
+    block_seconds=1e-3,
+    beside_disk=SideBySide(0.7, 0.9),
     zero3=Zero3Rates(2, "cpu", 1e9, 1.5, 2e-3, 3e-3),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -38,7 +49,9 @@ def test_a_profile_is_read_back_as_it_was_written(cache):
 def test_products_are_interpolated_in_seconds():
     assert MEASURED.product_rate("dense float32", 1) == 4e9
     assert MEASURED.product_rate("dense float32", 3) == pytest.approx(1 / ((1 / 4e9 + 1 / 2e9) / 2))
-    assert MEASURED.product_rate("dense float32", 9) == pytest.approx(1 / (2 / 2e9 - 1 / 4e9))  # beyond the last: in a line
+    assert MEASURED.product_rate("dense float32", 9) == pytest.approx(
+        1 / (2 / 2e9 - 1 / 4e9)
+    )  # beyond the last: in a line
     assert MEASURED.product_rate("gptq 4-bit float32", 1) is None
 
 
@@ -64,7 +77,16 @@ def test_a_profile_of_another_machine_is_refused(cache):
         {"zero3": {"ranks": 2}},
         {"calls": {"dense float32": -1}},
         {"block_seconds": "long"},
-        {"zero3": {"ranks": 2, "device": "cpu", "gathering": 0, "slowdown": 1, "layer_seconds": 0, "step_seconds": 0}},
+        {
+            "zero3": {
+                "ranks": 2,
+                "device": "cpu",
+                "gathering": 0,
+                "slowdown": 1,
+                "layer_seconds": 0,
+                "step_seconds": 0,
+            }
+        },
     ],
 )
 def test_a_damaged_profile_is_refused(tmp_path, change):

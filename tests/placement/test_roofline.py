@@ -8,8 +8,16 @@ from hfq.placement.estimate.pipeline import SideBySide
 from hfq.placement.estimate.profile import Profile, Zero3Rates
 from hfq.placement.estimate.roofline import Work, predict, what_helps
 
-PROFILE = Profile("measured", disk=1e9, page_cache=4e9, memory=10e9, host_to_device=5e9,
-                  products={"int4": {1: 2e9, 2: 1.8e9}}, layer_seconds=0.01, load_seconds=(1.0, 0.1))  # fmt: skip
+PROFILE = Profile(
+    "measured",
+    disk=1e9,
+    page_cache=4e9,
+    memory=10e9,
+    host_to_device=5e9,
+    products={"int4": {1: 2e9, 2: 1.8e9}},
+    layer_seconds=0.01,
+    load_seconds=(1.0, 0.1),
+)
 WORK = Work({"int4": (1_000_000_000, 500_000_000)}, 500_000_000, 0, 1_000_000_000, 1, 10, 2_000_000_000)
 
 
@@ -54,8 +62,12 @@ def test_weights_that_were_not_measured_go_at_the_rate_of_memory():
 def test_a_call_a_step_and_a_streamed_block_have_costs_of_their_own():
     costly = replace(PROFILE, calls={"int4": 0.001}, step_seconds=0.02, block_seconds=0.005)
     found = predict(replace(WORK, calls={"int4": 50}), costly)
-    assert found.terms == pytest.approx({"disk": 0.5, "link": 0, "weights": 0.55, "cache": 0.1, "layers": 0.12})
-    streamed = predict(replace(WORK, calls={"int4": 50}, stages=((100, 50_000_000),) * 10, ring=10**8), costly)
+    assert found.terms == pytest.approx(
+        {"disk": 0.5, "link": 0, "weights": 0.55, "cache": 0.1, "layers": 0.12}
+    )
+    streamed = predict(
+        replace(WORK, calls={"int4": 50}, stages=((100, 50_000_000),) * 10, ring=10**8), costly
+    )
     assert streamed.terms["layers"] == pytest.approx(0.17)
     assert streamed.step_seconds == pytest.approx(0.82)
 
@@ -69,7 +81,8 @@ def test_reading_and_computing_share_cores_and_a_ring():
     kept = replace(staged, ring=10**9)
     assert predict(kept, shared).step_seconds == pytest.approx(0.7)  # what the ring holds is not read again
     half = replace(WORK, stages=((100, 0),) * 5 + ((100, 100_000_000),) * 5, ring=2 * 10**8)
-    # a block is read in 0.1 s and computes for 0.07 s: 0.7 s, and three times 0.03 s of waiting for what the ring had no room for
+    # a block is read in 0.1 s and computes for 0.07 s: 0.7 s, and three times 0.03 s of waiting for what the
+    # ring had no room for
     assert predict(half, PROFILE).step_seconds == pytest.approx(0.79)
 
 
@@ -77,7 +90,9 @@ def test_zero3_gathers_before_it_computes():
     rates = Zero3Rates(2, "cpu", gathering=1e9, slowdown=2.0, layer_seconds=0.02, step_seconds=0.1)
     work = replace(WORK, streamed=0, cache=0, gathered=500_000_000)
     found = predict(work, replace(PROFILE, zero3=rates))
-    assert found.terms == pytest.approx({"disk": 0, "link": 0, "weights": 1.0, "cache": 0, "layers": 0.3, "gathering": 0.5})
+    assert found.terms == pytest.approx(
+        {"disk": 0, "link": 0, "weights": 1.0, "cache": 0, "layers": 0.3, "gathering": 0.5}
+    )
     assert found.step_seconds == pytest.approx(1.8)
     assert found.dominant == "weights"
 

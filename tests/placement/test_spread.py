@@ -6,7 +6,11 @@ from hfq.errors import PlacementError
 from hfq.placement.budget import Unit
 from hfq.placement.multi_device import assign_units
 
-UNITS = [Unit("embed", 30, "embedding"), *(Unit(f"layers.{i}", 20, "block") for i in range(6)), Unit("head", 30, "other")]
+UNITS = [
+    Unit("embed", 30, "embedding"),
+    *(Unit(f"layers.{i}", 20, "block") for i in range(6)),
+    Unit("head", 30, "other"),
+]
 
 
 def test_parts_are_contiguous_and_even_with_their_cache():

@@ -13,7 +13,9 @@ OFFSET = 40
 
 
 def stored(shape: tuple[int, ...], dtype: str = "I32") -> tuple[TensorInfo, torch.Tensor, bytes]:
-    tensor = torch.arange(math.prod(shape), dtype=torch.int32 if dtype == "I32" else torch.uint8).reshape(shape)
+    tensor = torch.arange(math.prod(shape), dtype=torch.int32 if dtype == "I32" else torch.uint8).reshape(
+        shape
+    )
     content = bytes(OFFSET) + tensor.numpy().tobytes() + bytes(9)
     return TensorInfo("t", dtype, shape, ByteRange("f", OFFSET, tensor.nbytes)), tensor, content
 
@@ -28,14 +30,20 @@ def test_the_runs_of_a_part_are_the_bytes_of_the_sliced_tensor(shape, dtype):
             runs = part.runs()
             starts = [runs.offset + run * runs.stride for run in range(runs.count)]
             read = b"".join(content[at : at + runs.nbytes] for at in starts)
-            assert (read, part.shape, part.nbytes) == (sliced.numpy().tobytes(), tuple(sliced.shape), sliced.nbytes)
+            assert (read, part.shape, part.nbytes) == (
+                sliced.numpy().tobytes(),
+                tuple(sliced.shape),
+                sliced.nbytes,
+            )
 
 
 def test_rows_are_one_run_and_columns_one_for_each_row():
     info, _, _ = stored((6, 4))
     assert TensorPart(info, Cut(0, 2, 4)).runs() == ByteRuns("f", OFFSET + 32, 32, 96, 1)
     assert TensorPart(info, Cut(1, 1, 3)).runs() == ByteRuns("f", OFFSET + 4, 8, 16, 6)
-    assert TensorPart(info, Cut(1, 0, 4)).runs() == TensorPart(info).runs() == ByteRuns("f", OFFSET, 96, 96, 1)
+    assert (
+        TensorPart(info, Cut(1, 0, 4)).runs() == TensorPart(info).runs() == ByteRuns("f", OFFSET, 96, 96, 1)
+    )
 
 
 @pytest.mark.parametrize(("size", "world"), [(8, 2), (7, 2), (10, 4), (5, 4), (3, 4)])

@@ -1,4 +1,6 @@
-"""Shards cover every byte of every row once, reads give each rank its own, and ranks that differ are told so."""
+"""Shards cover every byte of every row once, reads give each rank its own, and ranks that differ are told
+so.
+"""
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hfq import PlacementError
 from hfq.placement.zero.shards import FlatParameter, ZeroPlan, check_same_plan, flat_parameter
 from hfq.tensor_spec import ByteRange, TensorInfo, row_layout
 
-SHAPES = st.lists(st.tuples(st.sampled_from(["U8", "I32", "F16", "F8_E4M3"]), st.integers(0, 70)), min_size=1, max_size=5)
+SHAPES = st.lists(
+    st.tuples(st.sampled_from(["U8", "I32", "F16", "F8_E4M3"]), st.integers(0, 70)), min_size=1, max_size=5
+)
 
 
 def stored(shapes) -> tuple[dict[str, TensorInfo], bytes]:
@@ -16,7 +20,9 @@ def stored(shapes) -> tuple[dict[str, TensorInfo], bytes]:
     infos, file = {}, bytearray(b"header..")
     for index, (dtype, numel) in enumerate(shapes):
         nbytes = numel * {"U8": 1, "F8_E4M3": 1, "F16": 2, "I32": 4}[dtype]
-        infos[str(index)] = TensorInfo(f"m.{index}", dtype, (numel,), ByteRange("a.safetensors", len(file), nbytes))
+        infos[str(index)] = TensorInfo(
+            f"m.{index}", dtype, (numel,), ByteRange("a.safetensors", len(file), nbytes)
+        )
         file += bytes((7 * len(file) + i) % 251 for i in range(nbytes))
     return infos, bytes(file)
 
@@ -25,7 +31,9 @@ def shard(row: FlatParameter, rank: int, world: int, file: bytes) -> bytes:
     """What a rank holds when it has carried out its reads."""
     memory = bytearray(row.shard_nbytes(world))
     for read in row.reads(rank, world):
-        memory[read.offset : read.offset + read.source.nbytes] = file[read.source.offset :][: read.source.nbytes]
+        memory[read.offset : read.offset + read.source.nbytes] = file[read.source.offset :][
+            : read.source.nbytes
+        ]
     return bytes(memory)
 
 
@@ -37,7 +45,9 @@ def test_the_shards_of_all_ranks_are_the_row_and_no_byte_is_read_twice(shapes, w
     whole = bytearray(row.shard_nbytes(world) * world)
     for name, segment in layout[0].items():
         source = infos[name].range
-        whole[segment.offset : segment.offset + segment.nbytes] = file[source.offset : source.offset + source.nbytes]
+        whole[segment.offset : segment.offset + segment.nbytes] = file[
+            source.offset : source.offset + source.nbytes
+        ]
     assert b"".join(shard(row, rank, world, file) for rank in range(world)) == bytes(whole)
     read = sum(read.source.nbytes for rank in range(world) for read in row.reads(rank, world))
     assert read == sum(info.nbytes for info in infos.values())
@@ -54,12 +64,18 @@ def test_a_plan_counts_packed_and_dense_bytes_apart():
 
 
 def plan(**changes) -> ZeroPlan:
-    row = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_packed=True)
-    return ZeroPlan(**{"rows": (row,), "rank": 0, "world": 2, "home": "cpu", "settings": {"dtype": "bf16"}} | changes)
+    row = FlatParameter(
+        "a.flat_buffer", 48, 2, ((0, ByteRange("/here/f.safetensors", 8, 40)),), is_packed=True
+    )
+    return ZeroPlan(
+        **{"rows": (row,), "rank": 0, "world": 2, "home": "cpu", "settings": {"dtype": "bf16"}} | changes
+    )
 
 
 def test_ranks_agree_wherever_the_files_lie_on_their_node():
-    row = FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_packed=True)
+    row = FlatParameter(
+        "a.flat_buffer", 48, 2, ((0, ByteRange("/there/f.safetensors", 8, 40)),), is_packed=True
+    )
     check_same_plan([plan().digests(), plan(rank=1, rows=(row,)).digests()])
 
 
@@ -73,7 +89,11 @@ def test_ranks_agree_wherever_the_files_lie_on_their_node():
         ({"rows": ()}, "names of the parameters"),
         ({"rows": (FlatParameter("a.flat_buffer", 64, 2, (), True),)}, "sizes of the parameters"),
         (
-            {"rows": (FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f.safetensors", 9, 40)),), True),)},
+            {
+                "rows": (
+                    FlatParameter("a.flat_buffer", 48, 2, ((0, ByteRange("f.safetensors", 9, 40)),), True),
+                )
+            },
             "places of the tensors",
         ),
     ],

@@ -22,7 +22,10 @@ def fit(hardware, has_nvme=False, ranks=2):
 
 
 def test_shards_rest_on_devices_then_in_memory_then_on_nvme():
-    roomy, tight = 512 * MIB, 180 * MIB  # 128 MiB are gathered on each device, beside 64 MiB of shards where they rest there
+    roomy, tight = (
+        512 * MIB,
+        180 * MIB,
+    )  # 128 MiB are gathered on each device, beside 64 MiB of shards where they rest there
     assert fit(Hardware((roomy,) * 2, 0)).memory.setup.offload_param == "none"
     assert fit(Hardware((tight,) * 2, 200 * MIB)).memory.setup.offload_param == "cpu"
     nvme = fit(Hardware((tight,) * 2, 60 * MIB), has_nvme=True)

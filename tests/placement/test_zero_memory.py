@@ -32,9 +32,12 @@ def test_figures_that_were_printed_for_three_devices_are_those_of_no_number_of_d
 
 
 @pytest.mark.parametrize(
-    ("billions", "printed", "exact", "inference"), [(11, 176, 176, 22), (66, 1056, 1056, 132), (176, 2800, 2816, 352)]
+    ("billions", "printed", "exact", "inference"),
+    [(11, 176, 176, 22), (66, 1056, 1056, 132), (176, 2800, 2816, 352)],
 )
-def test_figures_that_were_printed_for_inference_are_those_of_training_with_adam(billions, printed, exact, inference):
+def test_figures_that_were_printed_for_inference_are_those_of_training_with_adam(
+    billions, printed, exact, inference
+):
     """An erratum: T5-11B, OPT-66B and BLOOM; in 16 bits inference takes an eighth."""
     trained, frozen = (ModelStates(**{role: (billions * 10**9,)}) for role in ("trained", "frozen"))
     assert device_bytes(trained, 0, 1) == exact * 10**9
@@ -46,7 +49,9 @@ def test_one_rank_holds_everything_in_every_stage():
     assert {device_bytes(PAPER, stage, 1) for stage in (0, 1, 2, 3)} == {120_000_000_000}
 
 
-@pytest.mark.parametrize(("nbytes", "ranks", "elements"), [(16, 2, 4), (16, 3, 3), (48, 5, 5), (16, 64, 1), (0, 2, 0)])
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "elements"), [(16, 2, 4), (16, 3, 3), (48, 5, 5), (16, 64, 1), (0, 2, 0)]
+)
 def test_a_row_is_padded_to_a_multiple_of_ranks_times_the_dtypes_size(nbytes, ranks, elements):
     assert shard_numel(nbytes, ranks) == elements
     assert elements * 2 * ranks - nbytes in range(ranks * 2)
@@ -56,7 +61,10 @@ def test_frozen_weights_have_no_gradients_and_no_states_and_are_sharded_in_stage
     states = ModelStates(packed=(16, 48), frozen=(7,))
     assert [device_bytes(states, stage, 3, optimizer="none") for stage in (0, 1, 2)] == [16 + 48 + 14] * 3
     assert device_bytes(states, 3, 3, optimizer="none") == 2 * (3 + 8 + 3)  # each row by itself
-    assert set(estimate_zero(states, ZeroSetup(3, 3, optimizer="none")).parts) == {"packed weights", "frozen weights"}
+    assert set(estimate_zero(states, ZeroSetup(3, 3, optimizer="none")).parts) == {
+        "packed weights",
+        "frozen weights",
+    }
 
 
 def test_offloaded_parts_rest_where_they_were_sent():
@@ -64,8 +72,13 @@ def test_offloaded_parts_rest_where_they_were_sent():
     cpu = estimate_zero(states, ZeroSetup(3, 2, 1, offload_param="cpu", offload_optimizer="cpu"))
     assert cpu.per_rank() == {"device": 0, "cpu": 4 * MIB + 8 + 2 * MIB * (2 + 2 + 12), "nvme": 0}
     assert cpu.per_node() == cpu.per_rank()
-    both = estimate_zero(states, ZeroSetup(3, 2, offload_param="nvme", offload_optimizer="nvme", buffer_count=3))
-    assert both.parts["packed weights"] == {"nvme": 4 * MIB, "cpu": 8}  # below 1 MiB DeepSpeed leaves a shard in memory
+    both = estimate_zero(
+        states, ZeroSetup(3, 2, offload_param="nvme", offload_optimizer="nvme", buffer_count=3)
+    )
+    assert both.parts["packed weights"] == {
+        "nvme": 4 * MIB,
+        "cpu": 8,
+    }  # below 1 MiB DeepSpeed leaves a shard in memory
     assert both.parts["optimizer states"] == {"nvme": 2 * MIB * 12}
     assert both.parts["gradients"] == {"cpu": 2 * MIB * 2}
     assert both.parts["swap buffers"] == {"cpu": 2 * 4 * MIB}  # there are two shards
@@ -94,7 +107,10 @@ def test_a_sum_is_no_tensor_to_gather_or_to_size_buffers_by():
 def test_it_is_json_ready():
     report = estimate_zero(PAPER, ZeroSetup(3, 64)).to_dict()
     assert json.loads(json.dumps(report)) == report
-    assert sum(sum(devices.values()) for devices in report["parts_per_rank"].values()) == report["per_rank"]["device"]
+    assert (
+        sum(sum(devices.values()) for devices in report["parts_per_rank"].values())
+        == report["per_rank"]["device"]
+    )
 
 
 @pytest.mark.parametrize(

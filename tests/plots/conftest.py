@@ -5,12 +5,21 @@ import json
 
 import pytest
 
-PARTS = ["model.embed_tokens", *(f"model.layers.{n}.mlp.{name}" for n in range(3) for name in ("up", "down")), "lm_head"]
+PARTS = [
+    "model.embed_tokens",
+    *(f"model.layers.{n}.mlp.{name}" for n in range(3) for name in ("up", "down")),
+    "lm_head",
+]
 MODULES = [
-    {"module": name, "device": "disk" if ".2." in name or ".1." in name else "cpu", "execution_device": "cpu", "nbytes": 3000,
-     "packed_nbytes": 2000 * ("layers" in name)}
+    {
+        "module": name,
+        "device": "disk" if ".2." in name or ".1." in name else "cpu",
+        "execution_device": "cpu",
+        "nbytes": 3000,
+        "packed_nbytes": 2000 * ("layers" in name),
+    }
     for name in PARTS
-]  # fmt: skip
+]
 SPANS = [
     ("read", "model.layers.1", -0.001, 0.001, 6000),
     ("pass", "", 0.0, 0.010, 0),
@@ -23,10 +32,26 @@ SPANS = [
     ("read", "model.layers.1", 0.0095, 0.012, 6000),
 ]
 STREAM = {
-    "mode": "direct", "units": 2, "pass_nbytes": 12000, "buffer_nbytes": 12288, "huge_page_nbytes": None, "passes": 3, "unit_forwards": 6,
-    "prefetch_misses": 0, "buffer_overflows": 0, "nbytes_read": 36000, "read_seconds": 0.01, "stall_seconds": 0.003, "disk_bandwidth": None,
-    "expert_hits": 0, "expert_misses": 0, "expert_nbytes": 0, "expert_budget": 0, "read_bandwidth": 3.6e6, "share_of_disk_bandwidth": None,
-}  # fmt: skip
+    "mode": "direct",
+    "units": 2,
+    "pass_nbytes": 12000,
+    "buffer_nbytes": 12288,
+    "huge_page_nbytes": None,
+    "passes": 3,
+    "unit_forwards": 6,
+    "prefetch_misses": 0,
+    "buffer_overflows": 0,
+    "nbytes_read": 36000,
+    "read_seconds": 0.01,
+    "stall_seconds": 0.003,
+    "disk_bandwidth": None,
+    "expert_hits": 0,
+    "expert_misses": 0,
+    "expert_nbytes": 0,
+    "expert_budget": 0,
+    "read_bandwidth": 3.6e6,
+    "share_of_disk_bandwidth": None,
+}
 SPEED = {
     "load_predicted": 0.1,
     "load_achieved": 0.2,
@@ -37,36 +62,74 @@ SPEED = {
 }
 RUN = {
     "model": {
-        "path": "/models/a <b> & c", "class": "LlamaForCausalLM", "formats": "gptq", "dtype": "bfloat16", "device": "cpu",
+        "path": "/models/a <b> & c",
+        "class": "LlamaForCausalLM",
+        "formats": "gptq",
+        "dtype": "bfloat16",
+        "device": "cpu",
         "hfq": "0.1.0",
     },
-    "devices": [{"device": "cpu", "nbytes": 12000, "onloaded_nbytes": 0}, {"device": "disk", "nbytes": 12000, "onloaded_nbytes": 12000}],
-    "offload": STREAM, "speed": SPEED, "outliers": None, "modules": MODULES,
+    "devices": [
+        {"device": "cpu", "nbytes": 12000, "onloaded_nbytes": 0},
+        {"device": "disk", "nbytes": 12000, "onloaded_nbytes": 12000},
+    ],
+    "offload": STREAM,
+    "speed": SPEED,
+    "outliers": None,
+    "modules": MODULES,
     "timeline": {
         "units": ["model.layers.1", "model.layers.2"],
         "spans": [dict(zip(("lane", "name", "start", "end", "nbytes"), span, strict=True)) for span in SPANS],
     },
-}  # fmt: skip
-HOME = {"weights": 12000, "ring": 500, "experts": 0, "kv_cache": 100, "activations": 200, "total": 12800, "capacity": 14000}
+}
+HOME = {
+    "weights": 12000,
+    "ring": 500,
+    "experts": 0,
+    "kv_cache": 100,
+    "activations": 200,
+    "total": 12800,
+    "capacity": 14000,
+}
 PLAN = {
     "model": {"path": "m", "class": "LlamaForCausalLM", "formats": "", "file_nbytes": 24000, "layers": 3},
     "workload": {"batch": 1, "context": 16, "kv_dtype": "auto"},
     "machine": {"gpus": [24000], "cpu": 14000, "disk": None, "is_this_machine": False},
-    "devices": {"cpu": HOME, "disk": {**HOME, "capacity": None}}, "modules": MODULES,
+    "devices": {"cpu": HOME, "disk": {**HOME, "capacity": None}},
+    "modules": MODULES,
     "prediction": {
-        "load_seconds": 0.1, "step_seconds": 0.01, "tokens_per_second": 100.0, "dominant_term": "reads from disk", "source": "limits",
+        "load_seconds": 0.1,
+        "step_seconds": 0.01,
+        "tokens_per_second": 100.0,
+        "dominant_term": "reads from disk",
+        "source": "limits",
         "helps": [["a disk twice as fast", 200.0]],
     },
     "files": {},
-}  # fmt: skip
+}
 BENCH = {
-    "title": "ModelLoader", "facts": {"date": "today"},
+    "title": "ModelLoader",
+    "facts": {"date": "today"},
     "targets": [{"what": "x", "value": 0.5, "bound": 1, "at_least": False, "verdict": "met"}],
-    "tables": [{"title": "Time", "note": "Seconds.\n\n- a: `b`\n- c", "header": ["x", "s"], "rows": [["one", "1.5"], ["two", "-"]]}],
-    "chart": {"kind": "Chart", "title": "Bars", "groups": ["one", "two"], "series": {"a": [1.0, None], "b": [0.5, 2]}, "line": 1.0,
-              "scale": "linear"},
-    "targets_note": "Medians.", "records": [],
-}  # fmt: skip
+    "tables": [
+        {
+            "title": "Time",
+            "note": "Seconds.\n\n- a: `b`\n- c",
+            "header": ["x", "s"],
+            "rows": [["one", "1.5"], ["two", "-"]],
+        }
+    ],
+    "chart": {
+        "kind": "Chart",
+        "title": "Bars",
+        "groups": ["one", "two"],
+        "series": {"a": [1.0, None], "b": [0.5, 2]},
+        "line": 1.0,
+        "scale": "linear",
+    },
+    "targets_note": "Medians.",
+    "records": [],
+}
 POINTS = {
     "kind": "Scatter",
     "title": "Quality against size",
@@ -83,7 +146,9 @@ ZERO3 = {
     }
 }
 MACHINE = {"tokens_per_second": 9.0, "cost_of_a_million_tokens": 2.0, "dominant": "reads"}
-CATALOG = {"catalog": [{"name": "a", "cost": 1.0, **MACHINE}, {"name": "b", "cost": 2.0, "refused": "does not fit"}]}
+CATALOG = {
+    "catalog": [{"name": "a", "cost": 1.0, **MACHINE}, {"name": "b", "cost": 2.0, "refused": "does not fit"}]
+}
 LADDER = {
     "ladder": {
         "budget": 10,
@@ -94,9 +159,14 @@ LADDER = {
 }
 BARE_PLAN = {name: PLAN[name] for name in ("model", "workload", "machine")}
 RESULTS = {
-    "run": RUN, "plan": PLAN, "bench": BENCH, "eval": EVAL,
-    "zero3": BARE_PLAN | ZERO3, "catalog": BARE_PLAN | CATALOG, "ladder": BARE_PLAN | LADDER,
-}  # fmt: skip
+    "run": RUN,
+    "plan": PLAN,
+    "bench": BENCH,
+    "eval": EVAL,
+    "zero3": BARE_PLAN | ZERO3,
+    "catalog": BARE_PLAN | CATALOG,
+    "ladder": BARE_PLAN | LADDER,
+}
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The page in a real browser without a display: no message on its console, and no label over another or cut off."""
+"""The page in a real browser without a display: no message on its console, and no label over another or cut
+off.
+"""
 
 import glob
 import html
@@ -44,17 +46,31 @@ document.documentElement.dataset.texts = document.querySelectorAll("svg text").l
 
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory):
-    """browse(page, *options) → what a browser wrote to its standard output, and every message on the page's console."""
+    """browse(page, *options) → what a browser wrote to its standard output, and every message on the page's
+    console.
+    """
     cached = glob.glob(os.path.expanduser("~/.cache/ms-playwright/chromium*/chrome-linux*/*"))
-    known = [shutil.which(name) for name in NAMES] + [file for file in cached if file.endswith(("/chrome", "/headless_shell"))]
+    known = [shutil.which(name) for name in NAMES] + [
+        file for file in cached if file.endswith(("/chrome", "/headless_shell"))
+    ]
     browser = os.environ.get("HFQ_BROWSER") or next((file for file in known if file), None)
     if browser is None:
         pytest.skip(f"no browser here ({', '.join(NAMES)}, playwright's chromium, or $HFQ_BROWSER)")
     profile = tmp_path_factory.mktemp("profile")
 
     def browse(page, *options):
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0",
-                   f"--user-data-dir={profile}", *options, page.as_uri()]  # fmt: skip
+        command = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            "--v=0",
+            f"--user-data-dir={profile}",
+            *options,
+            page.as_uri(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -71,7 +87,11 @@ def page(tmp_path_factory):
     groups = ["one row", "eight rows", "one hundred and twenty-eight rows", "512"]
     series = {f"dialect number {n}": [0.123 * n, 12.3, None, 123.4 / (n + 1)] for n in range(13)}
     many = BENCH | {"chart": BENCH["chart"] | {"groups": groups, "series": series}}
-    files = [DOCS / "pictures" / "run.json", DOCS / "benchmarks" / "load.json", DOCS / "benchmarks" / "stream.json"]
+    files = [
+        DOCS / "pictures" / "run.json",
+        DOCS / "benchmarks" / "load.json",
+        DOCS / "benchmarks" / "stream.json",
+    ]
     for kind, value in (RESULTS | {"many": many}).items():
         files.append(folder / f"{kind}.json")
         files[-1].write_text(json.dumps(value))
@@ -112,7 +132,11 @@ def test_no_label_is_cut_off_or_lies_over_another(width, page, browse, tmp_path)
 
 def test_the_policy_lets_no_script_run(page, browse, tmp_path):
     probe = tmp_path / "script.html"
-    probe.write_text(page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'ran'</script></body>"))
+    probe.write_text(
+        page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'ran'</script></body>")
+    )
     dom, messages = browse(probe, "--dump-dom")
     assert "<title>hfq report</title>" in dom
-    assert any("Content Security Policy" in message for message in messages)  # and messages are seen by this test
+    assert any(
+        "Content Security Policy" in message for message in messages
+    )  # and messages are seen by this test

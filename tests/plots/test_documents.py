@@ -1,4 +1,6 @@
-"""Files that `hfq report` is handed: every kind is known by its fields, and what is not right is refused by its place."""
+"""Files that `hfq report` is handed: every kind is known by its fields, and what is not right is refused by
+its place.
+"""
 
 import json
 import sys

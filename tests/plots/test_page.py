@@ -1,4 +1,6 @@
-"""The page: one file that asks for nothing, every picture with its words and its table, whatever the names are."""
+"""The page: one file that asks for nothing, every picture with its words and its table, whatever the names
+are.
+"""
 
 from html.parser import HTMLParser
 
@@ -37,7 +39,9 @@ class Reader(HTMLParser):
 @pytest.fixture
 def page(write, result):
     sections = [read_section(write(kind, result(kind))) for kind in ("run", "plan", "bench", "eval")]
-    return make_page(sections, draw=lambda picture, prefix: f'<svg id="{prefix}"><title>{len(picture.title)}</title></svg>')
+    return make_page(
+        sections, draw=lambda picture, prefix: f'<svg id="{prefix}"><title>{len(picture.title)}</title></svg>'
+    )
 
 
 def test_it_holds_every_picture_with_words_and_numbers(page):
@@ -56,14 +60,19 @@ def test_it_holds_every_picture_with_words_and_numbers(page):
 
 
 @pytest.mark.parametrize(
-    "hostile", ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 * 7 }}{% raw %}", "`</code><b>`"]
+    "hostile",
+    ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 * 7 }}{% raw %}", "`</code><b>`"],
 )
 def test_hostile_text_stays_text(hostile, write, result):
     bench = result("bench")
     bench["facts"], bench["title"], bench["chart"]["title"] = {hostile: hostile}, hostile, hostile
     header = [hostile, hostile]
-    bench["tables"] = [{"title": hostile, "note": f"{hostile}\n- {hostile}", "header": header, "rows": [header]}]
-    found = Reader(make_page([read_section(write("bench", bench))], draw=lambda picture, prefix: "<svg></svg>"))
+    bench["tables"] = [
+        {"title": hostile, "note": f"{hostile}\n- {hostile}", "header": header, "rows": [header]}
+    ]
+    found = Reader(
+        make_page([read_section(write("bench", bench))], draw=lambda picture, prefix: "<svg></svg>")
+    )
     assert not {"script", "img", "b"} & {tag for tag, _ in found.elements}
     assert "".join(found.text).count(hostile.replace("`", "")) >= 6
 
@@ -74,7 +83,9 @@ def test_it_asks_for_nothing_and_runs_nothing(page):
     assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
     assert "http:" not in page
     assert "https:" not in page
-    policy = next(meta["content"] for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        meta["content"] for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 

@@ -31,9 +31,19 @@ def gptq(tmp_path_factory, tokens):
     seen = []
     folder = tmp_path_factory.mktemp("quantized") / "gptq"
     recipe = Recipe("gptq", bits=4, group_size=64)
-    report = hfq.quantize(SOURCE, recipe, output_dir=folder, dataset=tokens, num_calibration_samples=SAMPLES, max_seq_length=LENGTH, on_progress=seen.append)
+    report = hfq.quantize(
+        SOURCE,
+        recipe,
+        output_dir=folder,
+        dataset=tokens,
+        num_calibration_samples=SAMPLES,
+        max_seq_length=LENGTH,
+        on_progress=seen.append,
+    )
     return folder, report, seen
 
 
 def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(), dtype=torch.float32, **options)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=HfqConfig(), dtype=torch.float32, **options
+    )

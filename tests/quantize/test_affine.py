@@ -6,7 +6,9 @@ import torch
 from hfq import SetupError
 from hfq.quantization.textbook.linear import absmax, zero_point
 
-WEIGHT = torch.tensor([[2.09, -0.98, 1.48, 0.09], [0.05, -0.14, -1.08, 2.12], [-0.91, 1.92, 0, -1.03], [1.87, 0, 1.53, 1.49]])
+WEIGHT = torch.tensor(
+    [[2.09, -0.98, 1.48, 0.09], [0.05, -0.14, -1.08, 2.12], [-0.91, 1.92, 0, -1.03], [1.87, 0, 1.53, 1.49]]
+)
 
 
 def test_linear_quantization_to_two_bits():
@@ -32,7 +34,10 @@ def test_the_printed_errors_are_not_those_of_the_printed_matrix():
     """An erratum: one entry is printed as 1.98, and the errors are those of 1.48."""
     printed = WEIGHT.clone()
     printed[0, 2] = 1.98
-    errors = [float((printed - absmax(printed, 2, strategy).dequantize()).norm()) for strategy in ("channel", "tensor")]
+    errors = [
+        float((printed - absmax(printed, 2, strategy).dequantize()).norm())
+        for strategy in ("channel", "tensor")
+    ]
     assert errors == pytest.approx([1.991, 2.198], abs=1e-3)  # three digits are known
 
 
@@ -49,7 +54,9 @@ def test_no_value_is_further_than_half_a_step(quantize, strategy, num_bits):
     assert found.codes.min() >= -(1 << (num_bits - 1))
     assert found.codes.max() < 1 << (num_bits - 1)
     steps = found.scale.repeat_interleave(found.block[0], 0).repeat_interleave(found.block[1], 1)
-    half = 0.5 if found.zero_point is None else 1.0  # the ends of a range meet codes whose zero point is rounded, too
+    half = (
+        0.5 if found.zero_point is None else 1.0
+    )  # the ends of a range meet codes whose zero point is rounded, too
     assert ((weight - found.dequantize()).abs() <= steps * half * 1.0001).all()
 
 
@@ -61,7 +68,8 @@ def test_constants_are_exact(quantize):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "group", "group_size": 3}, {"strategy": "block", "block": (3, 2)}, {"strategy": "row"}]
+    "options",
+    [{"strategy": "group", "group_size": 3}, {"strategy": "block", "block": (3, 2)}, {"strategy": "row"}],
 )
 def test_what_does_not_divide_is_refused(options):
     with pytest.raises(SetupError):

@@ -1,4 +1,6 @@
-"""AWQ: better than rounding with the same grid where a few channels carry the signal, standard files, the same after a stop."""
+"""AWQ: better than rounding with the same grid where a few channels carry the signal, standard files, the
+same after a stop.
+"""
 
 import json
 import math
@@ -27,7 +29,9 @@ READERS = {
 
 @pytest.fixture(scope="module")
 def outliers(tmp_path_factory):
-    """The trained model with four channels 32 times larger after each norm, and weights that make good for it, exactly."""
+    """The trained model with four channels 32 times larger after each norm, and weights that make good for
+    it, exactly.
+    """
     folder, tensors = tmp_path_factory.mktemp("outliers") / "floats", dict(tiny_models.stored_tensors(SOURCE))
     shutil.copytree(SOURCE, folder)
     (folder / "model.safetensors").unlink()
@@ -54,7 +58,10 @@ def awq(outliers, tmp_path_factory, tokens):
         if progress.done == 2:
             raise Stopped
 
-    out, calibration = tmp_path_factory.mktemp("awq"), {"dataset": tokens, "num_calibration_samples": SAMPLES, "max_seq_length": LENGTH}
+    out, calibration = (
+        tmp_path_factory.mktemp("awq"),
+        {"dataset": tokens, "num_calibration_samples": SAMPLES, "max_seq_length": LENGTH},
+    )
     with pytest.raises(Stopped):
         hfq.quantize(outliers, Recipe(**AWQ), output_dir=out / "stopped", on_progress=stop, **calibration)
     resumed = hfq.quantize(outliers, Recipe(**AWQ), output_dir=out / "stopped", **calibration)
@@ -79,7 +86,9 @@ def test_it_is_better_than_rounding_with_the_same_grid(awq, outliers, text, tmp_
     (tmp_path / "nearest" / "config.json").write_text((outliers / "config.json").read_text())
     ids = torch.tensor(AutoTokenizer.from_pretrained(SOURCE)(text[-16000:])["input_ids"])
     windows = ids[: len(ids) // 128 * 128].view(-1, 128)
-    floats, rounded, scaled = (perplexity(load(path), windows) for path in (outliers, tmp_path / "nearest", awq[0] / "awq"))
+    floats, rounded, scaled = (
+        perplexity(load(path), windows) for path in (outliers, tmp_path / "nearest", awq[0] / "awq")
+    )
     print(f"perplexity: floats {floats:.3f}, rounded {rounded:.3f}, AWQ {scaled:.3f}")
     assert floats < scaled < rounded - 0.5 * (rounded - floats)
 
@@ -91,7 +100,9 @@ def test_its_files_are_standard_ones_that_compute_the_same_everywhere(awq, outli
     expected = {"quant_method": "awq", "bits": 3, "group_size": 64, "zero_point": True, "version": "gemm"}
     assert config == {**expected, "modules_to_not_convert": ["lm_head"]}
     assert not (folder / "quantize_config.json").exists()
-    assert [layer.name for layer in report.layers] == list(dict.fromkeys(layer.name for layer in report.layers))
+    assert [layer.name for layer in report.layers] == list(
+        dict.fromkeys(layer.name for layer in report.layers)
+    )
     assert {layer.method for layer in report.layers} == {"awq"}
     assert all(layer.exponent > 0.5 for layer in report.layers if layer.name.endswith(("q_proj", "up_proj")))
     found, before = Checkpoint.open(folder).tensors, Checkpoint.open(outliers).tensors
@@ -106,9 +117,18 @@ def test_its_files_are_standard_ones_that_compute_the_same_everywhere(awq, outli
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_other_blocks_are_scaled_where_that_is_possible(source, tmp_path):  # noqa: F811
-    tokens = [torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(6)]
+    tokens = [
+        torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(6)
+    ]
     recipe = Recipe("awq", bits=8, group_size=32, distill_steps=2)
-    report = hfq.quantize(source, recipe, output_dir=tmp_path / "awq", dataset=tokens, num_calibration_samples=6, max_seq_length=40)
+    report = hfq.quantize(
+        source,
+        recipe,
+        output_dir=tmp_path / "awq",
+        dataset=tokens,
+        num_calibration_samples=6,
+        max_seq_length=40,
+    )
     with torch.no_grad():
         found, exact = load(tmp_path / "awq")(IDS).logits, load(source)(IDS).logits
     assert (found - exact).norm() < 0.02 * exact.norm()
@@ -117,7 +137,10 @@ def test_other_blocks_are_scaled_where_that_is_possible(source, tmp_path):  # no
     card = (tmp_path / "awq" / "README.md").read_text()
     assert f"Rounded without scaling, since nothing before them can take a scale: {', '.join(plain)}." in card
     ends = {name.rpartition(".")[2] if "experts" in name else name.partition("h.")[2][2:] for name in plain}
-    assert ends in ({"mlp.c_proj"}, {"gate_proj", "up_proj"})  # GELU; experts whose norm the router reads as well
+    assert ends in (
+        {"mlp.c_proj"},
+        {"gate_proj", "up_proj"},
+    )  # GELU; experts whose norm the router reads as well
 
 
 @pytest.mark.parametrize("option", ["sym", "desc_act"])

@@ -15,7 +15,9 @@ def test_kmeans_of_the_worked_example():
 
 
 def test_kmeans_by_row_is_no_worse_than_one_table():
-    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 8)[:, None]
+    weight = (
+        torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 8)[:, None]
+    )
     errors = [(weight - kmeans(weight, 3, by_row).dequantize()).square().sum() for by_row in (True, False)]
     assert errors[0] < errors[1]
 
@@ -28,9 +30,10 @@ def test_a_table_that_holds_all_values_is_exact():
 
 def test_the_tables_of_four_bit_floats():
     magnitudes = {
-        "fp4_e1m2": [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5], "fp4_e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+        "fp4_e1m2": [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5],
+        "fp4_e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
         "fp4_e3m0": [0, 0.25, 0.5, 1, 2, 4, 8, 16],
-    }  # fmt: skip
+    }
     for name, values in magnitudes.items():
         assert sorted({abs(value) for value in CODEBOOKS[name]}) == values
         assert list(CODEBOOKS[name]) == sorted(CODEBOOKS[name])

@@ -1,4 +1,6 @@
-"""Other architectures than Llama: blocks with biases, Conv1D, layers of two kinds of attention, and mixtures of experts."""
+"""Other architectures than Llama: blocks with biases, Conv1D, layers of two kinds of attention, and mixtures
+of experts.
+"""
 
 import pytest
 import torch
@@ -9,18 +11,41 @@ import hfq
 from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
 
-COMMON = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64,
-          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 GATED = {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
 MODELS = {
     "opt": {**COMMON, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "gpt_neox": {**COMMON, "intermediate_size": 128},
     "qwen2": {**COMMON, **GATED},
-    "gemma3_text": {**COMMON, **GATED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        **COMMON,
+        **GATED,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mixtral": {**COMMON, **GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
-FUSED = {"gpt_oss": {**COMMON, **GATED, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}}
+}
+FUSED = {
+    "gpt_oss": {**COMMON, **GATED, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+}
 IDS = torch.arange(24)[None] * 3 % 96
 
 
@@ -37,9 +62,18 @@ def source(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
-    tokens = [torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(30)]
+    tokens = [
+        torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(index)) for index in range(30)
+    ]
     recipe = Recipe("gptq", bits=8, group_size=32, desc_act=kind == "qwen2")
-    report = hfq.quantize(source, recipe, output_dir=tmp_path / "gptq", dataset=tokens, num_calibration_samples=30, max_seq_length=40)
+    report = hfq.quantize(
+        source,
+        recipe,
+        output_dir=tmp_path / "gptq",
+        dataset=tokens,
+        num_calibration_samples=30,
+        max_seq_length=40,
+    )
     linears = {"opt": 6, "gpt2": 4, "gpt_neox": 4, "mixtral": 4 + 4 * 3}.get(kind, 7)
     assert len(report.layers) == 2 * linears
     assert {layer.method for layer in report.layers} == {"gptq"}
@@ -57,19 +91,35 @@ def test_a_model_is_calibrated_through_its_own_blocks(source, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_experts_that_are_stored_as_one_tensor_stay_floats_where_that_is_asked_for_alone(source, kind, tmp_path):
+def test_experts_that_are_stored_as_one_tensor_stay_floats_where_that_is_asked_for_alone(
+    source, kind, tmp_path
+):
     options, out = {"method": "rtn", "group_size": 32}, tmp_path / "out"
-    with pytest.raises(SetupError, match=r"(?s)experts as one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]"):
+    with pytest.raises(
+        SetupError, match=r"(?s)experts as one tensor.*gate_up_proj.*modules_to_not_convert=\['mlp.experts'\]"
+    ):
         hfq.quantize(source, Recipe(**options), output_dir=out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["floats"]
     report = hfq.quantize(source, Recipe(**options), output_dir=out, modules_to_not_convert=["mlp.experts"])
-    assert {layer.name.rpartition(".")[2] for layer in report.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {layer.name.rpartition(".")[2] for layer in report.layers} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
 
 
 @pytest.mark.parametrize("kind", ["mixtral"])
 def test_experts_that_no_token_reaches_are_rounded_and_reported(source, kind, tmp_path, caplog):
     recipe = Recipe("gptq", bits=8, group_size=32)
-    report = hfq.quantize(source, recipe, output_dir=tmp_path / "gptq", dataset=[torch.zeros(1, 4, dtype=torch.int64)], num_calibration_samples=1, max_seq_length=4)  # fmt: skip
+    report = hfq.quantize(
+        source,
+        recipe,
+        output_dir=tmp_path / "gptq",
+        dataset=[torch.zeros(1, 4, dtype=torch.int64)],
+        num_calibration_samples=1,
+        max_seq_length=4,
+    )
     nearest = [layer.name for layer in report.layers if layer.method == "rtn"]
     assert nearest
     assert all("experts" in name for name in nearest)

@@ -1,4 +1,6 @@
-"""Which module takes a scale: found by structure in blocks of many kinds, and the block computes what it did."""
+"""Which module takes a scale: found by structure in blocks of many kinds, and the block computes what it
+did.
+"""
 
 import pytest
 import torch
@@ -21,20 +23,42 @@ OTHERS = {
 EXPECTED = {
     "llama": LLAMA,
     "qwen2": LLAMA,  # two heads of values for four of queries, and biases
-    "gemma3_text": {**LLAMA, "gate_proj": "pre_feedforward_layernorm"},  # norms that store their weight less 1
-    "opt": {"q_proj": "self_attn_layer_norm", "out_proj": ATTENTION, "fc1": "final_layer_norm", "fc2": "fc1"},  # ReLU
-    "gpt2": {"attn.c_attn": "ln_1", "attn.c_proj": "attn.c_attn", "mlp.c_fc": "ln_2", "mlp.c_proj": None},  # GELU
-    "phi3": {"qkv_proj": NORM, "o_proj": "self_attn.qkv_proj", "gate_up_proj": MLP, "down_proj": "mlp.gate_up_proj"},
+    "gemma3_text": {
+        **LLAMA,
+        "gate_proj": "pre_feedforward_layernorm",
+    },  # norms that store their weight less 1
+    "opt": {
+        "q_proj": "self_attn_layer_norm",
+        "out_proj": ATTENTION,
+        "fc1": "final_layer_norm",
+        "fc2": "fc1",
+    },  # ReLU
+    "gpt2": {
+        "attn.c_attn": "ln_1",
+        "attn.c_proj": "attn.c_attn",
+        "mlp.c_fc": "ln_2",
+        "mlp.c_proj": None,
+    },  # GELU
+    "phi3": {
+        "qkv_proj": NORM,
+        "o_proj": "self_attn.qkv_proj",
+        "gate_up_proj": MLP,
+        "down_proj": "mlp.gate_up_proj",
+    },
     "gpt_neox": {**NEOX, "attention.dense": "attention.query_key_value"},
     "bloom": {**NEOX, "attention.dense": "self_attention.query_key_value"},
     "phi": {"q_proj": NORM, "dense": ATTENTION, "fc2": None},  # one norm before attention and fc1
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_scales_go_where_they_change_nothing(kind):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**MODELS, **OTHERS}[kind])).float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**MODELS, **OTHERS}[kind]))
+        .float()
+        .eval()
+    )
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
     blocks = find_blocks(model)

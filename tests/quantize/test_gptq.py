@@ -54,9 +54,17 @@ def plain(layer, weight_format, order, damping, span):
 
 
 VARIANTS = [
-    {}, {"act_group_aware": False}, {"desc_act": True}, {"sym": False}, {"group_size": -1}, {"bits": 2}, {"bits": 3},
-    {"bits": 8}, {"damp_percent": 0.3}, {"group_size": 8},
-]  # fmt: skip
+    {},
+    {"act_group_aware": False},
+    {"desc_act": True},
+    {"sym": False},
+    {"group_size": -1},
+    {"bits": 2},
+    {"bits": 3},
+    {"bits": 8},
+    {"damp_percent": 0.3},
+    {"group_size": 8},
+]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -65,7 +73,9 @@ def test_it_is_the_paper_s_algorithm(layer, options):
     found, factor, quantized = solved(layer, **options)
     recipe = Recipe(**{"group_size": 32, **options})
     span = COLUMNS if recipe.group_size == -1 else recipe.group_size
-    expected = plain(layer, recipe.weight_format([(ROWS, COLUMNS)]), factor.order.flip(0), recipe.damp_percent, span)
+    expected = plain(
+        layer, recipe.weight_format([(ROWS, COLUMNS)]), factor.order.flip(0), recipe.damp_percent, span
+    )
     # the plain one computes in float64, so that a tie may fall the other way and move a few later codes
     assert (quantized - expected).abs().lt(1e-5).float().mean() > 0.98
     assert cost(layer, quantized) == pytest.approx(cost(layer, expected), rel=2e-3)
@@ -113,7 +123,9 @@ def test_it_costs_less_than_rounding_and_a_clip_search_less_still(layer, num_bit
         assert searched < cost(layer, solved(layer, **options, clip_search=False)[2])
 
 
-@pytest.mark.parametrize("options", [{}, {"desc_act": True, "static_groups": True}, {"act_group_aware": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"desc_act": True, "static_groups": True}, {"act_group_aware": False}], ids=str
+)
 def test_groups_stay_those_of_neighbours(layer, options):
     found, _, quantized = solved(layer, **options)
     assert torch.equal(found.g_idx, torch.arange(COLUMNS) // 32)
@@ -139,13 +151,16 @@ def test_a_channel_without_activations_is_rounded_to_nearest():
     weight_format = recipe.weight_format([(32, 32)])
     found = solve(weight, factorize(hessian, recipe, "x"), weight_format, recipe)
     assert torch.equal(
-        weight_format.pack(found.codes, found.scales, found.zeros)["qweight"], weight_format.quantize(weight)["qweight"]
+        weight_format.pack(found.codes, found.scales, found.zeros)["qweight"],
+        weight_format.quantize(weight)["qweight"],
     )
 
 
 def test_damping_grows_until_the_hessian_factors(layer, caplog):
     hessian = layer[1].clone()
-    hessian.diagonal().sub_(0.1 * hessian.diagonal().mean())  # rounding can do this to a singular one; here it is made sure
+    hessian.diagonal().sub_(
+        0.1 * hessian.diagonal().mean()
+    )  # rounding can do this to a singular one; here it is made sure
     factor = factorize(hessian, Recipe(damp_percent=0.001, group_size=32), "layer")
     assert 0.001 < factor.damping <= 1
     assert "trying" in caplog.text
@@ -177,4 +192,10 @@ def test_unusable_weights_are_named(weight, named):
     recipe = Recipe(group_size=32)
     size = weight.shape[1]
     with pytest.raises(FormatError, match=named):
-        solve(weight, factorize(torch.eye(size), recipe, "x"), recipe.weight_format([weight.shape]), recipe, "layer")
+        solve(
+            weight,
+            factorize(torch.eye(size), recipe, "x"),
+            recipe.weight_format([weight.shape]),
+            recipe,
+            "layer",
+        )

@@ -23,14 +23,19 @@ def test_products_are_those_of_the_dequantized_matrices():
     activations, weight = made(0)
     expected = absmax(activations).dequantize().double() @ absmax(weight).dequantize().double().t()
     found = int8_linear(activations, weight, "vector", threshold=None)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)  # the codes are exact, float32 scales are not
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-5, atol=1e-6
+    )  # the codes are exact, float32 scales are not
 
 
 def test_outliers_spoil_plain_products_and_are_rescued_by_decomposition():
     activations, weight = made(50)
     options = [
-        {"granularity": "tensor"}, {"granularity": "row"}, {"granularity": "vector"}, {"granularity": "vector", "symmetric": False},
-    ]  # fmt: skip
+        {"granularity": "tensor"},
+        {"granularity": "row"},
+        {"granularity": "vector"},
+        {"granularity": "vector", "symmetric": False},
+    ]
     tensor, row, vector, shifted = [error(activations, weight, threshold=None, **each) for each in options]
     decomposed = error(activations, weight, threshold=30.0)
     assert tensor >= row >= vector > shifted > decomposed
@@ -46,4 +51,6 @@ def test_outlier_features_are_those_that_reach_the_threshold():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_nothing_is_rounded_where_all_features_are_outliers(symmetric):
     activations, weight = made(1)
-    assert torch.equal(int8_linear(activations, weight, symmetric=symmetric, threshold=0.0), activations @ weight.t())
+    assert torch.equal(
+        int8_linear(activations, weight, symmetric=symmetric, threshold=0.0), activations @ weight.t()
+    )

@@ -1,4 +1,6 @@
-"""Memory: nothing of a layer is whole in floats, and the peak of a process is one block, activations and 400 MiB."""
+"""Memory: nothing of a layer is whole in floats, and the peak of a process is one block, activations and 400
+MiB.
+"""
 
 import json
 
@@ -28,7 +30,9 @@ def test_a_held_layer_computes_what_its_tensors_mean(bias):
     layer.weight = nn.Parameter(torch.empty(64, 96, device="meta"))
     hold(layer, {"weight": weight}, FORMATS["dense"]())
     with torch.no_grad():
-        torch.testing.assert_close(layer(inputs), expected)  # a bias is added after the sum, and not within it
+        torch.testing.assert_close(
+            layer(inputs), expected
+        )  # a bias is added after the sum, and not within it
         weight_format = Recipe(group_size=32).weight_format([(64, 96)])
         hold(layer, weight_format.quantize(weight), weight_format)
         floats = weight_format.dequantize(tensors_of(layer))

@@ -1,4 +1,6 @@
-"""The driver: what it writes is a standard checkpoint of the quantized model, whole, the same after a kill, and read by all."""
+"""The driver: what it writes is a standard checkpoint of the quantized model, whole, the same after a kill,
+and read by all.
+"""
 
 import hashlib
 import json
@@ -45,7 +47,9 @@ def test_the_output_is_a_gptq_checkpoint_that_says_how_it_was_made(gptq):
     assert config["meta"]["quantizer"] == [f"hfq:{hfq.__version__}"]
     assert json.loads((folder / "quantize_config.json").read_text()) == config
     assert (folder / "tokenizer.json").read_bytes() == (SOURCE / "tokenizer.json").read_bytes()
-    assert (folder / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
+    assert (folder / "generation_config.json").read_bytes() == (
+        SOURCE / "generation_config.json"
+    ).read_bytes()
     card = (folder / "README.md").read_text()
     assert card.startswith((SOURCE / "README.md").read_text().rstrip())
     assert "## Quantization with hfq" in card
@@ -98,13 +102,16 @@ def test_rounding_is_the_format_s_own(tmp_path):
 
 
 def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
-    hfq.quantize(SOURCE, Recipe("fp8"), output_dir=tmp_path / "fp8", modules_to_not_convert=["model.layers.0.mlp"])
+    hfq.quantize(
+        SOURCE, Recipe("fp8"), output_dir=tmp_path / "fp8", modules_to_not_convert=["model.layers.0.mlp"]
+    )
     config = source_config(Checkpoint.open(tmp_path / "fp8"))
     assert config["quant_method"] == "fp8"
     assert config["weight_block_size"] == [128, 128]
     assert sorted(config["modules_to_not_convert"]) == [
-        "lm_head", *(f"model.layers.0.mlp.{name}" for name in ("down_proj", "gate_proj", "up_proj"))
-    ]  # fmt: skip
+        "lm_head",
+        *(f"model.layers.0.mlp.{name}" for name in ("down_proj", "gate_proj", "up_proj")),
+    ]
     found, reference = digests(tmp_path / "fp8"), digests(tiny_models.DATA / "tiny-llama-fp8")
     same = [name for name in reference if found.get(name) == reference[name]]
     assert len(same) == len(reference) - 6  # the three layers that stay floats, by weight and scale
@@ -112,7 +119,9 @@ def test_fp8_is_written_as_transformers_writes_it(tmp_path, tokens):
 
 
 def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
-    source = tiny_models.write_model(tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None)
+    source = tiny_models.write_model(
+        tmp_path / "floats", tiny_models.packed_tensors(FORMATS["dense"]()), None
+    )
     hfq.quantize(source, Recipe("fp8"), output_dir=tmp_path / "fp8")
     checkpoint = Checkpoint.open(tmp_path / "fp8")
     config = source_config(checkpoint)
@@ -155,7 +164,14 @@ def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path
     recipe = Recipe("gptq", bits=4, group_size=64)
     with pytest.raises(hfq.SetupError, match="Another quantization"):
         hfq.quantize(SOURCE, Recipe("rtn"), output_dir=target)
-    report = hfq.quantize(SOURCE, recipe, output_dir=target, dataset=tokens, num_calibration_samples=SAMPLES, max_seq_length=LENGTH)
+    report = hfq.quantize(
+        SOURCE,
+        recipe,
+        output_dir=target,
+        dataset=tokens,
+        num_calibration_samples=SAMPLES,
+        max_seq_length=LENGTH,
+    )
     assert report.resumed == 1
     assert files_of(target) == files_of(gptq[0])
     assert (target / shards[1].name).stat().st_mtime_ns == times

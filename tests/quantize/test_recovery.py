@@ -1,4 +1,6 @@
-"""Recovery: the error of every block falls, text that was not seen is predicted better, and the codes stay what they were."""
+"""Recovery: the error of every block falls, text that was not seen is predicted better, and the codes stay
+what they were.
+"""
 
 import pytest
 import tiny_models
@@ -23,7 +25,9 @@ ROUNDED = {"method": "rtn", "bits": 2, "group_size": 64, "sym": False}
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory, tokens):
-    """The folder with a run that was stopped after two blocks, one that was not and one without recovery; and the report."""
+    """The folder with a run that was stopped after two blocks, one that was not and one without recovery; and
+    the report.
+    """
 
     class Stopped(Exception):
         pass
@@ -56,7 +60,10 @@ def test_the_error_of_each_block_falls_and_so_does_the_perplexity_of_other_text(
     assert all(after < 0.97 * before for before, after in report.recovered.values())
     card = (out / "trained" / "README.md").read_text()
     before, after = report.recovered["model.layers.2"]
-    assert f"Recovery of model.layers.2: the mean squared error of its outputs fell from {before:.3g} to {after:.3g}." in card
+    assert (
+        f"Recovery of model.layers.2: the mean squared error of its outputs fell from {before:.3g} to "
+        f"{after:.3g}." in card
+    )
     ids = torch.tensor(AutoTokenizer.from_pretrained(SOURCE)(text[-16000:])["input_ids"])
     windows = ids[: len(ids) // 128 * 128].view(-1, 128)
     rounded, trained = (perplexity(load(out / name), windows) for name in ("rounded", "trained"))
@@ -65,15 +72,25 @@ def test_the_error_of_each_block_falls_and_so_does_the_perplexity_of_other_text(
 
 
 def test_scales_norms_and_nothing_else_are_trained(recovered):
-    before, after = tiny_models.digests(recovered[0] / "rounded"), tiny_models.digests(recovered[0] / "trained")
-    assert {name: entry[:2] for name, entry in before.items()} == {name: entry[:2] for name, entry in after.items()}
+    before, after = (
+        tiny_models.digests(recovered[0] / "rounded"),
+        tiny_models.digests(recovered[0] / "trained"),
+    )
+    assert {name: entry[:2] for name, entry in before.items()} == {
+        name: entry[:2] for name, entry in after.items()
+    }
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {name for name in before if name.endswith(".scales") or (".layers." in name and "norm" in name)}
+    assert changed == {
+        name for name in before if name.endswith(".scales") or (".layers." in name and "norm" in name)
+    }
 
 
 @pytest.mark.parametrize("kind", ["groups", "act_order", "awq"])
 def test_rounded_scales_give_the_weight_that_readers_see(kind):
-    weight, recipe = torch.randn(64, 96), Recipe("awq" if kind == "awq" else "gptq", 4, 32, desc_act=True if kind == "act_order" else None)
+    weight, recipe = (
+        torch.randn(64, 96),
+        Recipe("awq" if kind == "awq" else "gptq", 4, 32, desc_act=True if kind == "act_order" else None),
+    )
     if kind == "act_order":
         inputs = torch.randn(200, 96) * torch.rand(96)
         solved = solve(weight, factorize(inputs.t() @ inputs, recipe, ""), Gptq(4, 32), recipe)
@@ -87,12 +104,19 @@ def test_rounded_scales_give_the_weight_that_readers_see(kind):
     layer.ratio.data.uniform_(0.5, 1.5)
     with torch.no_grad():
         layer.put(rounded=True)
-    assert torch.equal(linear._parameters["weight"], as_weight(weight_format, recipe, {**packed, "scales": layer.rounded()}))
+    assert torch.equal(
+        linear._parameters["weight"], as_weight(weight_format, recipe, {**packed, "scales": layer.rounded()})
+    )
     assert not torch.equal(layer.rounded(), packed["scales"])
 
 
 @pytest.mark.parametrize(
-    "options", [{"method": "fp8", "distill_steps": 4}, {"method": "gptq", "distill_steps": -1}, {"method": "rtn", "distill_steps": True}]
+    "options",
+    [
+        {"method": "fp8", "distill_steps": 4},
+        {"method": "gptq", "distill_steps": -1},
+        {"method": "rtn", "distill_steps": True},
+    ],
 )
 def test_what_cannot_be_recovered_is_refused(options, tmp_path):
     with pytest.raises(SetupError, match="distill_steps"):

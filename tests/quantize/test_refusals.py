@@ -105,19 +105,31 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(tmp_pat
 
 
 def test_a_name_that_is_not_in_the_model_is_refused(tmp_path):
-    refused(SetupError, "matches nothing", tmp_path / "out", SOURCE, Recipe("rtn"), modules_to_not_convert=["mpl"])
     refused(
-        SetupError, "No layer is left", tmp_path / "out", SOURCE, Recipe("rtn"), modules_to_not_convert=["layers"]
+        SetupError, "matches nothing", tmp_path / "out", SOURCE, Recipe("rtn"), modules_to_not_convert=["mpl"]
+    )
+    refused(
+        SetupError,
+        "No layer is left",
+        tmp_path / "out",
+        SOURCE,
+        Recipe("rtn"),
+        modules_to_not_convert=["layers"],
     )
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
-    source = made(tmp_path / "source", lambda tensors: tensors[f"{tiny_models.FIRST}.weight"].fill_(float("inf")))
+    source = made(
+        tmp_path / "source", lambda tensors: tensors[f"{tiny_models.FIRST}.weight"].fill_(float("inf"))
+    )
     refused(SetupError, "not finite", tmp_path / "out", source, RTN)
 
 
 def test_activations_that_are_not_finite_are_named(tmp_path):
-    source = made(tmp_path / "source", lambda tensors: tensors["model.layers.0.input_layernorm.weight"].fill_(float("nan")))
+    source = made(
+        tmp_path / "source",
+        lambda tensors: tensors["model.layers.0.input_layernorm.weight"].fill_(float("nan")),
+    )
     refused(
         SetupError,
         "activations that reach a layer are not finite",
@@ -131,7 +143,9 @@ def test_activations_that_are_not_finite_are_named(tmp_path):
 
 
 def test_a_layer_that_no_signal_reaches_is_named(tmp_path):
-    source = made(tmp_path / "source", lambda tensors: tensors["model.layers.1.input_layernorm.weight"].zero_())
+    source = made(
+        tmp_path / "source", lambda tensors: tensors["model.layers.1.input_layernorm.weight"].zero_()
+    )
     refused(
         SetupError,
         "No token",
@@ -214,7 +228,9 @@ class Tokenizer:
 )
 def test_unusable_calibration_sets_are_named(text, options, named):
     with pytest.raises(SetupError, match=named):
-        calibrate(text, **{"tokenizer": Tokenizer(), "vocabulary": 128, "samples": 4, "length": 16, **options})
+        calibrate(
+            text, **{"tokenizer": Tokenizer(), "vocabulary": 128, "samples": 4, "length": 16, **options}
+        )
 
 
 def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_path):
@@ -224,7 +240,10 @@ def test_sequences_are_spread_over_the_text_and_fewer_are_told_of(caplog, tmp_pa
     assert not caplog.text
     assert len(calibrate(tmp_path / "text", Tokenizer(), 128, 20, 10).tokens) == 10
     assert "20 were wanted" in caplog.text
-    assert [len(batch) for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], None, 1, 5, 1000).batches()] == [
+    assert [
+        len(batch)
+        for batch in calibrate([torch.zeros(5, 1000, dtype=torch.int64)], None, 1, 5, 1000).batches()
+    ] == [
         2,
         2,
         1,

@@ -33,23 +33,31 @@ def test_sums_of_products_are_those_of_the_whole_matrix(rows):
     matrix, expected = moments(rows), rows.t() @ rows
     assert matrix.size == SIZE
     assert TriangularMatrix.nbytes_of(SIZE) == 4 * (16 * 16 + 16 * 32 + 16 * 48 + 2 * 50)
-    torch.testing.assert_close(whole(matrix), expected.tril())  # products of other shapes sum in another order
+    torch.testing.assert_close(
+        whole(matrix), expected.tril()
+    )  # products of other shapes sum in another order
     assert torch.equal(matrix.diagonal(), whole(matrix).diagonal())
     matrix.add_to_diagonal(3.0)
     torch.testing.assert_close(matrix.diagonal(), expected.diagonal() + 3)
     columns = torch.arange(1.0, SIZE + 1)
-    torch.testing.assert_close(whole(matrix.divide(columns)), (expected + 3 * torch.eye(SIZE)).tril() / columns)
+    torch.testing.assert_close(
+        whole(matrix.divide(columns)), (expected + 3 * torch.eye(SIZE)).tril() / columns
+    )
 
 
 @pytest.mark.parametrize(
-    "order", [torch.arange(SIZE), torch.arange(SIZE).flip(0), torch.randperm(SIZE)], ids=["as is", "flip", "any"]
+    "order",
+    [torch.arange(SIZE), torch.arange(SIZE).flip(0), torch.randperm(SIZE)],
+    ids=["as is", "flip", "any"],
 )
 def test_rows_and_columns_are_permuted(rows, order):
     square = rows.t() @ rows
     square = square.tril() + square.tril(-1).t()
     permuted = TriangularMatrix.of(square.clone()).permute(order)
     assert torch.equal(whole(permuted), square[order][:, order].tril())
-    assert torch.equal(permuted.corner(16, 32), square[order][:, order][16:32, 16:32])  # whole on the diagonal
+    assert torch.equal(
+        permuted.corner(16, 32), square[order][:, order][16:32, 16:32]
+    )  # whole on the diagonal
 
 
 def test_the_whole_matrix_is_both_halves(rows):
@@ -70,7 +78,9 @@ def test_it_is_factored(rows):
     matrix, square = moments(rows), whole(moments(rows))
     square = square + square.tril(-1).t()
     assert matrix.factor()
-    torch.testing.assert_close(whole(matrix), torch.linalg.cholesky(square), rtol=1e-4, atol=1e-4)  # float32, in another order
+    torch.testing.assert_close(
+        whole(matrix), torch.linalg.cholesky(square), rtol=1e-4, atol=1e-4
+    )  # float32, in another order
 
 
 @pytest.mark.parametrize("negative", [3, 20, 49])

@@ -1,4 +1,6 @@
-"""A stack of small blocks on disk: each a dense norm and scale, and two packed layers of different dialects."""
+"""A stack of small blocks on disk: each a dense norm and scale, and two packed layers of different
+dialects.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +19,10 @@ from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.unit import DenseParameter, OffloadUnit
 
 SIZE, MOST_LAYERS = 64, 8
-FORMATS = {"q": Fp8(strategy="block", block_structure=(24, 40)), "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE)}
+FORMATS = {
+    "q": Fp8(strategy="block", block_structure=(24, 40)),
+    "k": Gptq(4, 32, False, "stored", g_idx_length=SIZE),
+}
 DENSE = ("norm.weight", "norm.bias", "scale")
 
 
@@ -67,7 +72,9 @@ class Stack:
         return all(parameter.is_meta for parameter in self.model.parameters())
 
     def read_nbytes(self) -> list[int]:
-        """What one read of each block reads: from the start of its first page on; past the page cache, whole pages of the file."""
+        """What one read of each block reads: from the start of its first page on; past the page cache, whole
+        pages of the file.
+        """
         found, source = [], self.offloader.source
         for layout in self.offloader.regions.layouts:
             (run,) = layout.runs
@@ -124,7 +131,8 @@ def folder(tmp_path, content):
 
 @pytest.fixture
 def build(folder):
-    """build(offload=True, dtype=torch.float32, layers=4, options=…, resident=()) → the stack, on disk or wholly resident.
+    """build(offload=True, dtype=torch.float32, layers=4, options=…, resident=()) → the stack, on disk or
+    wholly resident.
 
     `resident` names packed layers, as "0.q", that rest in memory all the same.
     """
@@ -134,7 +142,9 @@ def build(folder):
         for local, weight_format in FORMATS.items():
             prefix = f"{index}.{local}."
             infos = {n.removeprefix(prefix): i for n, i in checkpoint.tensors.items() if n.startswith(prefix)}
-            linears.append(QuantizedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference")))
+            linears.append(
+                QuantizedLinear(prefix[:-1], SIZE, SIZE, weight_format, infos, choose_kernel("reference"))
+            )
             if not offload or prefix[:-1] in resident:
                 linears[-1].hold(map_tensors(reader, infos))
         layer, slots = Layer(linears), []
@@ -142,20 +152,33 @@ def build(folder):
             owner, local = layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             info = checkpoint.tensors[f"{index}.{name}"]
             slots.append(DenseParameter(owner, local, info))
-            value = torch.empty(SIZE, dtype=dtype, device="meta") if offload else read_tensor(reader, info).to(dtype)
+            value = (
+                torch.empty(SIZE, dtype=dtype, device="meta")
+                if offload
+                else read_tensor(reader, info).to(dtype)
+            )
             owner._parameters[local] = nn.Parameter(value, requires_grad=False)
         return layer, OffloadUnit(str(index), layer, tuple(linears), tuple(slots))
 
     def build(
-        offload: bool = True, dtype: torch.dtype = torch.float32, layers: int = 4,
-        options: OffloadOptions = OffloadOptions(), resident: tuple[str, ...] = (), device: str = "cpu",  # noqa: B008
-    ) -> Stack:  # fmt: skip
+        offload: bool = True,
+        dtype: torch.dtype = torch.float32,
+        layers: int = 4,
+        options: OffloadOptions = OffloadOptions(),
+        resident: tuple[str, ...] = (),
+        device: str = "cpu",  # noqa: B008
+    ) -> Stack:
         checkpoint = Checkpoint.open(folder)
         reader = Reader(checkpoint)
         pairs = [layer_of(checkpoint, reader, index, offload, dtype, resident) for index in range(layers)]
         model, units = Chain(*(layer for layer, _ in pairs)), [unit for _, unit in pairs]
-        packed = [sum(info.nbytes for linear in unit.packed for info in linear.infos.values()) for unit in units]
-        sizes = [size + sum(slot.info.nbytes for slot in unit.dense) for size, unit in zip(packed, units, strict=True)]
+        packed = [
+            sum(info.nbytes for linear in unit.packed for info in linear.infos.values()) for unit in units
+        ]
+        sizes = [
+            size + sum(slot.info.nbytes for slot in unit.dense)
+            for size, unit in zip(packed, units, strict=True)
+        ]
         offloader = Offloader(units, reader, device, options=options, root=model) if offload else None
         reader.counters.bytes_read = 0
         return Stack(model, reader, offloader, sizes, packed)

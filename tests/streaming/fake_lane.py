@@ -1,4 +1,6 @@
-"""A made-up accelerator: its memory is host memory, its copies and its computation run later, in two threads of their own."""
+"""A made-up accelerator: its memory is host memory, its copies and its computation run later, in two threads
+of their own.
+"""
 
 import queue
 import random
@@ -61,11 +63,12 @@ class FakeClock:
 
 
 class FakeLane:
-    """A `CopyStream` that keeps a log of what began and what was done: (what, first address, end), in their order.
+    """A `CopyStream` that keeps a log of what began and what was done: (what, first address, end), in their
+    order.
 
     Args:
-        is_host_the_device: Whether the device computes in the thread that asks for it, as a model on the CPU does; marks of copies
-            are then waited for at once.
+        is_host_the_device: Whether the device computes in the thread that asks for it, as a model on the CPU
+            does; marks of copies are then waited for at once.
     """
 
     def __init__(self, is_host_the_device: bool = False, seed: int = 0) -> None:
@@ -148,7 +151,9 @@ class FakeLane:
             if what == "read begun":
                 reading.append((first, end))
                 found += [
-                    "read into staging that is still being copied" for span in copying.values() if _meet(span, (first, end))
+                    "read into staging that is still being copied"
+                    for span in copying.values()
+                    if _meet(span, (first, end))
                 ]
             elif what == "read done":
                 reading.remove((first, end))
@@ -161,7 +166,9 @@ class FakeLane:
             elif what == "overwriting asked":
                 asked_before[serial] = {key for key, span in computing.items() if _meet(span, (first, end))}
             elif what == "overwriting":
-                found += ["overwritten while it computes" for key in asked_before.pop(serial) if key in computing]
+                found += [
+                    "overwritten while it computes" for key in asked_before.pop(serial) if key in computing
+                ]
             elif what == "compute asked":
                 computing[serial] = first, end
             elif what == "compute done":

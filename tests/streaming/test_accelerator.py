@@ -1,4 +1,6 @@
-"""The path to an accelerator, on a made-up one: right bytes, and no memory used before the other side is done with it."""
+"""The path to an accelerator, on a made-up one: right bytes, and no memory used before the other side is done
+with it.
+"""
 
 import random
 import threading
@@ -28,17 +30,26 @@ def lane():
 
 @pytest.fixture
 def device(tmp_path, lane, monkeypatch):
-    """device(resident=()) → (regions over five blocks of several chunks and odd offsets, the blocks' tensors, their bytes)."""
+    """device(resident=()) → (regions over five blocks of several chunks and odd offsets, the blocks' tensors,
+    their bytes).
+    """
     monkeypatch.setattr(regions_module, "CHUNK_NBYTES", 8192)
     noise = random.Random(0).randbytes(40_000)
     tensors = {}
     for unit in range(BLOCKS):
         sizes = {"odd": ("U8", 1001 + unit), "wide": ("F32", 12_000 + 4000 * unit), "codes": ("U8", 5000)}
         for name, (dtype, nbytes) in sizes.items():
-            tensors[f"{unit}.{name}"] = dtype, (nbytes // (4 if dtype == "F32" else 1),), noise[unit : unit + nbytes]
+            tensors[f"{unit}.{name}"] = (
+                dtype,
+                (nbytes // (4 if dtype == "F32" else 1),),
+                noise[unit : unit + nbytes],
+            )
     write_safetensors(tmp_path / "model.safetensors", tensors)
     checkpoint = Checkpoint.open(tmp_path)
-    units = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")] for unit in range(BLOCKS)]
+    units = [
+        [info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")]
+        for unit in range(BLOCKS)
+    ]
     pool = Pool()
 
     def make(resident=()):
@@ -53,7 +64,11 @@ def device(tmp_path, lane, monkeypatch):
             lane.note("read done", memory)
 
         monkeypatch.setattr(source, "read", noted)
-        return AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, lane, resident), units, tensors
+        return (
+            AcceleratorBuffers([lay_out(infos) for infos in units], source, pool, lane, resident),
+            units,
+            tensors,
+        )
 
     yield make
     pool.close()
@@ -161,14 +176,18 @@ def random_tensor(*shape: int, seed: int = 1) -> torch.Tensor:
 def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, resident):
     lane = FakeLane(is_host_the_device=True)
     monkeypatch.setattr(
-        Offloader, "_make_regions",
+        Offloader,
+        "_make_regions",
         lambda self, layouts: AcceleratorBuffers(layouts, self.source, self.pool, lane, resident),
-    )  # fmt: skip
+    )
     stack, expected = build(options=OffloadOptions(mode)), build(offload=False).model(random_tensor(3, SIZE))
     for passes in range(1, 6):
         assert torch.equal(stack.model(random_tensor(3, SIZE)), expected)
         sizes = stack.read_nbytes()
-        once, ahead = sum(sizes[index] for index in resident), sum(sizes[index] for index in (0, 1) if index not in resident)
+        once, ahead = (
+            sum(sizes[index] for index in resident),
+            sum(sizes[index] for index in (0, 1) if index not in resident),
+        )
         # what rests in memory was read before the counter was set back
         assert stack.quiet() == passes * (sum(sizes) - once) + ahead
     assert stack.offloader.schedule.prefetch_misses == 0
@@ -181,7 +200,9 @@ def test_a_stack_on_the_made_up_device_is_bit_equal(build, monkeypatch, mode, re
 
 
 def test_a_lane_that_forgets_to_wait_is_noticed(device, lane, monkeypatch):
-    """The checks above can fail: without the wait for the computation, regions are overwritten while it runs."""
+    """The checks above can fail: without the wait for the computation, regions are overwritten while it
+    runs.
+    """
     regions, infos, tensors = device(range(BLOCKS))
     monkeypatch.setattr(lane, "copy_after", lambda mark: None)
     leave = threading.Event()

@@ -1,4 +1,6 @@
-"""What passes read, to the byte; and orders that were not expected: right all the same, counted, and learned."""
+"""What passes read, to the byte; and orders that were not expected: right all the same, counted, and
+learned.
+"""
 
 import gc
 import weakref
@@ -57,7 +59,9 @@ def test_small_blocks_are_read_further_ahead_and_no_more_often(build, mode):
     for passes in range(1, 5):
         assert torch.equal(stack.model(activations), resident.model(activations))
         assert sum(sizes) < stack.quiet() <= passes * sum(sizes) + sum(sizes) // 2 + max(sizes)
-    assert all({0, 1, 2} <= set(indices) for indices in started)  # two blocks fit beside the one that computes
+    assert all(
+        {0, 1, 2} <= set(indices) for indices in started
+    )  # two blocks fit beside the one that computes
     regions = stack.offloader.regions
     assert regions.nbytes <= sum(layout.nbytes for layout in regions.layouts) // 2
 
@@ -77,7 +81,9 @@ def test_jobs_in_lockstep_read_what_one_pass_reads(build, count):
     batches = [random(2 + index, SIZE, seed=index) for index in range(count)]
     sizes = stack.read_nbytes()
     for passes in range(1, 4):
-        found = run_in_lockstep(stack.offloader, [lambda batch=batch: stack.model(batch) for batch in batches])
+        found = run_in_lockstep(
+            stack.offloader, [lambda batch=batch: stack.model(batch) for batch in batches]
+        )
         assert all(torch.equal(one, resident.model(batch)) for one, batch in zip(found, batches, strict=True))
         assert stack.quiet() == passes * sum(sizes) + sizes[0] + sizes[1]
     assert (stack.offloader.schedule.prefetch_misses, stack.offloader.buffer_overflows) == (0, 0)
@@ -140,7 +146,9 @@ def test_a_block_within_another_is_read_beside_it(build, outer, inner):
     for _ in range(3):
         assert torch.equal(stack.model(activations), resident.model(activations))
         assert stack.is_offloaded()
-    found = run_in_lockstep(stack.offloader, [lambda seed=seed: stack.model(random(3, SIZE, seed=seed)) for seed in range(3)])
+    found = run_in_lockstep(
+        stack.offloader, [lambda seed=seed: stack.model(random(3, SIZE, seed=seed)) for seed in range(3)]
+    )
     assert all(torch.equal(one, resident.model(random(3, SIZE, seed=seed))) for seed, one in enumerate(found))
     assert stack.is_offloaded()
 

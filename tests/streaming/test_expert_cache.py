@@ -1,4 +1,6 @@
-"""The cache of routed experts: which leave first, how much is kept, what is read ahead, and errors that arrive where they matter."""
+"""The cache of routed experts: which leave first, how much is kept, what is read ahead, and errors that
+arrive where they matter.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -161,7 +163,11 @@ def test_the_child_of_a_fork_forgets_what_was_being_read(pool):
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(0, 60), st.lists(st.integers(0, 5), max_size=25))
+@given(
+    st.lists(st.integers(1, 20), min_size=2, max_size=6),
+    st.integers(0, 60),
+    st.lists(st.integers(0, 5), max_size=25),
+)
 def test_it_keeps_what_a_plain_list_would(sizes, budget, wishes):
     cache, experts, _ = make(Pool(), budget, sizes)
     model: list[int] = []

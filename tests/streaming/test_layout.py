@@ -23,7 +23,9 @@ def filled(layout, files) -> bytearray:
     for run in layout.runs:
         for wanted, offset in run.chunks(3 * PAGE):
             assert wanted.offset % PAGE == offset % PAGE == 0
-            region[offset : offset + wanted.nbytes] = files[wanted.file][wanted.offset : wanted.offset + wanted.nbytes]
+            region[offset : offset + wanted.nbytes] = files[wanted.file][
+                wanted.offset : wanted.offset + wanted.nbytes
+            ]
     for source, target, nbytes in layout.copies:
         region[target : target + nbytes] = region[source : source + nbytes]
     return region
@@ -46,19 +48,33 @@ def test_a_gap_is_read_along_where_it_is_small_enough(gap, runs):
 
 
 def test_runs_lie_one_after_another_in_whole_pages():
-    layout = lay_out([tensor("a", 4000, 200), tensor("b", 1 << 20, 4097), tensor("c", 10, 10, file="b.safetensors")])
+    layout = lay_out(
+        [tensor("a", 4000, 200), tensor("b", 1 << 20, 4097), tensor("c", 10, 10, file="b.safetensors")]
+    )
     assert [(run.source.file, run.offset, run.nbytes) for run in layout.runs] == [
-        (FILE, 0, 8192), (FILE, 8192, 8192), ("b.safetensors", 16384, 4096),
-    ]  # fmt: skip
+        (FILE, 0, 8192),
+        (FILE, 8192, 8192),
+        ("b.safetensors", 16384, 4096),
+    ]
     assert {info.name: place for info, place in layout.places.items()} == {"a": 4000, "b": 8192, "c": 16394}
 
 
 def test_a_misaligned_tensor_is_copied_behind_the_runs_and_an_aligned_one_is_not():
     layout = lay_out(
-        [tensor("a", 100, 8, "F32"), tensor("b", 109, 12, "F32"), tensor("c", 121, 7), tensor("d", 129, 2, "F16")]
+        [
+            tensor("a", 100, 8, "F32"),
+            tensor("b", 109, 12, "F32"),
+            tensor("c", 121, 7),
+            tensor("d", 129, 2, "F16"),
+        ]
     )
     assert layout.copies == ((109, 4096, 12), (129, 4160, 2))
-    assert {info.name: place for info, place in layout.places.items()} == {"a": 100, "b": 4096, "c": 121, "d": 4160}
+    assert {info.name: place for info, place in layout.places.items()} == {
+        "a": 100,
+        "b": 4096,
+        "c": 121,
+        "d": 4160,
+    }
     assert layout.nbytes == 8192
 
 
@@ -79,8 +95,10 @@ def test_an_empty_tensor_needs_no_read():
 def test_chunks_cover_a_run_from_its_first_page_to_its_last_byte():
     run = Run(ByteRange(FILE, 5000, 20000), 8192)
     assert list(run.chunks(8192)) == [
-        (ByteRange(FILE, 4096, 8192), 8192), (ByteRange(FILE, 12288, 8192), 16384), (ByteRange(FILE, 20480, 4520), 24576),
-    ]  # fmt: skip
+        (ByteRange(FILE, 4096, 8192), 8192),
+        (ByteRange(FILE, 12288, 8192), 16384),
+        (ByteRange(FILE, 20480, 4520), 24576),
+    ]
 
 
 @st.composite

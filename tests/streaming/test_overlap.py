@@ -1,4 +1,6 @@
-"""Reading and computing overlap: proved by gates that only open when the other side is under way, and never by a clock."""
+"""Reading and computing overlap: proved by gates that only open when the other side is under way, and never
+by a clock.
+"""
 
 import threading
 
@@ -14,7 +16,9 @@ def random(*shape: int) -> torch.Tensor:
 
 
 class Gates:
-    """Counts the reads of each block that have begun and the forwards that are under way, and lets threads wait for a count."""
+    """Counts the reads of each block that have begun and the forwards that are under way, and lets threads
+    wait for a count.
+    """
 
     def __init__(self, stack) -> None:
         self.began, self.entered, self.is_open = [0] * LAYERS, [0] * LAYERS, False
@@ -39,7 +43,9 @@ class Gates:
                 raise TimeoutError(f"{counts[index]} of {least} for block {index}: nothing overlaps")
 
     def open(self) -> None:
-        """Holds nobody up any more: what is read ahead at the end of a test waits for a pass that never comes."""
+        """Holds nobody up any more: what is read ahead at the end of a test waits for a pass that never
+        comes.
+        """
         with self._changed:
             self.is_open = True
             self._changed.notify_all()
@@ -51,7 +57,9 @@ class Gates:
 
 @pytest.fixture
 def gated(build, monkeypatch):
-    """(stack, gates): computing block i waits until the read of the block that follows has begun, over the wrap, too."""
+    """(stack, gates): computing block i waits until the read of the block that follows has begun, over the
+    wrap, too.
+    """
     stack = build(layers=LAYERS)
     gates = Gates(stack)
     monkeypatch.setattr(stack.offloader.source, "read", gates.read)

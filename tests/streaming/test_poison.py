@@ -1,4 +1,6 @@
-"""Regions that are given back are filled with 0xFF: nothing that a block computes, returns or leaves behind may depend on them."""
+"""Regions that are given back are filled with 0xFF: nothing that a block computes, returns or leaves behind
+may depend on them.
+"""
 
 import random as plain_random
 import time
@@ -17,7 +19,9 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 
 @pytest.fixture
 def poisoned(build, monkeypatch):
-    """poisoned(layers=…) → a stack whose regions are overwritten as soon as no block is in them; reads take random times."""
+    """poisoned(layers=…) → a stack whose regions are overwritten as soon as no block is in them; reads take
+    random times.
+    """
 
     def make(layers: int = LAYERS, seed: int = 0):
         stack, dice = build(layers=layers), plain_random.Random(seed)
@@ -69,7 +73,9 @@ def test_jobs_in_lockstep_are_right(poisoned, build):
     batches = [random(2, SIZE, seed=seed) for seed in range(3)]
     expected = [resident.model(resident.model(batch)) for batch in batches]
     for _ in range(15):
-        found = run_in_lockstep(stack.offloader, [lambda batch=batch: stack.model(stack.model(batch)) for batch in batches])
+        found = run_in_lockstep(
+            stack.offloader, [lambda batch=batch: stack.model(stack.model(batch)) for batch in batches]
+        )
         assert all(map(torch.equal, found, expected))
 
 

@@ -195,7 +195,8 @@ def test_a_flipped_byte_is_named_until_it_is_back(source, verify):
     assert read(made, first) == file.read_bytes()[:8192]
     for _ in range(2):
         with pytest.raises(
-            CheckpointError, match=r"(?s)changed after the model was loaded.*CRC-32.*5000 bytes from byte 8192"
+            CheckpointError,
+            match=r"(?s)changed after the model was loaded.*CRC-32.*5000 bytes from byte 8192",
         ):
             read(made, second)
     flip(file, 9000)
@@ -224,9 +225,14 @@ def test_what_is_recorded_is_not_counted_as_streamed(source):
 
 @pytest.mark.parametrize(
     ("asked", "available", "mode"),
-    [("auto", 200, "buffered"), ("auto", 199, "direct"), ("auto", None, "buffered"), ("direct", 10**9, "direct"),
-     ("buffered", 0, "buffered")],
-)  # fmt: skip
+    [
+        ("auto", 200, "buffered"),
+        ("auto", 199, "direct"),
+        ("auto", None, "buffered"),
+        ("direct", 10**9, "direct"),
+        ("buffered", 0, "buffered"),
+    ],
+)
 def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, available, mode):
     monkeypatch.setattr("hfq.offload.byte_source.available_memory", lambda: available)
     made = Source(source("off")[0].reader, asked, 100)
@@ -237,12 +243,16 @@ def test_the_mode_follows_the_memory_that_is_there(source, monkeypatch, asked, a
         assert made.mode == "buffered"
 
 
-def test_direct_reads_that_a_file_system_does_not_take_are_said_once_and_reported_as_buffered(monkeypatch, source, caplog):
+def test_direct_reads_that_a_file_system_does_not_take_are_said_once_and_reported_as_buffered(
+    monkeypatch, source, caplog
+):
     monkeypatch.setattr(DirectFiles, "supports_direct", lambda *_: False)
     made = Source(source("off")[0].reader, "direct", 100, names=["a file"])
     made.choose()
     assert made.mode == "buffered"
-    assert [record.message for record in caplog.records if "no direct reads" in record.message] == caplog.messages
+    assert [
+        record.message for record in caplog.records if "no direct reads" in record.message
+    ] == caplog.messages
     assert len(caplog.messages) == 1
 
 

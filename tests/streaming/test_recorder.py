@@ -61,7 +61,9 @@ def test_outside_of_a_recording_nobody_notes_anything(stack, monkeypatch):
     with torch.no_grad():
         stack.model(torch.ones(2, SIZE))
     stack.quiet()
-    assert stack.offloader.recorder is stack.offloader.regions.recorder is stack.offloader.source.on_read is None
+    assert (
+        stack.offloader.recorder is stack.offloader.regions.recorder is stack.offloader.source.on_read is None
+    )
 
 
 def test_a_recording_ends_with_the_error_that_ends_it(stack):
@@ -71,15 +73,24 @@ def test_a_recording_ends_with_the_error_that_ends_it(stack):
 
 
 def test_a_second_recording_is_refused(stack):
-    with recording(stack.offloader), pytest.raises(SetupError, match="recorded already"), recording(stack.offloader):
+    with (
+        recording(stack.offloader),
+        pytest.raises(SetupError, match="recorded already"),
+        recording(stack.offloader),
+    ):
         pass
     assert stack.offloader.recorder is None
 
 
 def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
     checkpoint, lane, pool = Checkpoint.open(folder), FakeLane(), Pool(2)
-    infos = [[info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")] for unit in range(3)]
-    regions = AcceleratorBuffers([lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane)
+    infos = [
+        [info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")]
+        for unit in range(3)
+    ]
+    regions = AcceleratorBuffers(
+        [lay_out(each) for each in infos], Source(Reader(checkpoint), "buffered", 0), pool, lane
+    )
     recorder = regions.recorder = Recorder(regions.clock(), ["0", "1", "2"])
     try:
         for unit in range(3):
@@ -95,7 +106,9 @@ def test_copies_to_an_accelerator_have_the_times_of_its_own_stream(folder):
         pool.close()
     copies = [span for span in spans if span.lane == "copy"]
     assert {span.name for span in copies} == {"0", "1", "2"}
-    assert all(before.end <= after.start for before, after in itertools.pairwise(copies))  # one after the other
+    assert all(
+        before.end <= after.start for before, after in itertools.pairwise(copies)
+    )  # one after the other
     for unit in range(3):
         sizes = [span.nbytes for span in copies if span.name == str(unit)]
         assert sum(sizes) >= regions.layouts[unit].needed_nbytes

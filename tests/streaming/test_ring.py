@@ -24,7 +24,8 @@ def place(ring: BufferAllocator, unit: int, nbytes: int, kept=()) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "nbytes"), [([], 0), ([5], 5), ([5, 3], 8), ([1, 2, 3], 5), ([1, 1, 1, 9], 10), ([9, 1, 1, 8], 17)]
+    ("sizes", "nbytes"),
+    [([], 0), ([5], 5), ([5, 3], 8), ([1, 2, 3], 5), ([1, 1, 1, 9], 10), ([9, 1, 1, 8], 17)],
 )
 def test_the_ring_holds_the_two_largest_neighbours_over_the_wrap(sizes, nbytes):
     assert buffer_nbytes(sizes) == nbytes
@@ -67,7 +68,10 @@ def test_forgotten_blocks_free_their_place():
 sizes_in_pages = st.lists(st.integers(0, 9).map(lambda pages: pages * PAGE), min_size=1, max_size=7)
 
 
-@given(sizes_in_pages, st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=2)), max_size=40))
+@given(
+    sizes_in_pages,
+    st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=2)), max_size=40),
+)
 def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes):
     ring, size_of = BufferAllocator(buffer_nbytes(sizes)), dict(enumerate(sizes))
     for unit, kept in ((unit % len(sizes), kept) for unit, kept in wishes):
@@ -79,7 +83,9 @@ def test_kept_blocks_are_never_overlapped_and_places_never_overlap(sizes, wishes
         assert all(ring.place_of(other) == before[other] for other in kept)
         spans = sorted((start, start + size_of[other]) for other, start in after.items() if size_of[other])
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
-        assert all(start % PAGE == 0 and start + size_of[other] <= ring.nbytes for other, start in after.items())
+        assert all(
+            start % PAGE == 0 and start + size_of[other] <= ring.nbytes for other, start in after.items()
+        )
 
 
 @given(sizes_in_pages, st.integers(0, 6), st.integers(1, 3))

@@ -1,4 +1,6 @@
-"""Embeddings in a file are read by row: the bytes of the distinct tokens and no others, through subclasses too."""
+"""Embeddings in a file are read by row: the bytes of the distinct tokens and no others, through subclasses
+too.
+"""
 
 import functools
 import gc
@@ -55,7 +57,10 @@ def table(request, tmp_path):
     """(weight, checkpoint): the weight as it is stored, at an odd offset."""
     weight = torch.randn(ROWS, SIZE, generator=torch.Generator().manual_seed(0)).to(request.param)
     flat = weight.reshape(-1).view(torch.uint8).numpy().tobytes()
-    stored = {"before": ("U8", (3,), b"abc"), "embed.weight": (safetensors_dtype(weight.dtype), (ROWS, SIZE), flat)}
+    stored = {
+        "before": ("U8", (3,), b"abc"),
+        "embed.weight": (safetensors_dtype(weight.dtype), (ROWS, SIZE), flat),
+    }
     write_safetensors(tmp_path / "model.safetensors", stored)
     return weight, Checkpoint.open(tmp_path)
 
@@ -165,7 +170,9 @@ def test_what_needs_the_whole_table_is_not_read_by_row(table):
     assert not can_read_rows(DenseParameter(plain, "weight", info))
 
 
-@pytest.mark.parametrize(("numbers", "found"), [((0, ROWS), f"0 to {ROWS}"), ((-1, 5), "-1 to 5"), ((10**9,), "1000000000")])
+@pytest.mark.parametrize(
+    ("numbers", "found"), [((0, ROWS), f"0 to {ROWS}"), ((-1, 5), "-1 to 5"), ((10**9,), "1000000000")]
+)
 def test_a_token_out_of_range_is_named(table, numbers, found):
     module, _, _, reader = offloaded(table)
     with pytest.raises(SetupError, match=rf"(?s)embed.*0 to {ROWS - 1}.*{found}"):

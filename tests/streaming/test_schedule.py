@@ -1,4 +1,6 @@
-"""The order of blocks: predicted over the wrap, learned from complete passes alone, and its errors counted."""
+"""The order of blocks: predicted over the wrap, learned from complete passes alone, and its errors
+counted.
+"""
 
 import threading
 

@@ -25,7 +25,13 @@ def test_parts_are_present_during_the_forward_and_on_meta_after_it(build):
     seen = []
 
     def probe(layer):
-        seen.append([layer.norm.weight.is_meta, layer.scale.is_meta, *(t.is_meta for t in layer.q.packed_tensors().values())])
+        seen.append(
+            [
+                layer.norm.weight.is_meta,
+                layer.scale.is_meta,
+                *(t.is_meta for t in layer.q.packed_tensors().values()),
+            ]
+        )
 
     stack.model[0].probe = probe
     assert stack.is_offloaded()
@@ -60,7 +66,10 @@ def test_all_blocks_share_one_buffer_of_two_neighbours(build):
         layer.probe = lambda layer: addresses.append(layer.q.packed_tensors()["weight"].data_ptr())
     stack.model(random(3, SIZE))
     stack.model(random(3, SIZE))
-    buffer, sizes = stack.offloader.regions.buffer, [layout.nbytes for layout in stack.offloader.regions.layouts]
+    buffer, sizes = (
+        stack.offloader.regions.buffer,
+        [layout.nbytes for layout in stack.offloader.regions.layouts],
+    )
     assert buffer.numel() == max(size + sizes[index - 1] for index, size in enumerate(sizes))
     assert len(addresses) == 8
     assert all(buffer.data_ptr() <= address < buffer.data_ptr() + buffer.numel() for address in addresses)

@@ -1,4 +1,6 @@
-"""After whatever goes wrong in a block, its parts are gone, the lock is free, and the next forward is right."""
+"""After whatever goes wrong in a block, its parts are gone, the lock is free, and the next forward is
+right.
+"""
 
 import copy
 import inspect
@@ -79,13 +81,18 @@ def test_a_copy_of_one_block_is_refused_or_computes_with_its_own_modules(build):
         copied = copy.deepcopy(stack.model[0])
     except SetupError:
         return
-    copied.probe, stack.model[0].probe = (lambda layer: seen.append("copy")), (lambda layer: seen.append("original"))
+    copied.probe, stack.model[0].probe = (
+        (lambda layer: seen.append("copy")),
+        (lambda layer: seen.append("original")),
+    )
     copied(random(3, SIZE))
     assert seen == ["copy"]
 
 
 def test_a_block_keeps_the_signature_of_its_forward(build):
-    assert inspect.signature(build().model[0].forward) == inspect.signature(build(offload=False).model[0].forward)
+    assert inspect.signature(build().model[0].forward) == inspect.signature(
+        build(offload=False).model[0].forward
+    )
 
 
 def test_an_exception_in_an_earlier_hook_of_the_block_leaves_the_lock_free(build, recwarn):

@@ -1,4 +1,6 @@
-"""An interrupt from the keyboard at any line of the streamer: afterwards nothing is lent, the lock is free, and all is right."""
+"""An interrupt from the keyboard at any line of the streamer: afterwards nothing is lent, the lock is free,
+and all is right.
+"""
 
 import contextlib
 import linecache
@@ -17,7 +19,9 @@ FOLDER = str(Path(offload.__file__).parent)
 
 
 class Interruption:
-    """Counts the lines of the streaming code that `work` runs in this thread, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines of the streaming code that `work` runs in this thread, and raises KeyboardInterrupt at
+    one of them.
+    """
 
     def __init__(self, at: int = -1) -> None:
         self.at, self.lines = at, []

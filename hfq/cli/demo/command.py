@@ -20,7 +20,9 @@ _MEASURE = "hfq.cli.demo.measure"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Holds tiny-llama, tiny-llama-gptq and tiny-llama-fp8.")] = Path("tests/data"),
+    folder: Annotated[
+        Path, typer.Option(help="Holds tiny-llama, tiny-llama-gptq and tiny-llama-fp8.")
+    ] = Path("tests/data"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
     """Inspect, load, run and compare a GPTQ and an FP8 checkpoint resident, half on disk and all on disk."""
@@ -30,9 +32,12 @@ def demo(
     for path in (*paths.values(), folder / "tiny-llama"):
         if not path.is_dir():
             raise CheckpointError(
-                "The demo's checkpoints are not here.", file=path, expected="a folder made by examples/", found="nothing",
+                "The demo's checkpoints are not here.",
+                file=path,
+                expected="a folder made by examples/",
+                found="nothing",
                 fix="run it from a clone of the repository, or pass --folder",
-            )  # fmt: skip
+            )
     from hfq.checkpoint import Checkpoint
 
     rows = []
@@ -40,8 +45,13 @@ def demo(
         report = inspect_checkpoint(Checkpoint.open(path))
         if not as_json:
             variants = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items())
-            print(f"{path}: {variants}, {report['bits_per_packed_weight']} bits per packed weight, {report['nbytes']:,} bytes")
-        rows += [_in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement) for placement in PLACEMENTS]
+            print(
+                f"{path}: {variants}, {report['bits_per_packed_weight']} bits per packed weight, "
+                f"{report['nbytes']:,} bytes"
+            )
+        rows += [
+            _in_a_process(path, folder / "tiny-llama" / "held_out.txt", placement) for placement in PLACEMENTS
+        ]
         exact = {row["logits_sha256"] for row in rows[-len(PLACEMENTS) :]}
         for row in rows[-len(PLACEMENTS) :]:
             row |= {"checkpoint": name, "bit_equal": len(exact) == 1}
@@ -53,7 +63,9 @@ def demo(
 
 
 def _in_a_process(path: Path, text: Path, placement: str) -> dict:
-    """Each placement in a fresh process, so that its peak memory is its own: forks of one that has imported what they need."""
+    """Each placement in a fresh process, so that its peak memory is its own: forks of one that has imported
+    what they need.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_MEASURE])
     try:
@@ -61,9 +73,11 @@ def _in_a_process(path: Path, text: Path, placement: str) -> dict:
             return pool.submit(_measure, path, text, placement).result()
     except Exception as error:
         raise SetupError(
-            f"The demo failed on {path} ({placement}).", expected="measurements", found=f"{type(error).__name__}: {error}",
+            f"The demo failed on {path} ({placement}).",
+            expected="measurements",
+            found=f"{type(error).__name__}: {error}",
             fix="run `make test`; it says what is wrong with this installation",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _measure(path: Path, text: Path, placement: str) -> dict:
@@ -75,15 +89,28 @@ def _print(rows: list[dict]) -> None:
     from rich.table import Table
 
     table = Table(
-        "checkpoint", "placement", "file B", "resident B", "peak RSS growth", "perplexity", "tokens/s", "bit-equal logits",
+        "checkpoint",
+        "placement",
+        "file B",
+        "resident B",
+        "peak RSS growth",
+        "perplexity",
+        "tokens/s",
+        "bit-equal logits",
         title="float32 activations on the CPU; each row in a process of its own",
-    )  # fmt: skip
+    )
     for row in rows:
         equal = {True: "yes", False: "NO", None: "-"}[row.get("bit_equal")]
         table.add_row(
-            row["checkpoint"], row["placement"], f"{row['file_nbytes']:,}", f"{row['resident_nbytes']:,}",
-            f"{row['peak_rss_growth_nbytes']:,}", f"{row['perplexity']:.4f}", f"{row['tokens_per_second']:.1f}", equal,
-        )  # fmt: skip
+            row["checkpoint"],
+            row["placement"],
+            f"{row['file_nbytes']:,}",
+            f"{row['resident_nbytes']:,}",
+            f"{row['peak_rss_growth_nbytes']:,}",
+            f"{row['perplexity']:.4f}",
+            f"{row['tokens_per_second']:.1f}",
+            equal,
+        )
     console = Console(width=max(Console().width, 130))
     console.print(table)
     for row in rows[:: len(PLACEMENTS)]:

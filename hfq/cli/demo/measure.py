@@ -1,4 +1,6 @@
-"""What `hfq demo` measures of one checkpoint in one placement; each process of the demo is a fork of one that has imported this."""
+"""What `hfq demo` measures of one checkpoint in one placement; each process of the demo is a fork of one that
+has imported this.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.llama import modeling_llama  # noqa: F401  (its code is in memory before memory is measured)
+
+# (its code is in memory before memory is measured)
+from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.utils import logging
 
 from hfq import HfqConfig
@@ -23,12 +27,18 @@ _EVALUATION_TOKENS = 8192
 
 
 def measure(path: Path, text: Path, placement: str) -> dict:
-    """Loads one checkpoint in one placement and measures it, in this process; meant for a process of its own."""
+    """Loads one checkpoint in one placement and measures it, in this process; meant for a process of its
+    own.
+    """
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    options = {} if placement == "stock" else {"quantization_config": HfqConfig(), "device_map": _device_map(placement)}
+    options = (
+        {}
+        if placement == "stock"
+        else {"quantization_config": HfqConfig(), "device_map": _device_map(placement)}
+    )
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     load_seconds = time.perf_counter() - started
@@ -40,7 +50,9 @@ def measure(path: Path, text: Path, placement: str) -> dict:
     generated = model.generate(**prompt, max_new_tokens=32, do_sample=False)
     seconds = time.perf_counter() - started
     new_tokens = generated.shape[1] - prompt["input_ids"].shape[1]
-    tokens = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][:_EVALUATION_TOKENS]
+    tokens = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0][
+        :_EVALUATION_TOKENS
+    ]
     score = perplexity(model, tokens)
     loading = getattr(getattr(model, "hf_quantizer", None), "loading", None)
     dense = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -18,7 +18,10 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
     from hfq.checkpoint.filesystem import available_memory, filesystem_type, is_network
     from hfq.machine_profile.machine_limits import cached_share
 
-    kind, free = filesystem_type(folder) or "unknown", shutil.disk_usage(folder if folder.exists() else Path()).free
+    kind, free = (
+        filesystem_type(folder) or "unknown",
+        shutil.disk_usage(folder if folder.exists() else Path()).free,
+    )
     if is_network(folder):
         fix = "a local copy streams faster; rows in CPU memory are read, not mapped"
         yield Finding("disk", "warning", f"{kind}, a network file system; {free / 1e9:.1f} GB free", fix)
@@ -27,15 +30,23 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return
-    total, share, available = sum(file.stat().st_size for file in files), cached_share(files), available_memory()
+    total, share, available = (
+        sum(file.stat().st_size for file in files),
+        cached_share(files),
+        available_memory(),
+    )
     if share is not None:
-        yield Finding("disk", "ok", f"{share:.0%} of the checkpoint's {total / 1e9:.3g} GB are in the page cache")
+        yield Finding(
+            "disk", "ok", f"{share:.0%} of the checkpoint's {total / 1e9:.3g} GB are in the page cache"
+        )
     if available is not None:
         how = "through the page cache" if total <= available / 2 else "past the page cache"
         yield Finding("disk", "ok", f"streamed whole, it would be read {how}")
     if not _takes_direct_reads(files[0]):
         text = "no direct reads here: what is streamed fills the page cache"
-        yield Finding("disk", "note", text, "put the checkpoint on a local disk to stream past the page cache")
+        yield Finding(
+            "disk", "note", text, "put the checkpoint on a local disk to stream past the page cache"
+        )
 
 
 def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
@@ -52,7 +63,9 @@ def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
         found = f" (found: {error.found})" if error.found is not None else ""
         yield Finding("checkpoint", "error", f"{error.message}{found}", error.fix)
         return
-    variants = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items()) or "not packed"
+    variants = (
+        ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items()) or "not packed"
+    )
     yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {variants}")
     for note in report["odd"]:
         yield Finding("checkpoint", "note", note)

@@ -1,4 +1,6 @@
-"""`hfq doctor [CHECKPOINT]`: what this machine has, what stands in the way, and a block to paste into a report of a bug."""
+"""`hfq doctor [CHECKPOINT]`: what this machine has, what stands in the way, and a block to paste into a
+report of a bug.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,16 @@ from hfq.cli.doctor.findings import Finding
 __all__ = ["TESTED", "doctor"]
 
 TESTED = {
-    "torch": ("2.13.0", "2.13.0"), "transformers": ("5.17.0", "5.23.0"), "accelerate": ("1.10.0", "1.15.0"),
-    "safetensors": ("0.8.0", "0.8.0"), "deepspeed": ("0.19.8", "0.19.8"), "peft": ("0.21.2", "0.21.2"),
-}  # fmt: skip
-"""The oldest and the newest version that the test suite runs with: constraints-oldest.txt and constraints.txt."""
+    "torch": ("2.13.0", "2.13.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "accelerate": ("1.10.0", "1.15.0"),
+    "safetensors": ("0.8.0", "0.8.0"),
+    "deepspeed": ("0.19.8", "0.19.8"),
+    "peft": ("0.21.2", "0.21.2"),
+}
+"""The oldest and the newest version that the test suite runs with: constraints-oldest.txt and
+constraints.txt.
+"""
 
 _OPTIONAL = ("deepspeed", "peft")
 
@@ -29,21 +37,33 @@ def doctor(
         Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also look at this checkpoint and its disk.")
     ] = None,
     config: Annotated[
-        list[Path] | None, typer.Option(help="Check a DeepSpeed (.json) or accelerate (.yaml) config; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Check a DeepSpeed (.json) or accelerate (.yaml) config; may be repeated."),
     ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left behind.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what this machine has and what stands in the way; the exit status is 1 where there is an error."""
     from hfq.cli.doctor.checkpoint import checkpoint_findings, disk_findings
-    from hfq.cli.doctor.machine import device_findings, environment_findings, kernel_findings, operator_findings
+    from hfq.cli.doctor.machine import (
+        device_findings,
+        environment_findings,
+        kernel_findings,
+        operator_findings,
+    )
 
     folder = path or Path()
     sections: list[Callable[[], Iterable[Finding]]] = [
-        lambda: environment_findings(folder), version_findings, device_findings, kernel_findings, operator_findings,
-        lambda: disk_findings(folder), lambda: checkpoint_findings(path), lambda: config_findings(config or []),
+        lambda: environment_findings(folder),
+        version_findings,
+        device_findings,
+        kernel_findings,
+        operator_findings,
+        lambda: disk_findings(folder),
+        lambda: checkpoint_findings(path),
+        lambda: config_findings(config or []),
         lambda: leftover_findings(folder, clean),
-    ]  # fmt: skip
+    ]
     findings = [finding for section in sections for finding in section()]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -61,13 +81,22 @@ def version_findings() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            fix = f"pip install 'hfq[{package}]', if you need it" if package in _OPTIONAL else f"pip install {package}"
-            yield Finding("versions", "note" if package in _OPTIONAL else "error", f"{package} is not installed", fix)
+            fix = (
+                f"pip install 'hfq[{package}]', if you need it"
+                if package in _OPTIONAL
+                else f"pip install {package}"
+            )
+            yield Finding(
+                "versions", "note" if package in _OPTIONAL else "error", f"{package} is not installed", fix
+            )
             continue
         tested = oldest if oldest == newest else f"{oldest} to {newest}"
         if _numbers(version) < _numbers(oldest):
             yield Finding(
-                "versions", "warning", f"{package} {version}; tested: {tested}", f"pip install '{package}>={oldest}'"
+                "versions",
+                "warning",
+                f"{package} {version}; tested: {tested}",
+                f"pip install '{package}>={oldest}'",
             )
         elif _numbers(version) > _numbers(newest):
             yield Finding("versions", "note", f"{package} {version} is newer than what is tested: {tested}")

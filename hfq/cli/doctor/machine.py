@@ -13,7 +13,10 @@ from hfq.cli.doctor.findings import Finding
 __all__ = ["device_findings", "environment_findings", "kernel_findings", "operator_findings"]
 
 _OPERATORS = {"async_io": "offload to NVMe", "cpu_adam": "optimizer states in CPU memory"}
-_BUILDERS = {"async_io": ("AsyncIOBuilder", "DS_BUILD_AIO"), "cpu_adam": ("CPUAdamBuilder", "DS_BUILD_CPU_ADAM")}
+_BUILDERS = {
+    "async_io": ("AsyncIOBuilder", "DS_BUILD_AIO"),
+    "cpu_adam": ("CPUAdamBuilder", "DS_BUILD_CPU_ADAM"),
+}
 _SHARED = "/dev/shm"
 
 
@@ -31,12 +34,16 @@ def environment_findings(folder: Path) -> Iterator[Finding]:
     limit = _limit_of_group()
     if limit is not None and available is not None and limit < available:
         yield Finding(
-            "environment", "warning", f"this process may take {limit / 1e9:.1f} GB (its control group), less than is available",
+            "environment",
+            "warning",
+            f"this process may take {limit / 1e9:.1f} GB (its control group), less than is available",
             f'plan with it: hfq plan CHECKPOINT --cpu {limit}, and pass max_memory={{"cpu": {limit}}}',
-        )  # fmt: skip
+        )
     if os.path.isdir(_SHARED):
         status = os.statvfs(_SHARED)
-        yield Finding("environment", "ok", f"shared memory: {status.f_bavail * status.f_frsize / 1e9:.1f} GB free")
+        yield Finding(
+            "environment", "ok", f"shared memory: {status.f_bavail * status.f_frsize / 1e9:.1f} GB free"
+        )
     switches = sorted(name for name in os.environ if name.startswith("HFQ_"))
     for name in switches:
         yield Finding("environment", "note", f"{name}={os.environ[name]}")
@@ -56,7 +63,9 @@ def device_findings() -> Iterator[Finding]:
     if not count:
         found = torch.accelerator.current_accelerator()
         yield Finding("devices", "ok", "no accelerator" if found is None else f"{found.type}: not tested")
-    yield Finding("devices", "ok", f"CPU: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding(
+        "devices", "ok", f"CPU: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    )
 
 
 def kernel_findings() -> Iterator[Finding]:
@@ -70,11 +79,15 @@ def kernel_findings() -> Iterator[Finding]:
             yield Finding("kernels", "ok", f"{kernel.name} runs")
         else:
             fix = _compiler_fix() if kernel.name == "cpp" else ""
-            yield Finding("kernels", "warning" if fix else "note", f"{kernel.name} does not run: {missing}", fix)
+            yield Finding(
+                "kernels", "warning" if fix else "note", f"{kernel.name} does not run: {missing}", fix
+            )
 
 
 def _compiler_fix() -> str:
-    """Returns the command that installs a compiler; empty if there is one, if it is not wanted, or if $CXX is at fault."""
+    """Returns the command that installs a compiler; empty if there is one, if it is not wanted, or if $CXX is
+    at fault.
+    """
     from hfq.kernels.cpp.build import BuildError, CompilerNotFoundError, find_compiler
     from hfq.kernels.cpp.library import is_wanted
 
@@ -105,7 +118,12 @@ def operator_findings() -> Iterator[Finding]:
         build = f"python -c 'from deepspeed.ops.op_builder import {builder}; {builder}().load()'"
         first = f"install {', '.join(lacking)}, then " if lacking else ""
         fix = f"{first}{build} (or {variable}=1 pip install --no-build-isolation deepspeed)"
-        yield Finding("DeepSpeed operators", "note", f"{name} is not built yet ({use}); DeepSpeed builds it on first use", fix)
+        yield Finding(
+            "DeepSpeed operators",
+            "note",
+            f"{name} is not built yet ({use}); DeepSpeed builds it on first use",
+            fix,
+        )
 
 
 def _is_built(root: Path, name: str) -> bool:
@@ -113,7 +131,11 @@ def _is_built(root: Path, name: str) -> bool:
     if any((root / "ops").rglob(f"*{name}_op*.so")):
         return True
     caches = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(caches) if caches else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    folder = (
+        Path(caches)
+        if caches
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    )
     return folder.is_dir() and any(folder.rglob(f"{name}.so"))
 
 

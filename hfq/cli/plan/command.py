@@ -1,4 +1,6 @@
-"""`hfq plan CHECKPOINT`: where a model would rest, what it would take and how fast it would be, from headers alone."""
+"""`hfq plan CHECKPOINT`: where a model would rest, what it would take and how fast it would be, from headers
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,35 @@ def _option(text: str, panel: str, *names: str, metavar: str | None = None, leas
 
 
 Source = Annotated[
-    str | None, typer.Argument(metavar="CHECKPOINT", help="Its folder, or a model of the hub: organisation/model[@revision].")
+    str | None,
+    typer.Argument(
+        metavar="CHECKPOINT", help="Its folder, or a model of the hub: organisation/model[@revision]."
+    ),
 ]
 Gpu = Annotated[
-    list[str] | None, _option("24GiB, 24GiB×2, or a name of the catalog; may be repeated.", _MACHINE, metavar="SIZE")
+    list[str] | None,
+    _option("24GiB, 24GiB×2, or a name of the catalog; may be repeated.", _MACHINE, metavar="SIZE"),
 ]
-Cpu = Annotated[str | None, _option("Memory of the host; by default what is available here.", _MACHINE, metavar="SIZE")]
-Disk = Annotated[str | None, _option("Bytes that may stay on disk, 0 for none; by default all.", _MACHINE, metavar="SIZE")]
+Cpu = Annotated[
+    str | None, _option("Memory of the host; by default what is available here.", _MACHINE, metavar="SIZE")
+]
+Disk = Annotated[
+    str | None, _option("Bytes that may stay on disk, 0 for none; by default all.", _MACHINE, metavar="SIZE")
+]
 Nvme = Annotated[
-    str | None, _option("Allow ZeRO-3 shards on NVMe, with swap files in this folder.", _MACHINE, metavar="FOLDER")
+    str | None,
+    _option("Allow ZeRO-3 shards on NVMe, with swap files in this folder.", _MACHINE, metavar="FOLDER"),
 ]
-Profile = Annotated[Path | None, _option("What `hfq calibrate` wrote; by default that of this machine.", _MACHINE)]
+Profile = Annotated[
+    Path | None, _option("What `hfq calibrate` wrote; by default that of this machine.", _MACHINE)
+]
 Catalog = Annotated[
-    str | None, _option("Rank the machines of this file by cost; `shipped` for the examples.", _MACHINE, metavar="FILE")
+    str | None,
+    _option("Rank the machines of this file by cost; `shipped` for the examples.", _MACHINE, metavar="FILE"),
 ]
-Budget = Annotated[str | None, _option("Name the best format whose weights fit so much memory.", _MACHINE, metavar="SIZE")]
+Budget = Annotated[
+    str | None, _option("Name the best format whose weights fit so much memory.", _MACHINE, metavar="SIZE")
+]
 Batch = Annotated[int, _option("Sequences at once.", _WORK)]
 Context = Annotated[int, _option("Tokens of each sequence, generated ones included.", _WORK)]
 KvDtype = Annotated[str, _option("auto, or transformers' quantized caches: fp8, int4, int2.", _WORK)]
@@ -39,19 +55,27 @@ Dtype = Annotated[str, _option("The dtype to load in: auto, bfloat16, float16, f
 Launcher = Annotated[str, _option("device_map, or zero3.", _WORK, metavar="device_map|zero3")]
 Out = Annotated[Path | None, _option("Write the configs that the plan implies into this folder.", _WORK)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with exact bytes.")]
-Zero = Annotated[int | None, _option("Plan the states of DeepSpeed ZeRO of this stage, 0 to 3.", _ZERO, metavar="STAGE")]
+Zero = Annotated[
+    int | None, _option("Plan the states of DeepSpeed ZeRO of this stage, 0 to 3.", _ZERO, metavar="STAGE")
+]
 Ranks = Annotated[int, _option("Processes, one for each device.", _ZERO)]
 RanksPerNode = Annotated[int | None, _option("Processes of one node; by default all.", _ZERO)]
 OffloadParam = Annotated[str, _option("Where weights rest (stage 3).", _ZERO, metavar="none|cpu|nvme")]
 OffloadOptimizer = Annotated[str, _option("Where optimizer states rest.", _ZERO, metavar="none|cpu|nvme")]
 Optimizer = Annotated[
-    str | None, _option("none, sgd, momentum, adam or adam8bit; by default adam where anything is trained.", _TRAINING)
+    str | None,
+    _option("none, sgd, momentum, adam or adam8bit; by default adam where anything is trained.", _TRAINING),
 ]
-LoraRank = Annotated[int | None, _option("Train LoRA adapters of this rank, and nothing else.", _TRAINING, least=1)]
+LoraRank = Annotated[
+    int | None, _option("Train LoRA adapters of this rank, and nothing else.", _TRAINING, least=1)
+]
 LoraTarget = Annotated[
-    list[str] | None, _option("A module with an adapter (q_proj); may be repeated; by default every linear layer.", _TRAINING)
+    list[str] | None,
+    _option("A module with an adapter (q_proj); may be repeated; by default every linear layer.", _TRAINING),
 ]
-Parameters = Annotated[float | None, _option("Plan for so many 16-bit parameters, without a checkpoint.", _TRAINING)]
+Parameters = Annotated[
+    float | None, _option("Plan for so many 16-bit parameters, without a checkpoint.", _TRAINING)
+]
 Trainable = Annotated[float | None, _option("Train so many parameters more, and nothing else.", _TRAINING)]
 
 
@@ -82,7 +106,9 @@ def plan(
     parameters: Parameters = None,
     trainable: Trainable = None,
 ) -> None:
-    """Say what a model takes before it is loaded: bytes in each home, bytes moved for a token, how fast that is, and why."""
+    """Say what a model takes before it is loaded: bytes in each home, bytes moved for a token, how fast that
+    is, and why.
+    """
     from hfq.cli.plan.placement import PlacementOptions, plan_placement
     from hfq.cli.plan.zero_ranks import ZeroOptions, plan_zero
 
@@ -99,16 +125,31 @@ def plan(
         _check_unused(unused, "plans a machine", "leave --zero out, or use --launcher zero3")
         given = None if path is None else Path(path)
         devices = ranks, ranks_per_node, optimizer, offload_param, offload_optimizer
-        plan_zero(ZeroOptions(given, _stage(zero), *devices, lora_rank, lora_target or [], parameters, trainable), as_json)
+        plan_zero(
+            ZeroOptions(given, _stage(zero), *devices, lora_rank, lora_target or [], parameters, trainable),
+            as_json,
+        )
         return
-    unused = {"--optimizer": optimizer, "--lora-rank": lora_rank, "--lora-target": lora_target, "--trainable": trainable}
+    unused = {
+        "--optimizer": optimizer,
+        "--lora-rank": lora_rank,
+        "--lora-target": lora_target,
+        "--trainable": trainable,
+    }
     unused |= {"--offload-param": offload_param != "none", "--offload-optimizer": offload_optimizer != "none"}
     if launcher == "device_map":
-        _check_unused({"--ranks": ranks != 1, "--ranks-per-node": ranks_per_node}, "is for ZeRO-3", "add --launcher zero3")
+        _check_unused(
+            {"--ranks": ranks != 1, "--ranks-per-node": ranks_per_node},
+            "is for ZeRO-3",
+            "add --launcher zero3",
+        )
     _check_unused(unused, "belongs to DeepSpeed ZeRO", "add --zero 3")
     machine, files = (gpu or [], cpu, disk, nvme, profile), (catalog, budget, out)
     plan_placement(
-        PlacementOptions(path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, ranks_per_node, *files), as_json
+        PlacementOptions(
+            path, *machine, batch, context, kv_dtype, dtype, launcher, ranks, ranks_per_node, *files
+        ),
+        as_json,
     )
 
 
@@ -118,7 +159,9 @@ def _check_unused(options: dict[str, object], what: str, fix: str) -> None:
 
     for name, value in options.items():
         if value:
-            raise SetupError(f"{name} {what}, which this plan does not use.", expected=f"no {name}", found=name, fix=fix)
+            raise SetupError(
+                f"{name} {what}, which this plan does not use.", expected=f"no {name}", found=name, fix=fix
+            )
 
 
 def _stage(zero: int | None) -> int:
@@ -126,7 +169,9 @@ def _stage(zero: int | None) -> int:
 
     if zero is None:
         raise SetupError(
-            "hfq plan does not know what to plan for.", expected="a checkpoint, or --parameters with --zero STAGE", found="neither",
+            "hfq plan does not know what to plan for.",
+            expected="a checkpoint, or --parameters with --zero STAGE",
+            found="neither",
             fix="pass CHECKPOINT for a device map, or --zero 3 for DeepSpeed",
-        )  # fmt: skip
+        )
     return zero

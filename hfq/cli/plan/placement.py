@@ -1,4 +1,6 @@
-"""What `hfq plan CHECKPOINT` prints: a device map or ZeRO-3 ranks, with bytes, rates and the files that they imply."""
+"""What `hfq plan CHECKPOINT` prints: a device map or ZeRO-3 ranks, with bytes, rates and the files that they
+imply.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def make_report(options: PlacementOptions) -> dict:
         return _planned(options, model, hardware, workload, report)
 
 
-def _planned(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict) -> dict:
+def _planned(
+    options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict
+) -> dict:
     if options.catalog is not None:
         from hfq.placement.estimate.catalog import rank_machines, read_catalog
 
@@ -90,22 +94,35 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     estimate = estimate_placement(model.sizes, hardware, workload, profile, free)
     device_map = model.device_map(estimate)
     weights = model.weights_by_home(device_map, estimate.budget.main)
-    limits = {home: nbytes for home, nbytes in estimate.budget.capacities.items() if home in (estimate.budget.main, "cpu")}
+    limits = {
+        home: nbytes
+        for home, nbytes in estimate.budget.capacities.items()
+        if home in (estimate.budget.main, "cpu")
+    }
     prediction = estimate.prediction.to_dict() | {"dominant_term": TERMS[estimate.prediction.dominant]}
-    prediction["helps"] = [[what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]]
+    prediction["helps"] = [
+        [what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]
+    ]
     path, revision = split_name(options.path) or (options.path, None)
     code = loading_code(path, model.sizes.dtype, limits, options.kv_dtype, revision)
     return {
         "devices": _homes(estimate, weights, hardware),
         "moved": {
-            "streamed_nbytes_a_step": estimate.work.streamed, "copied_nbytes_a_step": estimate.work.copied,
+            "streamed_nbytes_a_step": estimate.work.streamed,
+            "copied_nbytes_a_step": estimate.work.copied,
             "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
         },
-        "prediction": prediction, "device_map": device_map, "max_memory": limits, "modules": model.modules(device_map),
-        "files": {"device_map.json": json.dumps(device_map, indent=2), "load.py": code,
-                  "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus)},
-    }  # fmt: skip
+        "prediction": prediction,
+        "device_map": device_map,
+        "max_memory": limits,
+        "modules": model.modules(device_map),
+        "files": {
+            "device_map.json": json.dumps(device_map, indent=2),
+            "load.py": code,
+            "accelerate.yaml": accelerate_yaml(1, on_cpu=not hardware.gpus),
+        },
+    }
 
 
 def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> dict:
@@ -135,7 +152,12 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
         parts |= {"activations": activations}
         devices[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
-    return {"devices": devices, "device_map": device_map, "modules": model.modules(device_map), "files": files}
+    return {
+        "devices": devices,
+        "device_map": device_map,
+        "modules": model.modules(device_map),
+        "files": files,
+    }
 
 
 def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
@@ -181,7 +203,11 @@ def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
     rate = read_catalog(SHIPPED).memory_rate(options.gpu[0]) if options.gpu else None
     if rate is None:
         return profile
-    return replace(profile, device_memory=rate, source=f"{profile.source}; the accelerator's memory as the catalog has it")
+    return replace(
+        profile,
+        device_memory=rate,
+        source=f"{profile.source}; the accelerator's memory as the catalog has it",
+    )
 
 
 def _hardware(options: PlacementOptions) -> Hardware:
@@ -201,12 +227,19 @@ def _hardware(options: PlacementOptions) -> Hardware:
 def _gpus_here() -> tuple[int, ...]:
     import torch
 
-    return tuple(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+    return tuple(
+        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
+    )
 
 
 def _describe(hardware: Hardware, options: PlacementOptions) -> dict[str, Any]:
     is_here = not options.gpu and options.cpu is None
-    return {"gpus": list(hardware.gpus), "cpu": hardware.cpu, "disk": hardware.disk, "is_this_machine": is_here}
+    return {
+        "gpus": list(hardware.gpus),
+        "cpu": hardware.cpu,
+        "disk": hardware.disk,
+        "is_this_machine": is_here,
+    }
 
 
 def _check_choices(options: PlacementOptions) -> None:
@@ -219,9 +252,11 @@ def _check_choices(options: PlacementOptions) -> None:
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise PlacementError(
-                f"{name} {value} is not a choice{nearest(value, allowed)}.", expected=" or ".join(allowed), found=value,
+                f"{name} {value} is not a choice{nearest(value, allowed)}.",
+                expected=" or ".join(allowed),
+                found=value,
                 fix=f"correct {name}",
-            )  # fmt: skip
+            )
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -21,18 +21,29 @@ def print_report(report: dict) -> None:
     console = Console(markup=False, highlight=False)
     model, work = report["model"], report["workload"]
     console.print(
-        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['formats'] or 'not packed'}, computes in "
-        f"{model['dtype']}, {as_size(model['file_nbytes'])} of files", soft_wrap=True,
-    )  # fmt: skip
-    console.print(f"batch {work['batch']}, context {work['context']}, KV cache {work['kv_dtype']}; {_machine(report['machine'])}",
-                  soft_wrap=True)  # fmt: skip
+        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['formats'] or 'not packed'}, "
+        f"computes in "
+        f"{model['dtype']}, {as_size(model['file_nbytes'])} of files",
+        soft_wrap=True,
+    )
+    console.print(
+        f"batch {work['batch']}, context {work['context']}, KV cache {work['kv_dtype']}; "
+        f"{_machine(report['machine'])}",
+        soft_wrap=True,
+    )
     if model["layers_with_an_uncounted_state"]:
         console.print(
-            f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is not counted"
+            f"note: {model['layers_with_an_uncounted_state']} layers keep a state of fixed size, which is "
+            f"not counted"
         )
     sections: dict[str, Callable[[Console, Any], None]] = {
-        "devices": _homes, "moved": _moved, "zero3": _zero3, "prediction": _prediction, "catalog": _catalog, "ladder": _ladder,
-    }  # fmt: skip
+        "devices": _homes,
+        "moved": _moved,
+        "zero3": _zero3,
+        "prediction": _prediction,
+        "catalog": _catalog,
+        "ladder": _ladder,
+    }
     for name, show in sections.items():
         if name in report:
             show(console, report[name])
@@ -43,7 +54,10 @@ def print_report(report: dict) -> None:
 def _machine(machine: dict) -> str:
     gpus = ", ".join(map(as_size, machine["gpus"])) or "no accelerator"
     disk = "" if machine["disk"] is None else f", at most {machine['disk']:,} B on disk"
-    return f"{gpus}, {as_size(machine['cpu'])} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
+    return (
+        f"{gpus}, {as_size(machine['cpu'])} of CPU "
+        f"memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
+    )
 
 
 def _homes(console: Console, devices: dict) -> None:
@@ -58,24 +72,37 @@ def _homes(console: Console, devices: dict) -> None:
 
 
 def _moved(console: Console, moved: dict) -> None:
-    cached = ", from the page cache after the first step" if moved["is_cached"] and moved["streamed_nbytes_a_step"] else ""
+    cached = (
+        ", from the page cache after the first step"
+        if moved["is_cached"] and moved["streamed_nbytes_a_step"]
+        else ""
+    )
     console.print(
         f"moved for a step: {as_size(moved['streamed_nbytes_a_step'])} from disk{cached}, "
-        f"{as_size(moved['copied_nbytes_a_step'])} to the accelerator; {as_size(moved['nbytes_a_token'])} a token", soft_wrap=True,
-    )  # fmt: skip
+        f"{as_size(moved['copied_nbytes_a_step'])} to the accelerator; {as_size(moved['nbytes_a_token'])} a "
+        f"token",
+        soft_wrap=True,
+    )
 
 
 def _prediction(console: Console, prediction: dict) -> None:
     if "not_predicted" in prediction:
         console.print(f"no time is predicted: {prediction['not_predicted']}", soft_wrap=True)
         return
-    terms = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in prediction["terms"].items() if seconds)
+    terms = ", ".join(
+        f"{name} {seconds * 1e3:.3g} ms" for name, seconds in prediction["terms"].items() if seconds
+    )
     step, load = prediction["step_seconds"], f"load {prediction['load_seconds']:.3g} s from a cold disk"
     if not step:
-        console.print(f"predicted: {load}; no rate of a step is known ({prediction['source']})", soft_wrap=True)
+        console.print(
+            f"predicted: {load}; no rate of a step is known ({prediction['source']})", soft_wrap=True
+        )
         return
-    console.print(f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: {terms}), {load}",
-                  soft_wrap=True)  # fmt: skip
+    console.print(
+        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: {terms}), "
+        f"{load}",
+        soft_wrap=True,
+    )
     console.print(f"decided by {prediction['dominant_term']}; rates: {prediction['source']}", soft_wrap=True)
     for what, rate in prediction["helps"]:
         console.print(f"  {what}: {rate:.4g} tokens/s")
@@ -91,7 +118,10 @@ def _zero3(console: Console, zero3: dict) -> None:
     table.add_row("total", *(as_size(zero3["per_rank"][home]) for home in devices))
     console.print(table)
     where = "ranks compute on CPUs: their devices are the node's memory; " if zero3["ranks_on_cpu"] else ""
-    rests, gathered = zero3["offload_param"].replace("none", "the devices"), as_size(zero3["gathered_nbytes_a_forward"])
+    rests, gathered = (
+        zero3["offload_param"].replace("none", "the devices"),
+        as_size(zero3["gathered_nbytes_a_forward"]),
+    )
     console.print(f"{where}shards rest on {rests}; each rank gathers {gathered} a forward", soft_wrap=True)
 
 
@@ -103,8 +133,13 @@ def _catalog(console: Console, entries: list[dict]) -> None:
         if "refused" in entry:
             table.add_row(entry["name"], f"{entry['cost']:g}", "-", "-", "-", entry["refused"])
         else:
-            per_million, rate = f"{entry['cost_of_a_million_tokens']:.4g}", f"{entry['tokens_per_second']:.4g}"
-            table.add_row(entry["name"], f"{entry['cost']:g}", per_million, rate, entry["dominant"], entry["note"])
+            per_million, rate = (
+                f"{entry['cost_of_a_million_tokens']:.4g}",
+                f"{entry['tokens_per_second']:.4g}",
+            )
+            table.add_row(
+                entry["name"], f"{entry['cost']:g}", per_million, rate, entry["dominant"], entry["note"]
+            )
     console.print(table)
 
 
@@ -114,7 +149,13 @@ def _ladder(console: Console, ladder: dict) -> None:
     table = Table("format, best first", "weights", "with cache and activations", "fits")
     for rung in ladder["rungs"]:
         table.add_row(
-            rung["name"], as_size(rung["weights_nbytes"]), as_size(rung["total_nbytes"]), "yes" if rung["fits"] else "no"
+            rung["name"],
+            as_size(rung["weights_nbytes"]),
+            as_size(rung["total_nbytes"]),
+            "yes" if rung["fits"] else "no",
         )
     console.print(table)
-    console.print(f"best that fits {as_size(ladder['budget'])}: {ladder['best'] or 'none'}. {ladder['note']}", soft_wrap=True)
+    console.print(
+        f"best that fits {as_size(ladder['budget'])}: {ladder['best'] or 'none'}. {ladder['note']}",
+        soft_wrap=True,
+    )

@@ -33,7 +33,9 @@ class ZeroOptions:
 
 
 def plan_zero(options: ZeroOptions, as_json: bool) -> None:
-    """Prints what a model takes under ZeRO: bytes on each device, in CPU memory and on NVMe, per rank and node."""
+    """Prints what a model takes under ZeRO: bytes on each device, in CPU memory and on NVMe, per rank and
+    node.
+    """
     from hfq.errors import SetupError
     from hfq.placement.zero.memory import STAGES, estimate_zero
 
@@ -49,38 +51,60 @@ def plan_zero(options: ZeroOptions, as_json: bool) -> None:
     trains = options.lora_rank is not None or options.trainable is not None
     trains = trains or (options.parameters is not None and optimizer != "none")
     optimizer = optimizer or ("adam" if trains else "none")
-    states = _states(options.path, options.parameters, optimizer, options.lora_rank, options.lora_target, options.trainable)
+    states = _states(
+        options.path, options.parameters, optimizer, options.lora_rank, options.lora_target, options.trainable
+    )
     offloads = {"offload_param": options.offload_param, "offload_optimizer": options.offload_optimizer}
     ranks = options.ranks, options.ranks_per_node
     setup = _setup(zero, *ranks, optimizer, offloads)
-    others = [_setup(stage, *ranks, optimizer, _allowed(stage, offloads)) for stage in STAGES if stage != zero]
-    estimates = sorted((estimate_zero(states, each) for each in (setup, *others)), key=lambda each: each.setup.stage)
+    others = [
+        _setup(stage, *ranks, optimizer, _allowed(stage, offloads)) for stage in STAGES if stage != zero
+    ]
+    estimates = sorted(
+        (estimate_zero(states, each) for each in (setup, *others)), key=lambda each: each.setup.stage
+    )
     if as_json:
         print(json.dumps(_report(states, setup, estimates), indent=2))
     else:
         _print(states, setup, estimates)
 
 
-def _check_source(path: Path | None, parameters: float | None, lora_rank: int | None, trainable: float | None) -> None:
+def _check_source(
+    path: Path | None, parameters: float | None, lora_rank: int | None, trainable: float | None
+) -> None:
     from hfq.errors import SetupError
 
     if (path is None) == (parameters is None):
         raise SetupError(
-            "hfq plan counts a checkpoint, or a number of parameters.", expected="CHECKPOINT or --parameters",
-            found="both" if path else "neither", fix="pass one of the two",
-        )  # fmt: skip
+            "hfq plan counts a checkpoint, or a number of parameters.",
+            expected="CHECKPOINT or --parameters",
+            found="both" if path else "neither",
+            fix="pass one of the two",
+        )
     if lora_rank and (trainable or parameters):
         raise SetupError(
-            "--lora-rank counts the adapters of a checkpoint's layers.", expected="CHECKPOINT --lora-rank R",
-            found="--trainable" if trainable else "--parameters", fix="give the adapters' parameters with --trainable alone",
-        )  # fmt: skip
+            "--lora-rank counts the adapters of a checkpoint's layers.",
+            expected="CHECKPOINT --lora-rank R",
+            found="--trainable" if trainable else "--parameters",
+            fix="give the adapters' parameters with --trainable alone",
+        )
     for name, value in (("--parameters", parameters), ("--trainable", trainable)):
         if value is not None and not 1 <= value <= 1e15:
-            raise SetupError(f"{name} is out of range.", expected="1 to 1e15", found=value, fix="pass a number such as 7.5e9")
+            raise SetupError(
+                f"{name} is out of range.",
+                expected="1 to 1e15",
+                found=value,
+                fix="pass a number such as 7.5e9",
+            )
 
 
 def _states(
-    path: Path | None, parameters: float | None, optimizer: str, lora_rank: int | None, targets: list[str], extra: float | None
+    path: Path | None,
+    parameters: float | None,
+    optimizer: str,
+    lora_rank: int | None,
+    targets: list[str],
+    extra: float | None,
 ) -> ModelStates:
     from dataclasses import replace
 
@@ -101,13 +125,17 @@ def _states(
         states = count_states(Checkpoint.open(found.folder), lora_rank, targets, trains_dense=everything)
     if everything and states.packed:
         raise SetupError(
-            "Packed weights are not trained, so that an optimizer has nothing to do.", expected="--lora-rank or --trainable",
-            found=f"--optimizer {optimizer}", fix="pass --lora-rank 16, or --optimizer none for inference",
-        )  # fmt: skip
+            "Packed weights are not trained, so that an optimizer has nothing to do.",
+            expected="--lora-rank or --trainable",
+            found=f"--optimizer {optimizer}",
+            fix="pass --lora-rank 16, or --optimizer none for inference",
+        )
     return replace(states, trained=states.trained + added)
 
 
-def _setup(stage: int, ranks: int, ranks_per_node: int | None, optimizer: str, offloads: dict[str, str]) -> ZeroSetup:
+def _setup(
+    stage: int, ranks: int, ranks_per_node: int | None, optimizer: str, offloads: dict[str, str]
+) -> ZeroSetup:
     from hfq.placement.zero.memory import ZeroSetup
 
     return ZeroSetup(stage, ranks, ranks_per_node, optimizer, **offloads)  # type: ignore[arg-type]
@@ -123,10 +151,17 @@ def _report(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) 
     from dataclasses import asdict
 
     counted = {
-        "packed_rows": len(states.packed), "packed_nbytes": sum(states.packed), "frozen_parameters": sum(states.frozen),
-        "trained_parameters": sum(states.trained), "itemsize": states.itemsize,
-    }  # fmt: skip
-    return {"model": counted, "setup": asdict(setup), "stages": [estimate.to_dict() for estimate in estimates]}
+        "packed_rows": len(states.packed),
+        "packed_nbytes": sum(states.packed),
+        "frozen_parameters": sum(states.frozen),
+        "trained_parameters": sum(states.trained),
+        "itemsize": states.itemsize,
+    }
+    return {
+        "model": counted,
+        "setup": asdict(setup),
+        "stages": [estimate.to_dict() for estimate in estimates],
+    }
 
 
 def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -> None:
@@ -137,10 +172,15 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
 
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} other frozen parameters, "
-        f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)", soft_wrap=True,
-    )  # fmt: skip
-    resting = f"weights at rest on {_home(setup.offload_param)}, optimizer states on {_home(setup.offload_optimizer)}"
+        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} other "
+        f"frozen parameters, "
+        f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)",
+        soft_wrap=True,
+    )
+    resting = (
+        f"weights at rest on {_home(setup.offload_param)}, optimizer states on "
+        f"{_home(setup.offload_optimizer)}"
+    )
     console.print(f"{setup.ranks} ranks, {setup.on_a_node} on a node; {resting}", soft_wrap=True)
     chosen = next(estimate for estimate in estimates if estimate.setup.stage == setup.stage)
     table = Table(f"stage {setup.stage}", *(f"{home} per rank" for home in HOMES))
@@ -152,7 +192,11 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
         sizes = (*estimate.per_rank().values(), *estimate.per_node().values())
         stages.add_row(f"{estimate.setup.stage}{' ←' if estimate is chosen else ''}", *map(as_size, sizes))
     console.print(stages)
-    note = f", and {as_size(gathered)} or more of gathered weights" if (gathered := chosen.largest_row_nbytes) else ""
+    note = (
+        f", and {as_size(gathered)} or more of gathered weights"
+        if (gathered := chosen.largest_row_nbytes)
+        else ""
+    )
     console.print(f"not counted on each device: activations, buckets, the KV cache{note}", soft_wrap=True)
 
 

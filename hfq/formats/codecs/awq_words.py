@@ -8,7 +8,9 @@ __all__ = ["deinterleave", "interleave", "order_columns"]
 
 
 def order_columns(words: torch.Tensor) -> torch.Tensor:
-    """gemm's words with their columns one after the other, the upper half's codes between those of the lower: int32 [rows, words]."""
+    """gemm's words with their columns one after the other, the upper half's codes between those of the lower:
+    int32 [rows, words].
+    """
     halves = [_spread(words & 0xFFFF), _spread(words >> 16 & 0xFFFF)]
     return halves[0].bitwise_or_(halves[1].bitwise_left_shift_(4))
 
@@ -33,7 +35,15 @@ def interleave(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `deinterleave`."""
     out_features, in_features = codes.shape
     codes = codes.view(out_features, in_features // 32, 4, 4, 2).transpose(2, 3)
-    codes = codes.reshape(out_features, in_features // 32, 4, 4, 2).transpose(3, 4).reshape(out_features // 4, 4, -1, 64)
+    codes = (
+        codes.reshape(out_features, in_features // 32, 4, 4, 2)
+        .transpose(3, 4)
+        .reshape(out_features // 4, 4, -1, 64)
+    )
     nibbles = codes.transpose(1, 2).reshape(out_features // 4, in_features // 64, 64, 4)
     words = (nibbles << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(3)
-    return torch.where(words >= 1 << 15, words - (1 << 16), words).view(out_features // 4, in_features).to(torch.int16)
+    return (
+        torch.where(words >= 1 << 15, words - (1 << 16), words)
+        .view(out_features // 4, in_features)
+        .to(torch.int16)
+    )

@@ -6,7 +6,15 @@ import torch
 
 from hfq.formats.codecs.nibbles import look_up_nibbles
 
-__all__ = ["pack_planes", "pack_stream", "pack_words", "unpack_planes", "unpack_rows", "unpack_stream", "unpack_words"]
+__all__ = [
+    "pack_planes",
+    "pack_stream",
+    "pack_words",
+    "unpack_planes",
+    "unpack_rows",
+    "unpack_stream",
+    "unpack_words",
+]
 
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 """The widths of the bit planes of a code, the lowest first."""
@@ -71,7 +79,9 @@ def pack_stream(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """As `unpack_stream`, where no code straddles two words: `32 // num_bits` codes a word, the rest of it unused."""
+    """As `unpack_stream`, where no code straddles two words: `32 // num_bits` codes a word, the rest of it
+    unused.
+    """
     shifts = torch.arange(32 // num_bits, dtype=torch.int32, device=words.device) * num_bits
     codes = (words[:, None, :] >> shifts[None, :, None]) & ((1 << num_bits) - 1)
     return codes.flatten(0, 1)[:count]
@@ -85,7 +95,9 @@ def pack_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     return _signed((padded.unflatten(0, (-1, share)) << shifts[None, :, None]).sum(1))
 
 
-def unpack_rows(panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool, offset: int) -> None:
+def unpack_rows(
+    panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_straddling: bool, offset: int
+) -> None:
     """Writes the codes of rows, less an offset, as floats.
 
     Args:
@@ -108,8 +120,8 @@ def unpack_rows(panel: torch.Tensor, words: torch.Tensor, num_bits: int, is_stra
 def unpack_planes(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
     """As `unpack_stream`, for gptqmodel's planar layout (`gptq_p`).
 
-    32 codes take `num_bits` words: first the words of the low plane, then those of the higher ones. A plane of width w holds w
-    bits of each code, 32 / w codes a word.
+    32 codes take `num_bits` words: first the words of the low plane, then those of the higher ones. A plane
+    of width w holds w bits of each code, 32 / w codes a word.
 
     Args:
         words: int32 [W, n], W a multiple of `num_bits`.

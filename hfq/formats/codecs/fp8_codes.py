@@ -1,4 +1,6 @@
-"""FP8 codes as float32, exactly, by integer operations: on a CPU torch's own cast takes eight times as long."""
+"""FP8 codes as float32, exactly, by integer operations: on a CPU torch's own cast takes eight times as
+long.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ _WITHOUT_BIT_14 = ~(1 << 14)
 def widen_into(panel: torch.Tensor, codes: torch.Tensor) -> None:
     """Writes codes into a panel as float32, bit for bit what `panel.copy_(codes)` writes.
 
-    The bits of e4m3, shifted by seven and without the lowest bit that its sign was copied to, are a float16 of 1/256 of the value,
-    subnormal values included; e5m2 is the upper half of a float16. e4m3's NaN would become a number, so codes that hold one are cast.
+    The bits of e4m3, shifted by seven and without the lowest bit that its sign was copied to, are a float16
+    of 1/256 of the value, subnormal values included; e5m2 is the upper half of a float16. e4m3's NaN would
+    become a number, so codes that hold one are cast.
 
     Args:
         panel: float32 [rows, in_features].

@@ -26,7 +26,10 @@ def rows_of(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def apply_groups(
-    panel: torch.Tensor, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], values: torch.Tensor, group_size: int
+    panel: torch.Tensor,
+    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    values: torch.Tensor,
+    group_size: int,
 ) -> None:
     """Applies an operation in place to each group of a panel.
 
@@ -53,6 +56,8 @@ def check_divides(in_features: int, size: int, dialect: str, what: str = "group_
     """
     if size < 1 or in_features % size:
         raise FormatError(
-            f"{dialect} cannot hold a layer of this input size.", expected=f"a multiple of {what}={size}",
-            found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",
-        )  # fmt: skip
+            f"{dialect} cannot hold a layer of this input size.",
+            expected=f"a multiple of {what}={size}",
+            found=f"{in_features} input channels",
+            fix="check the config's sizes, or leave this layer dense",
+        )

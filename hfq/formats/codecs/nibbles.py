@@ -7,15 +7,18 @@ import torch
 __all__ = ["look_up_nibbles"]
 
 
-def look_up_nibbles(panel: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, *, high_first: bool = False) -> None:
+def look_up_nibbles(
+    panel: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, *, high_first: bool = False
+) -> None:
     """Writes the value of each code.
 
-    Two are found as one number of 64 bits, by the byte that holds their codes: torch copies single elements ten times as fast as
-    rows of two.
+    Two are found as one number of 64 bits, by the byte that holds their codes: torch copies single elements
+    ten times as fast as rows of two.
 
     Args:
         panel: float32 [rows, columns], or [columns], contiguous; overwritten.
-        packed: uint8, or little-endian words, [rows, n], or [n]; what a row has beyond its columns is left out.
+        packed: uint8, or little-endian words, [rows, n], or [n]; what a row has beyond its columns is left
+            out.
         values: float32 [16], what each code stands for.
         high_first: Whether the upper half of a byte is the first of its codes.
     """

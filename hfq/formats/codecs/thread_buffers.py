@@ -1,4 +1,6 @@
-"""Memory that each thread keeps from call to call, so that nothing makes a weight, or a part of it, afresh."""
+"""Memory that each thread keeps from call to call, so that nothing makes a weight, or a part of it,
+afresh.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _buffers = _Buffers()
 
 
 def thread_buffer(use: str, dtype: torch.dtype, device: torch.device, numel: int) -> torch.Tensor:
-    """The first `numel` elements of this thread's buffer for a use; made outside inference mode, so that every mode may write it.
+    """The first `numel` elements of this thread's buffer for a use; made outside inference mode, so that
+    every mode may write it.
 
     A stand-in for a tensor (FakeTensor) belongs to the mode that made it, and is not kept.
     """

@@ -1,4 +1,6 @@
-"""Checks on the values of a module's small tensors: a scale must be finite, an index must lie in its range."""
+"""Checks on the values of a module's small tensors: a scale must be finite, an index must lie in its
+range.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,22 @@ def check_finite(module: str, name: str, scale: torch.Tensor) -> None:
     Raises:
         FormatError: Names the tensor and the first bad element.
     """
-    if scale.is_floating_point() and scale.element_size() > 1 and bool(torch.isfinite(scale.sum(dtype=torch.float64))):
+    if (
+        scale.is_floating_point()
+        and scale.element_size() > 1
+        and bool(torch.isfinite(scale.sum(dtype=torch.float64)))
+    ):
         return  # a sum is finite only where all its terms are
     bad = ~torch.isfinite(scale.to(torch.float32))
     if bad.any():
         position = bad.nonzero()[0].tolist() if scale.dim() else []
         raise FormatError(
-            "A scale is not finite; nothing was loaded.", tensor=f"{module}.{name}", expected="finite values",
+            "A scale is not finite; nothing was loaded.",
+            tensor=f"{module}.{name}",
+            expected="finite values",
             found=f"{scale[tuple(position)].item()} at {position}, {int(bad.sum())} in all",
             fix="the checkpoint is damaged: download it again, or ask its author",
-        )  # fmt: skip
+        )
 
 
 def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
@@ -35,9 +43,12 @@ def check_positive(module: str, name: str, scale: torch.Tensor) -> None:
     """
     if not (scale.to(torch.float32) > 0).all():
         raise FormatError(
-            "A scale is not positive; nothing was loaded.", tensor=f"{module}.{name}", expected="above 0",
-            found=scale.flatten()[:4].tolist(), fix="the checkpoint is damaged: download it again, or ask its author",
-        )  # fmt: skip
+            "A scale is not positive; nothing was loaded.",
+            tensor=f"{module}.{name}",
+            expected="above 0",
+            found=scale.flatten()[:4].tolist(),
+            fix="the checkpoint is damaged: download it again, or ask its author",
+        )
 
 
 def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None:
@@ -49,6 +60,9 @@ def check_index(module: str, name: str, index: torch.Tensor, bound: int) -> None
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= bound:
         raise FormatError(
-            "An index is out of range; nothing was loaded.", tensor=f"{module}.{name}", expected=f"0 to {bound - 1}",
-            found=f"{low} to {high}", fix="the checkpoint is damaged: download it again, or ask its author",
-        )  # fmt: skip
+            "An index is out of range; nothing was loaded.",
+            tensor=f"{module}.{name}",
+            expected=f"0 to {bound - 1}",
+            found=f"{low} to {high}",
+            fix="the checkpoint is damaged: download it again, or ask its author",
+        )

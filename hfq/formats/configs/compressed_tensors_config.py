@@ -1,4 +1,6 @@
-"""What the config of compressed-tensors says about one module: hints beside the tensors, each checked for sanity."""
+"""What the config of compressed-tensors says about one module: hints beside the tensors, each checked for
+sanity.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,22 @@ from hfq.formats.base import ActivationScheme, bounded_int
 from hfq.formats.configs.safe_regex import matches
 from hfq.tensor_spec import TensorInfo
 
-__all__ = ["format_of", "group_of", "read_activations", "read_block", "refuse_float", "refuse_transforms", "unusable"]
+__all__ = [
+    "format_of",
+    "group_of",
+    "read_activations",
+    "read_block",
+    "refuse_float",
+    "refuse_transforms",
+    "unusable",
+]
 
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
 
 
 def group_of(module: str, config: Mapping) -> Mapping:
-    """The config group whose targets take this module: by exact name, else by `re:`, else by class (which its name must tell).
+    """The config group whose targets take this module: by exact name, else by `re:`, else by class (which its
+    name must tell).
 
     Raises:
         FormatError: The groups, or what one of them says of weights, are not of the form they must have.
@@ -66,14 +77,21 @@ def read_activations(options: object, tensors: Mapping[str, TensorInfo]) -> Acti
     strategy, is_dynamic = options.get("strategy"), options.get("dynamic") is True
     if (kind, bits) == ("float", 8) and is_dynamic:
         if strategy == "group":
-            size = bounded_int(options, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", "activations")
+            size = bounded_int(
+                options, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", "activations"
+            )
             if size is None:
                 raise unusable("group_size", size, "a size for activations of strategy group")
             return ActivationScheme("group", group_size=size)
         return ActivationScheme("tensor" if strategy == "tensor" else "token")
     if (kind, bits) == ("float", 8) and options.get("dynamic") is False and strategy in ("tensor", None):
         return None if "input_scale" not in tensors else ActivationScheme("tensor", scale_name="input_scale")
-    if (kind, bits) == ("int", 8) and is_dynamic and options.get("symmetric", True) and strategy in ("token", "tensor"):
+    if (
+        (kind, bits) == ("int", 8)
+        and is_dynamic
+        and options.get("symmetric", True)
+        and strategy in ("token", "tensor")
+    ):
         return ActivationScheme(strategy, dtype="int8")
     return ActivationScheme("token", dtype=f"{bits}-bit {kind}")
 
@@ -98,17 +116,24 @@ def refuse_float(module: str, codes: TensorInfo, weights: Mapping, config: Mappi
     """Refuses integer codes under a config that calls them floats."""
     if weights.get("type", "int") != "int" or config.get("quant_method") in ("fp8", "fbgemm_fp8"):
         raise FormatError(
-            f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=codes.range.file, tensor=codes.name,
-            expected="float codes, as config.json says", found=str(codes), fix="correct config_groups in config.json",
-        )  # fmt: skip
+            f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+            file=codes.range.file,
+            tensor=codes.name,
+            expected="float codes, as config.json says",
+            found=str(codes),
+            fix="correct config_groups in config.json",
+        )
 
 
 def unusable(key: str, value: object, expected: str) -> FormatError:
     """The error for an option of a `quantization_config` that cannot be used."""
     return FormatError(
-        f"quantization_config has an unusable {key}; nothing was loaded.", file="config.json", found=repr(value)[:80],
-        expected=expected, fix=f"correct {key} in config.json",
-    )  # fmt: skip
+        f"quantization_config has an unusable {key}; nothing was loaded.",
+        file="config.json",
+        found=repr(value)[:80],
+        expected=expected,
+        fix=f"correct {key} in config.json",
+    )
 
 
 def _rank(target: str, module: str) -> int | None:

@@ -1,4 +1,6 @@
-"""What the configs of the FP8 writers say about one module: hints beside the tensors, each checked for sanity."""
+"""What the configs of the FP8 writers say about one module: hints beside the tensors, each checked for
+sanity.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ __all__ = ["Hints", "guess_block", "read_hints"]
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The size of a block or a group, whether scales divide (and who says so), and how activations are quantized."""
+    """The size of a block or a group, whether scales divide (and who says so), and how activations are
+    quantized.
+    """
 
     block: tuple[int, int] | None = None
     group_size: int | None = None
@@ -46,12 +50,18 @@ def read_hints(module: str, config: Mapping) -> Hints:
     if meaning not in (None, "inverse", "multiplier"):
         raise unusable("weight_scale_semantics", meaning, "inverse or multiplier")
     is_power = config.get("scale_fmt") == "ue8m0" or "mxfp8" in format_of(module, config)
-    declared: dict[str, Any] = {"is_power": is_power, "reciprocal": meaning == "inverse", "is_declared": meaning is not None}
+    declared: dict[str, Any] = {
+        "is_power": is_power,
+        "reciprocal": meaning == "inverse",
+        "is_declared": meaning is not None,
+    }
     if method == "compressed-tensors":
         return dataclasses.replace(_compressed_tensors(module, config), **{**declared, "is_declared": True})
     if method == "fbgemm_fp8":
         bound = config.get("activation_scale_ub")
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0):
+        if bound is not None and (
+            isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0
+        ):
             raise unusable("activation_scale_ub", bound, "a positive number")
         return Hints(scheme=ActivationScheme("token", upper_bound=bound), **declared)
     bounded_int(config, "bits", lambda bits: bits == 8, "8 for FP8 weights", module)
@@ -72,32 +82,48 @@ def _compressed_tensors(module: str, config: Mapping) -> Hints:
     weights = group.get("weights") or {}
     if weights.get("type", "float") != "float" or weights.get("num_bits", 8) != 8:
         raise FormatError(
-            f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file="config.json", tensor=module,
-            expected="8-bit float, as the stored F8 weight", found=f"{weights.get('num_bits')}-bit {weights.get('type')}",
+            f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+            file="config.json",
+            tensor=module,
+            expected="8-bit float, as the stored F8 weight",
+            found=f"{weights.get('num_bits')}-bit {weights.get('type')}",
             fix="correct config_groups in config.json",
-        )  # fmt: skip
+        )
     strategy = weights.get("strategy")
     block = read_block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
     group_size = None
     if strategy == "group":
-        group_size = bounded_int(weights, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", module)
+        group_size = bounded_int(
+            weights, "group_size", lambda size: 0 < size < 1 << 24, "a positive number", module
+        )
     activations = group.get("input_activations")
-    is_static = isinstance(activations, Mapping) and bool(activations) and activations.get("dynamic", False) is False
+    is_static = (
+        isinstance(activations, Mapping) and bool(activations) and activations.get("dynamic", False) is False
+    )
     scheme = read_activations(activations, {})
     return Hints(block=block, group_size=group_size, scheme=scheme, is_static=is_static)
 
 
 def guess_block(module: str, weight: TensorInfo, scale: TensorInfo, is_grid_of_4: bool) -> tuple[int, int]:
-    """The block of a grid of which the config says nothing: 128 × 128 where that tiles the weight, or what ModelOpt's grid divides."""
+    """The block of a grid of which the config says nothing: 128 × 128 where that tiles the weight, or what
+    ModelOpt's grid divides.
+    """
     out_features, in_features = weight.shape
     side = out_features // scale.shape[0] if is_grid_of_4 and scale.shape[0] else 128
-    is_exact = is_grid_of_4 and (side * scale.shape[0], side * scale.shape[2]) == weight.shape and side & (side - 1) == 0
+    is_exact = (
+        is_grid_of_4
+        and (side * scale.shape[0], side * scale.shape[2]) == weight.shape
+        and side & (side - 1) == 0
+    )
     if is_exact:
         return side, side
     if out_features % 128 == in_features % 128 == 0 or scale.numel == 1:
         return 128, 128
     raise FormatError(
-        f"The config does not say how large the blocks of {module} are; nothing was loaded.", file=scale.range.file,
-        tensor=scale.name, expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
-        found=f"{weight} under {scale}", fix="restore the checkpoint's own weight_block_size in config.json",
-    )  # fmt: skip
+        f"The config does not say how large the blocks of {module} are; nothing was loaded.",
+        file=scale.range.file,
+        tensor=scale.name,
+        expected="weight_block_size in quantization_config, for a weight that 128 × 128 does not tile",
+        found=f"{weight} under {scale}",
+        fix="restore the checkpoint's own weight_block_size in config.json",
+    )

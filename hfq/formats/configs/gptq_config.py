@@ -1,4 +1,6 @@
-"""What the configs of the GPTQ writers say about one module: hints beside the tensors, each checked for sanity."""
+"""What the configs of the GPTQ writers say about one module: hints beside the tensors, each checked for
+sanity.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,18 @@ from hfq.formats.configs.safe_regex import matches
 from hfq.tensor_spec import TensorInfo
 
 __all__ = [
-    "BITS", "PLANAR_BITS", "ZeroReading", "check_zero_points", "is_awq", "is_planar", "module_options", "names_writer",
-    "read_group_size", "read_zero_reading", "stored_bits",
-]  # fmt: skip
+    "BITS",
+    "PLANAR_BITS",
+    "ZeroReading",
+    "check_zero_points",
+    "is_awq",
+    "is_planar",
+    "module_options",
+    "names_writer",
+    "read_group_size",
+    "read_zero_reading",
+    "stored_bits",
+]
 
 BITS = (2, 3, 4, 8)
 PLANAR_BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -26,7 +37,9 @@ _CHECKPOINT_FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
 def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
-    """Whether a `qweight` is one of AWQ, by the shapes beside it; by the config where they could be either's."""
+    """Whether a `qweight` is one of AWQ, by the shapes beside it; by the config where they could be
+    either's.
+    """
     qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors.get("scales")
     names_awq = "awq" in str(config.get("quant_method", "")) or "awq" in str(config.get("packing_format", ""))
     if qweight.dtype == "I16" or "scaled_zeros" in tensors:
@@ -38,14 +51,22 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
     if qweight.shape[1] != scales.shape[1]:
         return True
     rows = qweight.shape[0]
-    if qzeros is None or len(qzeros.shape) != 2 or qzeros.shape[0] != rows or scales.shape != (rows, 8 * qzeros.shape[1]):
+    if (
+        qzeros is None
+        or len(qzeros.shape) != 2
+        or qzeros.shape[0] != rows
+        or scales.shape != (rows, 8 * qzeros.shape[1])
+    ):
         return False
     if not (names_awq or config.get("quant_method")):
         raise FormatError(
-            "Whether a layer is GPTQ or AWQ gemv cannot be told; nothing was loaded.", file=qweight.range.file, tensor=qweight.name,
-            expected="quant_method in quantization_config", found=f"{qweight} beside {scales}",
+            "Whether a layer is GPTQ or AWQ gemv cannot be told; nothing was loaded.",
+            file=qweight.range.file,
+            tensor=qweight.name,
+            expected="quant_method in quantization_config",
+            found=f"{qweight} beside {scales}",
             fix="restore the checkpoint's own quantization_config in config.json",
-        )  # fmt: skip
+        )
     return names_awq
 
 
@@ -55,7 +76,9 @@ def is_planar(config: Mapping) -> bool:
 
 
 def names_writer(config: Mapping) -> bool:
-    """Whether the config says who stored the zero points: by a layout other than v1, whose readers disagree, or by the tool's name."""
+    """Whether the config says who stored the zero points: by a layout other than v1, whose readers disagree,
+    or by the tool's name.
+    """
     meta = config.get("meta")
     named = (meta.get("quantizer") if isinstance(meta, Mapping) else None) or config.get("quantizer")
     label = config.get("checkpoint_format") or config.get("format")
@@ -76,24 +99,34 @@ def check_zero_points(module: str, stored: torch.Tensor, weight_format: Any) -> 
     is_constant = not stored.numel() or bool((stored == stored[0, 0]).all())
     if weight_format.says_symmetric and not is_constant:
         raise FormatError(
-            "The config calls the zero points symmetric, and they differ; nothing was loaded.", tensor=f"{module}.qzeros",
-            expected="one zero point", found=f"{stored.unique().numel()} different ones",
+            "The config calls the zero points symmetric, and they differ; nothing was loaded.",
+            tensor=f"{module}.qzeros",
+            expected="one zero point",
+            found=f"{stored.unique().numel()} different ones",
             fix="restore the checkpoint's own `sym` and `checkpoint_format` in config.json",
-        )  # fmt: skip
+        )
     top = (1 << weight_format.num_bits) - 1
     is_wrapped = weight_format.zero_reading == "field_plus_one" and bool((stored == top).any())
     if not weight_format.names_writer and not is_constant and (is_wrapped or weight_format.is_nameless):
         raise FormatError(
-            "How the zero points are stored cannot be told; nothing was loaded.", tensor=f"{module}.qzeros",
+            "How the zero points are stored cannot be told; nothing was loaded.",
+            tensor=f"{module}.qzeros",
             expected="checkpoint_format or meta.quantizer in quantization_config, for asymmetric zero points",
-            found="neither", fix="restore the checkpoint's own quantization_config, or quantize_config.json",
-        )  # fmt: skip
+            found="neither",
+            fix="restore the checkpoint's own quantization_config, or quantize_config.json",
+        )
 
 
 def stored_bits(tensors: Mapping[str, TensorInfo], allowed: tuple[int, ...] = BITS) -> int | None:
     """The bits that `qzeros` beside `scales` can only mean, or None where either is absent or misshapen."""
     qzeros, scales = tensors.get("qzeros"), tensors.get("scales")
-    if qzeros is None or scales is None or len(qzeros.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+    if (
+        qzeros is None
+        or scales is None
+        or len(qzeros.shape) != 2
+        or len(scales.shape) != 2
+        or not scales.shape[1]
+    ):
         return None
     candidates = [bits for bits in allowed if -(-scales.shape[1] * bits // 32) == qzeros.shape[1]]
     return candidates[0] if len(candidates) == 1 else None
@@ -122,12 +155,16 @@ def _extra_options(module: str, config: Mapping) -> dict:
     if module in extra:
         return dict(extra[module])
     special = {name: options for name, options in extra.items() if set(name) & set("*+?[(^$|\\")}
-    return next((dict(options) for name, options in special.items() if matches(name, module, "extra_config")), {})
+    return next(
+        (dict(options) for name, options in special.items() if matches(name, module, "extra_config")), {}
+    )
 
 
 def read_group_size(module: str, tensors: Mapping[str, TensorInfo], options: Mapping, num_bits: int) -> int:
     allowed = "-1 or a positive number of channels"
-    hinted = bounded_int(options, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, allowed, module)
+    hinted = bounded_int(
+        options, "group_size", lambda size: size == -1 or 0 < size < 1 << 24, allowed, module
+    )
     if hinted is not None:
         return hinted
     groups = tensors["scales"].shape[0] if "scales" in tensors and tensors["scales"].shape else 1
@@ -142,10 +179,13 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
         raise _bad_config("checkpoint_format", labels, "the same as `format`")
     if not isinstance(label, str) or label not in _CHECKPOINT_FORMATS:
         raise FormatError(
-            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.", tensor=module,
-            file="config.json", expected=" or ".join(_CHECKPOINT_FORMATS), found=repr(label),
+            f"checkpoint_format={label!r} is a GPTQ layout that hfq does not read; nothing was loaded.",
+            tensor=module,
+            file="config.json",
+            expected=" or ".join(_CHECKPOINT_FORMATS),
+            found=repr(label),
             fix="re-export the checkpoint with checkpoint_format='gptq'",
-        )  # fmt: skip
+        )
     if label in ("gptq_v2", "gptq_p"):
         return "stored"
     meta = config.get("meta")
@@ -157,6 +197,9 @@ def read_zero_reading(module: str, config: Mapping, num_bits: int) -> ZeroReadin
 
 def _bad_config(key: str, found: object, expected: str) -> FormatError:
     return FormatError(
-        f"quantization_config has an unusable {key!r}; nothing was loaded.", file="config.json", expected=expected,
-        found=repr(found)[:80], fix=f"correct {key} in config.json",
-    )  # fmt: skip
+        f"quantization_config has an unusable {key!r}; nothing was loaded.",
+        file="config.json",
+        expected=expected,
+        found=repr(found)[:80],
+        fix=f"correct {key} in config.json",
+    )

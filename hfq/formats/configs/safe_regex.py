@@ -19,7 +19,8 @@ _INNERMOST = re.compile(r"\(([^()]*)\)([*+{]?)")
 def matches(pattern: str, name: str, key: str) -> bool:
     """Whether a pattern of the config option `key` matches the front of a module's name.
 
-    A choice or a repetition within a repetition, and a long row of repetitions, can take time without end: they are refused.
+    A choice or a repetition within a repetition, and a long row of repetitions, can take time without end:
+    they are refused.
 
     Raises:
         FormatError: The pattern is no regular expression, or one that is refused.
@@ -31,9 +32,12 @@ def matches(pattern: str, name: str, key: str) -> bool:
     except (re.error, RecursionError, OverflowError) as error:
         why = f"a regular expression: {error}"
     raise FormatError(
-        f"A pattern in {key} is not a regular expression that hfq runs; nothing was loaded.", file="config.json", expected=why,
-        found=repr(pattern)[:80], fix=f"correct {key} in config.json",
-    )  # fmt: skip
+        f"A pattern in {key} is not a regular expression that hfq runs; nothing was loaded.",
+        file="config.json",
+        expected=why,
+        found=repr(pattern)[:80],
+        fix=f"correct {key} in config.json",
+    )
 
 
 def _danger(pattern: str, name_length: int) -> str | None:

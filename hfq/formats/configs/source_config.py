@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from hfq.checkpoint import Checkpoint
 from hfq.errors import FormatError
 
-__all__ = ["SIDE_FILES", "as_source", "check_floats", "detection_hints", "halves_experts", "is_declared", "source_config"]
+__all__ = [
+    "SIDE_FILES",
+    "as_source",
+    "check_floats",
+    "detection_hints",
+    "halves_experts",
+    "is_declared",
+    "source_config",
+]
 
 SIDE_FILES = (
     "quantize_config.json",
@@ -27,9 +35,12 @@ def as_source(stored: object) -> dict:
     """
     if not isinstance(stored, Mapping):
         raise FormatError(
-            "quantization_config is not an object; nothing was loaded.", file="config.json", expected="{quant_method: …}",
-            found=repr(stored)[:80], fix="correct quantization_config in config.json",
-        )  # fmt: skip
+            "quantization_config is not an object; nothing was loaded.",
+            file="config.json",
+            expected="{quant_method: …}",
+            found=repr(stored)[:80],
+            fix="correct quantization_config in config.json",
+        )
     return dict(stored)
 
 
@@ -54,27 +65,40 @@ def detection_hints(checkpoint: Checkpoint, source: Mapping | None) -> dict:
         source: Its `quantization_config`.
 
     Returns:
-        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the safetensors files),
-        `__smoothed__` (whether any int8 layer has ModelOpt's `pre_quant_scale`) and `quanto_qmap` (optimum-quanto's side file).
+        The config's own keys, those that only its copies in side files still have, `__metadata__` (of the
+        safetensors files), `__smoothed__` (whether any int8 layer has ModelOpt's `pre_quant_scale`) and
+        `quanto_qmap` (optimum-quanto's side file).
     """
-    hints = {**(source or {}), "__metadata__": checkpoint.metadata(), "__smoothed__": _is_smoothed(checkpoint)}
-    for name in ("quantize_config.json", "quantization_config.json"):  # what config.json has lost, its copy may still say
+    hints = {
+        **(source or {}),
+        "__metadata__": checkpoint.metadata(),
+        "__smoothed__": _is_smoothed(checkpoint),
+    }
+    for name in (
+        "quantize_config.json",
+        "quantization_config.json",
+    ):  # what config.json has lost, its copy may still say
         hints = {**(checkpoint.side_file(name) or {}), **hints}
     qmap = checkpoint.side_file("quanto_qmap.json")
     return hints if qmap is None else {**hints, "quanto_qmap": qmap}
 
 
 def _is_smoothed(checkpoint: Checkpoint) -> bool:
-    scales = (name.removesuffix("pre_quant_scale") for name in checkpoint.tensors if name.endswith(".pre_quant_scale"))
+    scales = (
+        name.removesuffix("pre_quant_scale")
+        for name in checkpoint.tensors
+        if name.endswith(".pre_quant_scale")
+    )
     weights = (checkpoint.tensors.get(f"{module}weight") for module in scales)
     return any(weight is not None and weight.dtype == "I8" for weight in weights)
 
 
 def halves_experts(hints: Mapping) -> bool:
-    """Whether `gate_proj` and `up_proj` of an expert are halves of what the model fuses, even where it takes their channels in turns.
+    """Whether `gate_proj` and `up_proj` of an expert are halves of what the model fuses, even where it takes
+    their channels in turns.
 
-    gptqmodel 7.7 cuts every fused projection so (its `defuser`), gpt-oss's, too; other tools take its channels apart. Biases are cut
-    alike. Nothing but the tool's name tells.
+    gptqmodel 7.7 cuts every fused projection so (its `defuser`), gpt-oss's, too; other tools take its
+    channels apart. Biases are cut alike. Nothing but the tool's name tells.
 
     Args:
         hints: As of `detection_hints`.
@@ -91,9 +115,17 @@ def is_declared(checkpoint: Checkpoint) -> bool:
 
 
 def _declared(checkpoint: Checkpoint) -> object:
-    texts = (checkpoint.config, *(value for value in checkpoint.config.values() if isinstance(value, Mapping)))
-    found = next((config["quantization_config"] for config in texts if config.get("quantization_config") is not None), None)
-    own = checkpoint.config.get("quantization")  # mlx-lm's; quantization_config is a copy of it, and neither names a method
+    texts = (
+        checkpoint.config,
+        *(value for value in checkpoint.config.values() if isinstance(value, Mapping)),
+    )
+    found = next(
+        (config["quantization_config"] for config in texts if config.get("quantization_config") is not None),
+        None,
+    )
+    own = checkpoint.config.get(
+        "quantization"
+    )  # mlx-lm's; quantization_config is a copy of it, and neither names a method
     if isinstance(own, Mapping) and "bits" in own and found in (None, own):
         return {"quant_method": "mlx", **own}
     return found
@@ -112,14 +144,26 @@ def check_floats(checkpoint: Checkpoint, outcome: str) -> None:
     config = source_config(checkpoint)
     if config is not None:
         raise FormatError(
-            f"The source is quantized already; {outcome}.", file=checkpoint.root, expected="a checkpoint of floats",
-            found=f"quant_method={config.get('quant_method')!r}", fix="quantize the float checkpoint that it was made of",
-        )  # fmt: skip
+            f"The source is quantized already; {outcome}.",
+            file=checkpoint.root,
+            expected="a checkpoint of floats",
+            found=f"quant_method={config.get('quant_method')!r}",
+            fix="quantize the float checkpoint that it was made of",
+        )
     coded = next(
-        (info for info in checkpoint.tensors.values() if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")), None
+        (
+            info
+            for info in checkpoint.tensors.values()
+            if info.dtype.startswith("F8_") or info.dtype in ("I8", "U8")
+        ),
+        None,
     )
     if coded is not None:
         raise FormatError(
-            f"The source holds codes; {outcome}.", file=coded.range.file, tensor=coded.name, found=str(coded),
-            expected="a checkpoint of floats", fix="quantize the float checkpoint that it was made of",
-        )  # fmt: skip
+            f"The source holds codes; {outcome}.",
+            file=coded.range.file,
+            tensor=coded.name,
+            found=str(coded),
+            expected="a checkpoint of floats",
+            fix="quantize the float checkpoint that it was made of",
+        )

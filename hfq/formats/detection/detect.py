@@ -16,7 +16,9 @@ __all__ = ["NotQuantizedFormatError", "UnquantizedError", "detect_formats", "ten
 
 _DENSE_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", "I64", "I32"}
 _NESTED = ".weight."
-"""Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of optimum-quanto."""
+"""Some dialects name their tensors below `weight`: `weight.absmax` of bitsandbytes, `weight._data` of
+optimum-quanto.
+"""
 
 
 class NotQuantizedFormatError(FormatError):
@@ -44,7 +46,8 @@ def tensors_by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, 
 
 
 def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> dict[str, Format]:
-    """The format of each packed module, decided by the tensors beside it; dense modules are absent from the result.
+    """The format of each packed module, decided by the tensors beside it; dense modules are absent from the
+    result.
 
     Args:
         modules: As `tensors_by_module` gives them.
@@ -69,7 +72,9 @@ def detect_formats(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapp
     return found
 
 
-def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping) -> NotQuantizedFormatError:
+def _nothing_to_read(
+    modules: Mapping[str, Mapping[str, TensorInfo]], config: Mapping
+) -> NotQuantizedFormatError:
     file = next((info.range.file for tensors in modules.values() for info in tensors.values()), None)
     names = sorted({local for tensors in modules.values() for local in tensors})
     dtypes = sorted({info.dtype for tensors in modules.values() for info in tensors.values()})
@@ -78,14 +83,20 @@ def _nothing_to_read(modules: Mapping[str, Mapping[str, TensorInfo]], config: Ma
     found = f"{sum(map(len, modules.values()))} tensors of {', '.join(dtypes)}, named {', '.join(names[:12])}"
     if method is None and not unknown:
         return UnquantizedError(
-            "The checkpoint is not quantized.", file=file, expected=f"tensors packed as {_names()}",
-            found=f"{found}; no quantization_config", fix="load it with transformers, or with HfqConfig as it is",
-        )  # fmt: skip
+            "The checkpoint is not quantized.",
+            file=file,
+            expected=f"tensors packed as {_names()}",
+            found=f"{found}; no quantization_config",
+            fix="load it with transformers, or with HfqConfig as it is",
+        )
     return NotQuantizedFormatError(
-        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was loaded.", file=file,
-        expected=f"tensors packed as {_names()}", found=found,
+        f"The checkpoint (quant_method={method!r}) holds no module in a dialect that hfq reads; nothing was "
+        f"loaded.",
+        file=file,
+        expected=f"tensors packed as {_names()}",
+        found=found,
         fix="load it with the library that wrote it, or re-export it in one of these dialects",
-    )  # fmt: skip
+    )
 
 
 def _names() -> str:

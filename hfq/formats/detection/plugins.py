@@ -1,4 +1,6 @@
-"""Dialects of other packages: an entry point in the group `hfq.formats`, loaded by name when an unknown method is met."""
+"""Dialects of other packages: an entry point in the group `hfq.formats`, loaded by name when an unknown
+method is met.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,25 @@ from hfq.errors import SetupError
 __all__ = ["GROUP", "METHODS", "load_plugin"]
 
 GROUP = "hfq.formats"
-METHODS = frozenset({
-    "gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "torchao", "quanto", "hqq", "modelopt", "auto-round",
-    "intel/auto-round", "mxfp4", "quark", "hfq",
-})  # fmt: skip
+METHODS = frozenset(
+    {
+        "gptq",
+        "awq",
+        "fp8",
+        "fbgemm_fp8",
+        "compressed-tensors",
+        "bitsandbytes",
+        "torchao",
+        "quanto",
+        "hqq",
+        "modelopt",
+        "auto-round",
+        "intel/auto-round",
+        "mxfp4",
+        "quark",
+        "hfq",
+    }
+)
 """The values of `quant_method` that hfq's own formats are written under."""
 
 _loaded: set[str] = set()
@@ -39,7 +56,9 @@ def load_plugin(config: Mapping) -> None:
             entry.load()
         except Exception as error:
             raise SetupError(
-                f"The format registered for quant_method={method!r} cannot be loaded.", expected=f"an importable {entry.value}",
-                found=f"{type(error).__name__}: {error}", fix="reinstall the package that provides it, or remove it",
-            ) from error  # fmt: skip
+                f"The format registered for quant_method={method!r} cannot be loaded.",
+                expected=f"an importable {entry.value}",
+                found=f"{type(error).__name__}: {error}",
+                fix="reinstall the package that provides it, or remove it",
+            ) from error
         _loaded.add(method)

@@ -18,10 +18,16 @@ class UnsupportedFormatError(FormatError):
 
 _AGAIN = "quantize the original model again with one of the dialects in docs/formats.md"
 REFUSED = {
-    "GPTQ Marlin": ("B beside s", "re-export the checkpoint with checkpoint_format='gptq': its tiles could not be verified"),
+    "GPTQ Marlin": (
+        "B beside s",
+        "re-export the checkpoint with checkpoint_format='gptq': its tiles could not be verified",
+    ),
     "marlin-24": ("weight_packed beside scale_packed and meta", _AGAIN),
     "sparse-24 / sparse-bitmask": ("compressed beside bitmask", _AGAIN),
-    "mxfp6-pack-quantized": ("its format in quantization_config", "re-export the checkpoint with another format, as mxfp8"),
+    "mxfp6-pack-quantized": (
+        "its format in quantization_config",
+        "re-export the checkpoint with another format, as mxfp8",
+    ),
     "bitblas": ("checkpoint_format='bitblas'", "re-export the checkpoint with checkpoint_format='gptq'"),
     "AQLM": ("codebooks beside codes", _AGAIN),
     "VPTQ": ("centroids beside indices", _AGAIN),
@@ -62,20 +68,30 @@ def refuse_unreadable(modules: Mapping[str, Mapping[str, TensorInfo]], config: M
             if sign <= tensors.keys():
                 info = tensors[min(sign)]
                 raise refused(
-                    dialect, info.range.file, info.name, ", ".join(f"{local} {tensors[local]}" for local in sorted(sign))
+                    dialect,
+                    info.range.file,
+                    info.name,
+                    ", ".join(f"{local} {tensors[local]}" for local in sorted(sign)),
                 )
         if config.get("quant_method") == "compressed-tensors" and "weight_packed" in tensors:
             found = _CT_LABELS.search(format_of(module, config))
             if found:
                 dialect = next((name for name in REFUSED if found[0] in name), found[0])
                 raise refused(
-                    dialect, tensors["weight_packed"].range.file, tensors["weight_packed"].name, f"format={found[0]!r}"
+                    dialect,
+                    tensors["weight_packed"].range.file,
+                    tensors["weight_packed"].name,
+                    f"format={found[0]!r}",
                 )
 
 
 def refused(dialect: str, file: str, tensor: str | None, found: str) -> UnsupportedFormatError:
     """The error for a checkpoint in one of the dialects of `REFUSED`."""
     return UnsupportedFormatError(
-        f"The checkpoint is in the dialect {dialect}, which hfq does not read; nothing was loaded.", file=file, tensor=tensor,
-        expected="a dialect of docs/formats.md", found=found, fix=REFUSED[dialect][1],
-    )  # fmt: skip
+        f"The checkpoint is in the dialect {dialect}, which hfq does not read; nothing was loaded.",
+        file=file,
+        tensor=tensor,
+        expected="a dialect of docs/formats.md",
+        found=found,
+        fix=REFUSED[dialect][1],
+    )

@@ -1,4 +1,5 @@
-"""FP4 E2M1, two codes a byte, the even channel in the low nibble: what NVFP4, MXFP4 and gpt-oss have in common.
+"""FP4 E2M1, two codes a byte, the even channel in the low nibble: what NVFP4, MXFP4 and gpt-oss have in
+common.
 
     W[n, k] = e2m1(code[n, k]) * multiplier[n, k // group_size]
 
@@ -97,6 +98,8 @@ def powers(scale: torch.Tensor) -> torch.Tensor:
 
 
 def store_powers(amax: torch.Tensor, emax: int = 2) -> torch.Tensor:
-    """The shared exponents of MX groups, floor(log2(amax)) less the largest exponent of a code (OCP MX 1.0, 6.3), as U8."""
+    """The shared exponents of MX groups, floor(log2(amax)) less the largest exponent of a code (OCP MX 1.0,
+    6.3), as U8.
+    """
     exponent = torch.floor(torch.log2(amax.clamp(min=2.0**-120))) - emax
     return (exponent + 127).clamp(0, 254).to(torch.uint8)

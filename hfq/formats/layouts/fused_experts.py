@@ -1,13 +1,17 @@
-"""Packed experts that a checkpoint fuses into tensors of one more dimension: each expert's slice is a module of its own.
+"""Packed experts that a checkpoint fuses into tensors of one more dimension: each expert's slice is a module
+of its own.
 
-    experts.gate_up_proj_blocks [experts, …]            gpt-oss: `experts.<e>.gate_up_proj` with `blocks`, `scales`, `bias`
-    experts.gate_up_proj.weight [experts, out, in], …   any dialect:  `experts.<e>.gate_up_proj` with `weight`, …
-    switch_mlp.gate_proj.weight [experts, out, in], …   MLX: `experts.<e>.gate_proj` with `weight`, …
-    input_linear.weight, output_linear.weight           GraniteMoe: `experts.<e>.gate_up_proj`, `experts.<e>.down_proj`
-    experts.gate_up_proj [experts, in, out], and experts.gate_up_proj_weight_scale, …
-                                                        ModelOpt: `experts.<e>.gate_up_proj` with `transposed`, `weight_scale`, …
+    experts.gate_up_proj_blocks [experts, …]            gpt-oss: `experts.<e>.gate_up_proj` with `blocks`,
+    `scales`, `bias` experts.gate_up_proj.weight [experts, out, in], …   any dialect:
+    `experts.<e>.gate_up_proj` with `weight`, … switch_mlp.gate_proj.weight [experts, out, in], …   MLX:
+    `experts.<e>.gate_proj` with `weight`, … input_linear.weight, output_linear.weight           GraniteMoe:
+    `experts.<e>.gate_up_proj`, `experts.<e>.down_proj` experts.gate_up_proj [experts, in, out], and
+    experts.gate_up_proj_weight_scale, …
+                                                        ModelOpt: `experts.<e>.gate_up_proj` with
+                                                            `transposed`, `weight_scale`, …
 
-A slice along the first dimension is contiguous in the file, so that every expert is addressed by file and byte range.
+A slice along the first dimension is contiguous in the file, so that every expert is addressed by file and
+byte range.
 """
 
 from __future__ import annotations
@@ -22,12 +26,16 @@ from hfq.tensor_spec import ByteRange, TensorInfo
 __all__ = ["TRANSPOSED", "split_experts"]
 
 TRANSPOSED = "transposed"
-"""The codes of one of ModelOpt's experts, inputs before outputs: the stored tensor has no name beside the layer's own."""
+"""The codes of one of ModelOpt's experts, inputs before outputs: the stored tensor has no name beside the
+layer's own.
+"""
 
 _GPT_OSS = re.compile(r"^(.*)\.(\w+_proj)_(blocks|scales|bias)$")
 _FUSED = re.compile(r"^(.*?)\.?((?:experts|switch_mlp)\.\w+_proj|input_linear|output_linear)\.(\w+)$")
 _GRANITE = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-_MODELOPT = re.compile(r"^(.*)\.(gate_up_proj|down_proj)(?:_(weight_scale|weight_scale_2|input_scale|bias))?$")
+_MODELOPT = re.compile(
+    r"^(.*)\.(gate_up_proj|down_proj)(?:_(weight_scale|weight_scale_2|input_scale|bias))?$"
+)
 _CODES = ("weight_packed", "weight")
 _PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32")
 _MOST_EXPERTS = 4096
@@ -44,7 +52,9 @@ class _Slices:
 
 
 def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors, each fused tensor of packed experts replaced by its experts' slices; a single number is a slice of every one."""
+    """The tensors, each fused tensor of packed experts replaced by its experts' slices; a single number is a
+    slice of every one.
+    """
     split: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         target = _target(name, tensors)
@@ -57,10 +67,13 @@ def split_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             source = ByteRange(info.range.file, info.range.offset + expert * nbytes, nbytes or info.nbytes)
             if part in tensors:
                 raise FormatError(
-                    "A checkpoint stores an expert twice; nothing was loaded.", file=info.range.file, tensor=part,
-                    expected="each expert fused with the others, or by itself", found=f"{part} and {name}",
+                    "A checkpoint stores an expert twice; nothing was loaded.",
+                    file=info.range.file,
+                    tensor=part,
+                    expected="each expert fused with the others, or by itself",
+                    found=f"{part} and {name}",
                     fix="download the checkpoint again, or remove one of the two",
-                )  # fmt: skip
+                )
             split[part] = TensorInfo(part, info.dtype, info.shape[1:], source, part_of=name)
     return split
 

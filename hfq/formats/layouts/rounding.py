@@ -1,4 +1,6 @@
-"""Rounding a float layer to nearest: which tensors a format makes of it, and the one way in which they are made."""
+"""Rounding a float layer to nearest: which tensors a format makes of it, and the one way in which they are
+made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from hfq.formats.codecs.dtypes import safetensors_dtype
 __all__ = ["check_finite_weight", "round_weight", "rounded_tensors"]
 
 _ROWS = 128
-"""Output rows of the small layer that tells which tensors a format makes: whole blocks and words of every format."""
+"""Output rows of the small layer that tells which tensors a format makes: whole blocks and words of every
+format.
+"""
 
 
 def round_weight(name: str, weight: torch.Tensor, weight_format: Format) -> dict[str, torch.Tensor]:
@@ -45,13 +49,19 @@ def check_finite_weight(name: str, weight: torch.Tensor) -> None:
     wrong = sum(int((~torch.isfinite(part)).sum()) for part in weight.split(_ROWS))
     if wrong:
         raise SetupError(
-            "A weight is not finite; the layer cannot be quantized.", tensor=name, expected="finite weights",
-            found=f"{wrong} that are not", fix="download the checkpoint again",
-        )  # fmt: skip
+            "A weight is not finite; the layer cannot be quantized.",
+            tensor=name,
+            expected="finite weights",
+            found=f"{wrong} that are not",
+            fix="download the checkpoint again",
+        )
 
 
-def rounded_tensors(weight_format: Format, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """What `weight_format.quantize` makes of a layer of this size: (safetensors dtype, shape, bytes) by local name.
+def rounded_tensors(
+    weight_format: Format, out_features: int, in_features: int
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """What `weight_format.quantize` makes of a layer of this size: (safetensors dtype, shape, bytes) by local
+    name.
 
     Raises:
         FormatError: The format cannot hold a layer of this size.
@@ -65,7 +75,9 @@ def rounded_tensors(weight_format: Format, out_features: int, in_features: int) 
 
 @functools.lru_cache(maxsize=64)
 def _dtypes(weight_format: Format) -> dict[str, tuple[str, int]]:
-    """The safetensors dtype and the bytes of an element of each tensor, seen on a small layer: a spec may allow several."""
+    """The safetensors dtype and the bytes of an element of each tensor, seen on a small layer: a spec may
+    allow several.
+    """
     columns = math.lcm(_ROWS, max(1, getattr(weight_format, "group_size", None) or 1))
     with torch.device("cpu"):  # transformers builds skeletons under torch.device("meta")
         made = weight_format.quantize(torch.zeros(_ROWS, columns))

@@ -1,12 +1,13 @@
 """Output rows of a packed layer in another order, without unpacking its codes where rows are whole words.
 
-Runtimes lay attention heads out in different ways (RoPE by halves or by pairs), so that the same layer has the same rows in another
-order there. Row `i` of the reordered layer is row `order[i]` of the stored one, bit for bit:
+Runtimes lay attention heads out in different ways (RoPE by halves or by pairs), so that the same layer has
+the same rows in another order there. Row `i` of the reordered layer is row `order[i]` of the stored one, bit
+for bit:
 
-    GPTQ              columns of `qweight` and `scales`; zero points are unpacked, and packed again as the writer packed them
-    FP8, 8-bit codes  rows of the codes, and of the scales that belong to rows; a scale of the whole tensor stays
-    blocks of FP8     the scales stay where no row leaves its block; else each row gets a copy of its block's
-    AWQ gemm          columns of words, unpacked and packed again; AWQ gemv: rows
+    GPTQ              columns of `qweight` and `scales`; zero points are unpacked, and packed again as the
+    writer packed them FP8, 8-bit codes  rows of the codes, and of the scales that belong to rows; a scale of
+    the whole tensor stays blocks of FP8     the scales stay where no row leaves its block; else each row gets
+    a copy of its block's AWQ gemm          columns of words, unpacked and packed again; AWQ gemv: rows
     pack-quantized    rows of words; packed zero points are unpacked and packed again
 """
 
@@ -27,7 +28,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class GptqOrder(Format):
-    """How `Gptq` is reordered; the zero points keep their reading, also where a carry of v1 has run over their words."""
+    """How `Gptq` is reordered; the zero points keep their reading, also where a carry of v1 has run over
+    their words.
+    """
 
     def reorder(self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> tuple[Format, Tensors]:
         known: Any = self
@@ -60,7 +63,8 @@ class Fp8Order(Format):
         if not is_whole:
             changed = {"block_structure": (1, block_in)}
         changed |= {"block_offset": (0, self.block_offset[1]), "scale_shape": None}
-        return dataclasses.replace(self, **changed), reordered  # type: ignore[type-var]  # every format is a dataclass
+        # every format is a dataclass
+        return dataclasses.replace(self, **changed), reordered  # type: ignore[type-var]
 
 
 class AwqOrder(Format):
@@ -118,8 +122,13 @@ class ScaledOrder(Format):
 
 
 def _taken(tensors: Mapping[str, torch.Tensor], order: torch.Tensor, dims: Mapping[str, int]) -> Tensors:
-    """The tensors, those of `dims` with their output rows, which lie along that dimension, in the new order."""
-    return {local: _take(tensor, order, dims[local]) if local in dims else tensor for local, tensor in tensors.items()}
+    """The tensors, those of `dims` with their output rows, which lie along that dimension, in the new
+    order.
+    """
+    return {
+        local: _take(tensor, order, dims[local]) if local in dims else tensor
+        for local, tensor in tensors.items()
+    }
 
 
 def _take(tensor: torch.Tensor, order: torch.Tensor, dim: int) -> torch.Tensor:

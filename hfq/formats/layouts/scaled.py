@@ -1,9 +1,11 @@
-"""What the dialects of unpacked 8-bit codes have in common: one code a weight, in nn.Linear's own orientation.
+"""What the dialects of unpacked 8-bit codes have in common: one code a weight, in nn.Linear's own
+orientation.
 
-    W[n, k] = (codes[n, k] - zero_point[n, g]) * weight_scale[n, g] (* column_scale[k])  with  g = k // group_size
+    W[n, k] = (codes[n, k] - zero_point[n, g]) * weight_scale[n, g] (* column_scale[k])  with  g = k //
+    group_size
 
-The shape of the scale tells what shares one: [] or [1] the tensor, [out] or [out, 1] a row, [out, groups] a group of a row.
-Only for a grid of blocks does a dialect need its config's word on their size.
+The shape of the scale tells what shares one: [] or [1] the tensor, [out] or [out, 1] a row, [out, groups] a
+group of a row. Only for a grid of blocks does a dialect need its config's word on their size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from hfq.tensor_spec import TensorInfo, TensorSpec
 __all__ = ["Others", "ScaledCodes", "other_specs", "other_tensors"]
 
 Others = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""(name, dtype, shape) of tensors that a save writes back and no weight depends on, as the scale of an activation."""
+"""(name, dtype, shape) of tensors that a save writes back and no weight depends on, as the scale of an
+activation.
+"""
 
 _INTEGERS = ("U8", "I8", "I32", "I64")
 _TOPS = {"I8": 127.0, "F8_E4M3": 448.0, "F8_E5M2": 57344.0}
@@ -74,7 +78,11 @@ class ScaledCodes(ScaledShards, ScaledOrder):
             specs.append(TensorSpec(self.zero, (self.zero_dtype,), shape, "zero_point"))
         if self.has_columns:
             specs.append(TensorSpec(self.columns, FLOATS, (in_features,), "scale"))
-        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (
+            *specs,
+            *other_specs(self.others),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
 
     def shape(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         out_features, in_features = tensors[self.codes].shape
@@ -119,9 +127,11 @@ class ScaledCodes(ScaledShards, ScaledOrder):
         shape = self._scale_shape(in_features, out_features)
         if self.block:
             raise FormatError(
-                "hfq does not pack int8 codes under a grid of blocks.", expected="a scale for each row or group",
-                found=f"blocks of {self.block}", fix="choose strategy channel or group",
-            )  # fmt: skip
+                "hfq does not pack int8 codes under a grid of blocks.",
+                expected="a scale for each row or group",
+                found=f"blocks of {self.block}",
+                fix="choose strategy channel or group",
+            )
         groups = shape[1] if len(shape) == 2 and shape[0] == out_features else 1
         weight = weight.detach().to(torch.float32)
         stored: dict[str, torch.Tensor] = {}
@@ -134,7 +144,9 @@ class ScaledCodes(ScaledShards, ScaledOrder):
             low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
             scale = (high - low) / 255
             scale = torch.where(scale == 0, 1, scale)
-            stored[self.zero] = (-128 - low / scale).round().clamp(-128, 127).reshape(shape).to(torch_dtype(self.zero_dtype))
+            stored[self.zero] = (
+                (-128 - low / scale).round().clamp(-128, 127).reshape(shape).to(torch_dtype(self.zero_dtype))
+            )
         else:
             scale = grouped.abs().amax(2) / top
         stored[self.scale] = torch.where(scale == 0, 1, scale).reshape(shape) / self.multiplier
@@ -147,7 +159,9 @@ class ScaledCodes(ScaledShards, ScaledOrder):
         if self.codes_dtype == "I8":
             codes = codes.round().clamp(-128 if self.zero_dtype else -127, 127)
         stored[self.codes] = codes.clamp(-max(top, 128), top).to(torch_dtype(self.codes_dtype))
-        return stored | {name: torch.zeros(other, dtype=torch_dtype(dtype)) for name, dtype, other in self.others}
+        return stored | {
+            name: torch.zeros(other, dtype=torch_dtype(dtype)) for name, dtype, other in self.others
+        }
 
     def _rows_of(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The scales of output rows [start, stop), float32 [rows or 1, groups]."""
@@ -170,9 +184,11 @@ class ScaledCodes(ScaledShards, ScaledOrder):
         groups = self.scale_shape[1]
         if not groups or in_features % groups:
             raise FormatError(
-                "The groups of a layer do not divide its input.", expected=f"a multiple of {groups} groups",
-                found=f"{in_features} input channels", fix="check the config's sizes, or leave this layer dense",
-            )  # fmt: skip
+                "The groups of a layer do not divide its input.",
+                expected=f"a multiple of {groups} groups",
+                found=f"{in_features} input channels",
+                fix="check the config's sizes, or leave this layer dense",
+            )
         return (out_features, groups)
 
 
@@ -184,7 +200,12 @@ def other_tensors(tensors: Mapping[str, TensorInfo], names: tuple[str, ...]) -> 
 def other_specs(others: Others) -> tuple[TensorSpec, ...]:
     """What those tensors must be: one number each."""
     return tuple(
-        TensorSpec(name, _INTEGERS if name.endswith(("zero_point", "format")) else FLOATS, shape if shape == (1,) else (), "meta",
-                   optional=True)
+        TensorSpec(
+            name,
+            _INTEGERS if name.endswith(("zero_point", "format")) else FLOATS,
+            shape if shape == (1,) else (),
+            "meta",
+            optional=True,
+        )
         for name, _, shape in others
-    )  # fmt: skip
+    )

@@ -1,7 +1,9 @@
-"""Where a packed layer may be cut for tensor parallelism, and which part of each of its tensors then belongs to a rank.
+"""Where a packed layer may be cut for tensor parallelism, and which part of each of its tensors then belongs
+to a rank.
 
-A cut is exact: every weight of a slice is computed from the same codes, scales and zero points as in the whole layer. So it lies
-between whole words of packed codes, and between whole groups where the format has no other way to say which group a channel is in.
+A cut is exact: every weight of a slice is computed from the same codes, scales and zero points as in the
+whole layer. So it lies between whole words of packed codes, and between whole groups where the format has no
+other way to say which group a channel is in.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class GptqShards(Format):
         words = _words_along(self, part, self.num_bits, dim=0, is_planar=self.is_planar)
         if part.axis == "out":
             columns = Cut(1, part.start, part.stop)
-            packed: Cuts = {"qweight": columns, "scales": columns, "qzeros": dataclasses.replace(words, dim=1)}
+            packed: Cuts = {
+                "qweight": columns,
+                "scales": columns,
+                "qzeros": dataclasses.replace(words, dim=1),
+            }
             return self, _cuts(part, infos, packed)
         format_, packed = self._input_groups(part, infos, index.get("g_idx"))
         dropped = () if "g_idx" in packed else ("g_idx",)
@@ -45,7 +51,9 @@ class GptqShards(Format):
     def _input_groups(
         self, part: LayerSlice, infos: Mapping[str, TensorInfo], g_idx: torch.Tensor | None
     ) -> tuple[Format, Cuts]:
-        """A slice of whole groups takes their scales and needs no g_idx; any other takes all scales, and its part of g_idx."""
+        """A slice of whole groups takes their scales and needs no g_idx; any other takes all scales, and its
+        part of g_idx.
+        """
         span = part.size if self.group_size == -1 else self.group_size
         groups, is_indexed = infos["scales"].shape[0], g_idx is not None and g_idx.numel() > 1
         if g_idx is not None and is_indexed:
@@ -72,15 +80,19 @@ class GptqShards(Format):
         check_index(module, "g_idx", g_idx, groups)
         if g_idx.unique().numel() != groups:
             raise FormatError(
-                "g_idx leaves groups without channels; nothing was loaded.", tensor=f"{module}.g_idx",
-                expected=f"all of {groups} groups", found=f"{g_idx.unique().numel()} of them",
+                "g_idx leaves groups without channels; nothing was loaded.",
+                tensor=f"{module}.g_idx",
+                expected=f"all of {groups} groups",
+                found=f"{g_idx.unique().numel()} of them",
                 fix="the checkpoint is damaged, or its g_idx was stripped: re-export it",
-            )  # fmt: skip
+            )
         return not is_trivial
 
 
 class Fp8Shards(Format):
-    """How `Fp8` is cut: anywhere, but for groups of the input; a slice takes the scales of all blocks that it reaches into."""
+    """How `Fp8` is cut: anywhere, but for groups of the input; a slice takes the scales of all blocks that it
+    reaches into.
+    """
 
     strategy: Any
     block_structure: tuple[int, int] | None
@@ -131,14 +143,20 @@ class AwqShards(Format):
             _check_aligned(self, part, span, f"groups of {span} channels")
             groups = Cut(0, *part.units(span))
             return self, _cuts(
-                part, infos, {"qweight": Cut(0, part.start, part.stop), "scales": groups, self.zeros_name: groups}
+                part,
+                infos,
+                {"qweight": Cut(0, part.start, part.stop), "scales": groups, self.zeros_name: groups},
             )
         words = _words_along(self, part, self.num_bits, dim=1)
-        return self, _cuts(part, infos, {"qweight": words, self.zeros_name: words, "scales": Cut(1, part.start, part.stop)})
+        return self, _cuts(
+            part, infos, {"qweight": words, self.zeros_name: words, "scales": Cut(1, part.start, part.stop)}
+        )
 
 
 class PackShards(Format):
-    """How `PackQuantized` is cut: words of codes along the input, and of packed zero points along the output."""
+    """How `PackQuantized` is cut: words of codes along the input, and of packed zero points along the
+    output.
+    """
 
     num_bits: int
     is_straddling: bool
@@ -157,7 +175,11 @@ class PackShards(Format):
             rows = Cut(0, part.start, part.stop)
             is_packed = not self.is_symmetric and self.zero_dtype == "I32"
             zero = _words_along(self, part, self.num_bits, dim=0) if is_packed else rows
-            cuts = {"weight_packed": rows, "weight_zero_point": zero, "weight_scale": rows if self._has_rows else None}
+            cuts = {
+                "weight_packed": rows,
+                "weight_zero_point": zero,
+                "weight_scale": rows if self._has_rows else None,
+            }
             size = (count, in_features)
         else:
             cuts = self._input_cuts(part)
@@ -167,7 +189,11 @@ class PackShards(Format):
         if scale is not None:
             shape = (*shape[: scale.dim], scale.stop - scale.start, *shape[scale.dim + 1 :])
         words = cuts["weight_packed"]
-        width = words.stop - words.start if words is not None and words.dim == 1 else infos["weight_packed"].shape[1]
+        width = (
+            words.stop - words.start
+            if words is not None and words.dim == 1
+            else infos["weight_packed"].shape[1]
+        )
         found = _replaced(self, size=size, width=width, scale_shape=shape)
         return found, _cuts(part, infos, cuts, ("weight_shape",))  # which is that of the whole layer
 
@@ -193,7 +219,9 @@ class PackShards(Format):
 
 
 class ScaledShards(Format):
-    """How `ScaledCodes` are cut: anywhere along the output, but for a grid of blocks; between groups or blocks along the input."""
+    """How `ScaledCodes` are cut: anywhere along the output, but for a grid of blocks; between groups or
+    blocks along the input.
+    """
 
     codes: ClassVar[str]
     scale: ClassVar[str]
@@ -237,7 +265,9 @@ def _words_along(found: Format, part: LayerSlice, num_bits: int, dim: int, is_pl
 
 
 def _cuts(part: LayerSlice, infos: Iterable[str], packed: Cuts, dropped: tuple[str, ...] = ()) -> Cuts:
-    """The cuts of all stored tensors of a layer; what is not among `packed` is held whole, but for the bias."""
+    """The cuts of all stored tensors of a layer; what is not among `packed` is held whole, but for the
+    bias.
+    """
     cuts = {local: packed.get(local) for local in infos if local not in dropped}
     if "bias" in cuts and part.axis == "out":
         cuts["bias"] = Cut(0, part.start, part.stop)
@@ -254,6 +284,8 @@ def _replaced(found: Any, **values: Any) -> Format:
 def _check_aligned(found: Format, part: LayerSlice, multiple: int, what: str) -> None:
     if not part.is_aligned(multiple):
         raise FormatError(
-            f"A {found.describe()} layer cannot be cut there for tensor parallelism; nothing was loaded.", found=str(part),
-            expected=f"a cut between {what}", fix="use fewer ranks (tp_size), or device_map in place of tp_plan",
-        )  # fmt: skip
+            f"A {found.describe()} layer cannot be cut there for tensor parallelism; nothing was loaded.",
+            found=str(part),
+            expected=f"a cut between {what}",
+            fix="use fewer ranks (tp_size), or device_map in place of tp_plan",
+        )

@@ -1,11 +1,12 @@
 """The affine codes of MLX (mlx-lm), which transformers' `MetalConfig` writes too.
 
-    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its first word on
-    <m>.scales, <m>.biases [out, in / g]   floats of one dtype; in transformers' files `qbiases`
+    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its
+    first word on <m>.scales, <m>.biases [out, in / g]   floats of one dtype; in transformers' files `qbiases`
     W[n, k] = codes[n, k] * scales[n, k // g] + biases[n, k // g]
 
-config.json has `bits` and `group_size` of all layers under `quantization`, and those of one layer there under its name; the shapes
-say both, and decide. MLX's own dequantization of float16 and bfloat16 rounds the product, and the sum again; here both are float32.
+config.json has `bits` and `group_size` of all layers under `quantization`, and those of one layer there under
+its name; the shapes say both, and decide. MLX's own dequantization of float16 and bfloat16 rounds the
+product, and the sum again; here both are float32.
 
 Format: `mlx.core.quantize` with mode "affine"; transformers' `MetalLinear`.
 """
@@ -63,9 +64,14 @@ class Mlx(MlxWords):
 
     name = "mlx"
     variants = (
-        FormatVariant("MLX affine (8, 6, 5, 4, 3, 2, 1 bits)", "mlx-lm, transformers (metal)", "weight U32, scales, biases or qbiases",
-                ("mlx-4bit", "mlx-6bit", "mlx-8bit", "mlx-3bit-metal"), ("mlx-4bit-g64", "mlx-3bit-g32")),
-    )  # fmt: skip
+        FormatVariant(
+            "MLX affine (8, 6, 5, 4, 3, 2, 1 bits)",
+            "mlx-lm, transformers (metal)",
+            "weight U32, scales, biases or qbiases",
+            ("mlx-4bit", "mlx-6bit", "mlx-8bit", "mlx-3bit-metal"),
+            ("mlx-4bit-g64", "mlx-3bit-g32"),
+        ),
+    )
     num_bits: int = 4
     group_size: int = 64
     words: int = 0
@@ -76,12 +82,23 @@ class Mlx(MlxWords):
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> Mlx | None:
         weight, scales = tensors.get("weight"), tensors.get("scales")
         options = layer_options(module, config)
-        if weight is None or weight.dtype != "U32" or len(weight.shape) != 2 or options.get("mode") not in (None, "affine"):
+        if (
+            weight is None
+            or weight.dtype != "U32"
+            or len(weight.shape) != 2
+            or options.get("mode") not in (None, "affine")
+        ):
             return None
         is_metal = "qbiases" in tensors or ("biases" not in tensors and config.get("quant_method") == "metal")
         return cls(
-            num_bits=bounded_int(options, "bits", lambda bits: bits in _BITS, f"one of {_BITS}", module, default=0) or 0,
-            group_size=bounded_int(options, "group_size", lambda size: 0 < size < 1 << 24, "a size", module, default=0) or 0,
+            num_bits=bounded_int(
+                options, "bits", lambda bits: bits in _BITS, f"one of {_BITS}", module, default=0
+            )
+            or 0,
+            group_size=bounded_int(
+                options, "group_size", lambda size: 0 < size < 1 << 24, "a size", module, default=0
+            )
+            or 0,
             words=weight.shape[1],
             groups=scales.shape[-1] if scales is not None and scales.shape else -1,
             biases_name="qbiases" if is_metal else "biases",
@@ -94,16 +111,20 @@ class Mlx(MlxWords):
         if not bits or not size or self.num_bits not in (0, bits) or self.group_size not in (0, size):
             raise FormatError(
                 "The packed codes of a layer do not fit its input, or contradict the config.",
-                expected=f"{in_features} codes of {self.num_bits or 'some'} bits, in groups of {self.group_size or 'one size'}",
+                expected=f"{in_features} codes of {self.num_bits or 'some'} bits, in groups of "
+                f"{self.group_size or 'one size'}",
                 found=f"{self.words} words of 32 bits and {self.groups} groups in a row",
                 fix="check `quantization` in config.json, and the model's sizes, against the checkpoint",
-            )  # fmt: skip
+            )
         return dataclasses.replace(self, num_bits=bits, group_size=size)
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         check_divides(in_features, self.group_size, "MLX")
         size = out_features, in_features // self.group_size
-        scales, biases = TensorSpec("scales", FLOATS, size, "scale"), TensorSpec(self.biases_name, FLOATS, size, "zero_point")
+        scales, biases = (
+            TensorSpec("scales", FLOATS, size, "scale"),
+            TensorSpec(self.biases_name, FLOATS, size, "zero_point"),
+        )
         return self._specs(in_features, out_features, scales, biases)
 
     def describe(self) -> str:
@@ -116,9 +137,13 @@ class Mlx(MlxWords):
 
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         rows = slice(start, start + panel.shape[0])
-        unpack_rows(panel, tensors["weight"][rows].view(torch.int32), self.num_bits, is_straddling=True, offset=0)
+        unpack_rows(
+            panel, tensors["weight"][rows].view(torch.int32), self.num_bits, is_straddling=True, offset=0
+        )
         apply_groups(panel, torch.Tensor.mul_, tensors["scales"][rows].to(torch.float32), self.group_size)
-        apply_groups(panel, torch.Tensor.add_, tensors[self.biases_name][rows].to(torch.float32), self.group_size)
+        apply_groups(
+            panel, torch.Tensor.add_, tensors[self.biases_name][rows].to(torch.float32), self.group_size
+        )
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         check_divides(weight.shape[1], self.group_size, "MLX")
@@ -134,6 +159,8 @@ class Mlx(MlxWords):
 
 
 def layer_options(module: str, config: Mapping) -> Mapping:
-    """What the config says of one layer: under its name, where the experts of a layer have one together, or else of all."""
+    """What the config says of one layer: under its name, where the experts of a layer have one together, or
+    else of all.
+    """
     names = (module, *(_EXPERT.sub(rf".{name}.", module) for name in ("experts", "switch_mlp")))
     return next((config[name] for name in names if isinstance(config.get(name), Mapping)), config)

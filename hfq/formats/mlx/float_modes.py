@@ -1,8 +1,9 @@
-"""The float codes of MLX: its modes mxfp4, nvfp4 and mxfp8, whose bytes are those of the formats of these names.
+"""The float codes of MLX: its modes mxfp4, nvfp4 and mxfp8, whose bytes are those of the formats of these
+names.
 
-    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its first word on
-    <m>.scales U8 [out, in / g]            powers of two (E8M0) in groups of 32; of nvfp4 E4M3, in groups of 16
-    W[n, k] = value(codes[n, k]) * scales[n, k // g]
+    <m>.weight U32 [out, in * bits / 32]   the codes of a row one after the other, from the lowest bit of its
+    first word on <m>.scales U8 [out, in / g]            powers of two (E8M0) in groups of 32; of nvfp4 E4M3,
+    in groups of 16 W[n, k] = value(codes[n, k]) * scales[n, k // g]
 
 config.json has the `mode` where it has the bits (see mlx.py); the shapes must agree.
 
@@ -41,8 +42,14 @@ class MlxFp4(MlxWords, PackedFp4):
 
     name = "mlx-fp4"
     variants = (
-        FormatVariant("MLX mxfp4, nvfp4", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp4", "mlx-nvfp4"), ("mlx-mxfp4", "mlx-nvfp4")),
-    )  # fmt: skip
+        FormatVariant(
+            "MLX mxfp4, nvfp4",
+            "mlx-lm",
+            "weight U32, scales U8",
+            ("mlx-mxfp4", "mlx-nvfp4"),
+            ("mlx-mxfp4", "mlx-nvfp4"),
+        ),
+    )
     mode: str = "mxfp4"
 
     @classmethod
@@ -85,7 +92,9 @@ class MlxFp8(MlxWords):
     """mxfp8; see the file's docstring."""
 
     name = "mlx-fp8"
-    variants = (FormatVariant("MLX mxfp8", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp8",), ("mlx-mxfp8",)),)
+    variants = (
+        FormatVariant("MLX mxfp8", "mlx-lm", "weight U32, scales U8", ("mlx-mxfp8",), ("mlx-mxfp8",)),
+    )
     group_size: ClassVar[int] = 32
 
     @classmethod
@@ -128,8 +137,11 @@ def _mode_of(module: str, tensors: Mapping[str, TensorInfo], config: Mapping) ->
         return None
     if mode not in _MODES or "global_scale" in tensors:
         raise FormatError(
-            f"{module} is packed by MLX in a way that hfq does not read; nothing was loaded.", file=weight.range.file,
-            tensor=weight.name, expected=f"a mode of affine, {', '.join(_MODES)}, without a global scale",
-            found=f"mode={mode!r}, {', '.join(sorted(tensors))}", fix="quantize the model again with --q-mode affine",
-        )  # fmt: skip
+            f"{module} is packed by MLX in a way that hfq does not read; nothing was loaded.",
+            file=weight.range.file,
+            tensor=weight.name,
+            expected=f"a mode of affine, {', '.join(_MODES)}, without a global scale",
+            found=f"mode={mode!r}, {', '.join(sorted(tensors))}",
+            fix="quantize the model again with --q-mode affine",
+        )
     return mode

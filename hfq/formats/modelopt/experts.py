@@ -1,15 +1,18 @@
-"""ModelOpt's experts of gpt-oss and Llama 4: those of a layer in one tensor, inputs before outputs as in the model.
+"""ModelOpt's experts of gpt-oss and Llama 4: those of a layer in one tensor, inputs before outputs as in the
+model.
 
-    experts.gate_up_proj                F8_E4M3 [experts, in, out], or U8 [experts, in / 2, out], the even channel in the low nibble
-    experts.gate_up_proj_weight_scale   FP8: F32 [], or [experts]; NVFP4: F8_E4M3 [experts, in / 16, out]
-    experts.gate_up_proj_weight_scale_2 F32 [], NVFP4 only
+    experts.gate_up_proj                F8_E4M3 [experts, in, out], or U8 [experts, in / 2, out], the even
+    channel in the low nibble experts.gate_up_proj_weight_scale   FP8: F32 [], or [experts]; NVFP4: F8_E4M3
+    [experts, in / 16, out] experts.gate_up_proj_weight_scale_2 F32 [], NVFP4 only
     experts.gate_up_proj_input_scale    F32 []
     experts.gate_up_proj_bias           [experts, out], gpt-oss only
-    and the same of down_proj; gate and up channels in the model's own order: in turns in gpt-oss, in halves in Llama 4
+    and the same of down_proj; gate and up channels in the model's own order: in turns in gpt-oss, in halves
+    in Llama 4
 
-`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, whose codes it calls `transposed`; a number without
-dimensions belongs to every expert. What is left is ModelOpt's linear layer of the same dialect, transposed. In its other dialects
-(MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a scale here, which is not what it calibrates: they are refused.
+`hfq.formats.layouts.fused_experts.split_experts` makes each expert's slice a module of its own, whose codes
+it calls `transposed`; a number without dimensions belongs to every expert. What is left is ModelOpt's linear
+layer of the same dialect, transposed. In its other dialects (MXFP8, MXFP4, W4A8_NVFP4_FP8) outputs share a
+scale here, which is not what it calibrates: they are refused.
 
 Source: ModelOpt 0.47, `export/unified_export_hf.py`.
 """
@@ -46,25 +49,35 @@ class ModeloptExpert(Format):
     name = "modelopt-experts"
     variants = (
         FormatVariant(
-            "ModelOpt FP8, NVFP4 experts of gpt-oss, Llama 4", "nvidia-modelopt",
+            "ModelOpt FP8, NVFP4 experts of gpt-oss, Llama 4",
+            "nvidia-modelopt",
             "…_proj F8_E4M3 or U8, …_weight_scale, …_weight_scale_2, …_input_scale, …_bias",
-            ("modelopt-experts-nvfp4", "modelopt-experts-fp8"), ("modelopt-fp8-gptoss", "modelopt-nvfp4-gptoss"),
+            ("modelopt-experts-nvfp4", "modelopt-experts-fp8"),
+            ("modelopt-fp8-gptoss", "modelopt-nvfp4-gptoss"),
         ),
-    )  # fmt: skip
+    )
     turned: Fp8 | Nvfp4
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> ModeloptExpert | None:
         codes, scale = tensors.get(TRANSPOSED), tensors.get("weight_scale")
-        if codes is None or codes.dtype not in _DIALECTS or len(codes.shape) != 2 or config.get("quant_method") != "modelopt":
+        if (
+            codes is None
+            or codes.dtype not in _DIALECTS
+            or len(codes.shape) != 2
+            or config.get("quant_method") != "modelopt"
+        ):
             return None
         is_by_group = codes.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3"
         if scale is not None and scale.shape[-1:] != (codes.shape[-1:] if is_by_group else ()):
             raise FormatError(
-                f"The scales of {module} are not those of ModelOpt's FP8 or NVFP4; nothing was loaded.", file=scale.range.file,
-                tensor=scale.part_of or scale.name, expected="one number, or F8_E4M3 for each 16 inputs of an output",
-                found=f"{scale} beside {codes}", fix="export the model again as FP8 or NVFP4",
-            )  # fmt: skip
+                f"The scales of {module} are not those of ModelOpt's FP8 or NVFP4; nothing was loaded.",
+                file=scale.range.file,
+                tensor=scale.part_of or scale.name,
+                expected="one number, or F8_E4M3 for each 16 inputs of an output",
+                found=f"{scale} beside {codes}",
+                fix="export the model again as FP8 or NVFP4",
+            )
         infos = {local: dataclasses.replace(info, shape=info.shape[::-1]) for local, info in tensors.items()}
         infos["weight"] = infos.pop(TRANSPOSED)
         turned = _DIALECTS[codes.dtype].detect(module, infos, config)
@@ -72,7 +85,9 @@ class ModeloptExpert(Format):
 
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         return tuple(
-            dataclasses.replace(spec, name=TRANSPOSED if spec.role == "codes" else spec.name, shape=spec.shape[::-1])
+            dataclasses.replace(
+                spec, name=TRANSPOSED if spec.role == "codes" else spec.name, shape=spec.shape[::-1]
+            )
             for spec in self.turned.tensor_specs(in_features, out_features)
         )
 
@@ -102,11 +117,15 @@ class ModeloptExpert(Format):
     def dequantize_into(self, panel: torch.Tensor, tensors: Mapping[str, torch.Tensor], start: int) -> None:
         stop = start + panel.shape[0]
         rows = {
-            local: tensor[:, start:stop].t().contiguous() if tensor.dim() == 2 else tensor for local, tensor in tensors.items()
+            local: tensor[:, start:stop].t().contiguous() if tensor.dim() == 2 else tensor
+            for local, tensor in tensors.items()
         }
         self.turned.dequantize_into(panel, {**rows, "weight": rows[TRANSPOSED]}, 0)
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         stored = self.turned.quantize(weight)
         stored[TRANSPOSED] = stored.pop("weight")
-        return {local: tensor.t().contiguous() if tensor.dim() == 2 else tensor for local, tensor in stored.items()}
+        return {
+            local: tensor.t().contiguous() if tensor.dim() == 2 else tensor
+            for local, tensor in stored.items()
+        }

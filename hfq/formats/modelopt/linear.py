@@ -2,14 +2,15 @@
 
 W4A16_AWQ, W4A8_AWQ:
     weight U8 [out / 2, in]     rows 2r in the low nibble, 2r + 1 in the high one, two's complement
-    weight_scale [out, groups], pre_quant_scale [in], weight_scale_2 [] and input_scale (W4A8: the second, FP8 level only)
-    W[n, k] = code[n, k] * weight_scale[n, g] (* pre_quant_scale[k])
+    weight_scale [out, groups], pre_quant_scale [in], weight_scale_2 [] and input_scale (W4A8: the second, FP8
+    level only) W[n, k] = code[n, k] * weight_scale[n, g] (* pre_quant_scale[k])
 W8A8_SQ_PER_CHANNEL (whether SmoothQuant was applied or not), W8A16:
-    weight I8 [out, in], weight_scale [out], pre_quant_scale [in] (smoothed layers only), input_scale (W8A8 only)
-    W[n, k] = weight[n, k] * weight_scale[n] (* pre_quant_scale[k])
+    weight I8 [out, in], weight_scale [out], pre_quant_scale [in] (smoothed layers only), input_scale (W8A8
+    only) W[n, k] = weight[n, k] * weight_scale[n] (* pre_quant_scale[k])
 
-`pre_quant_scale` multiplies the input of the layer, which is the same as multiplying the columns of its weight. MIXED_PRECISION
-names the algorithm of each layer in `quantized_layers`. Format: ModelOpt's unified Hugging Face export.
+`pre_quant_scale` multiplies the input of the layer, which is the same as multiplying the columns of its
+weight. MIXED_PRECISION names the algorithm of each layer in `quantized_layers`. Format: ModelOpt's unified
+Hugging Face export.
 """
 
 from __future__ import annotations
@@ -36,25 +37,51 @@ class ModeloptInt8(ScaledCodes):
     name = "modelopt-int8"
     codes, scale = "weight", "weight_scale"
     variants = (
-        FormatVariant("ModelOpt W8A8 SmoothQuant", "nvidia-modelopt", "weight I8, weight_scale, pre_quant_scale, input_scale",
-                ("modelopt-w8a8-sq",), ("modelopt-w8a8-sq",)),
-        FormatVariant("ModelOpt W8A8, W8A16 (not smoothed)", "nvidia-modelopt", "weight I8, weight_scale, input_scale",
-                ("modelopt-w8a8", "modelopt-w8a16"), ("modelopt-w8a8", "modelopt-w8a16")),
-    )  # fmt: skip
+        FormatVariant(
+            "ModelOpt W8A8 SmoothQuant",
+            "nvidia-modelopt",
+            "weight I8, weight_scale, pre_quant_scale, input_scale",
+            ("modelopt-w8a8-sq",),
+            ("modelopt-w8a8-sq",),
+        ),
+        FormatVariant(
+            "ModelOpt W8A8, W8A16 (not smoothed)",
+            "nvidia-modelopt",
+            "weight I8, weight_scale, input_scale",
+            ("modelopt-w8a8", "modelopt-w8a16"),
+            ("modelopt-w8a8", "modelopt-w8a16"),
+        ),
+    )
 
     @classmethod
     def detect(cls, module: str, tensors: Mapping[str, TensorInfo], config: Mapping) -> ModeloptInt8 | None:
         weight, scale = tensors.get("weight"), tensors.get("weight_scale")
-        if weight is None or weight.dtype != "I8" or len(weight.shape) != 2 or config.get("quant_method") != "modelopt":
+        if (
+            weight is None
+            or weight.dtype != "I8"
+            or len(weight.shape) != 2
+            or config.get("quant_method") != "modelopt"
+        ):
             return None
         algorithm = str(_settings_of(module, config).get("quant_algo") or "")
-        if algorithm and "SQ" not in algorithm and "INT8" not in algorithm.upper() and "W8A" not in algorithm.upper():
+        if (
+            algorithm
+            and "SQ" not in algorithm
+            and "INT8" not in algorithm.upper()
+            and "W8A" not in algorithm.upper()
+        ):
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=weight.range.file,
-                tensor=weight.name, expected=f"a weight of {algorithm}", found=str(weight), fix="correct quant_algo in config.json",
-            )  # fmt: skip
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=weight.range.file,
+                tensor=weight.name,
+                expected=f"a weight of {algorithm}",
+                found=str(weight),
+                fix="correct quant_algo in config.json",
+            )
         # ModelOpt smooths every linear layer or none, but no experts that the model fuses
-        is_smoothed = "SQ" in algorithm and bool(config.get("__smoothed__")) and "experts" not in module.split(".")
+        is_smoothed = (
+            "SQ" in algorithm and bool(config.get("__smoothed__")) and "experts" not in module.split(".")
+        )
         return cls(
             scale_shape=scale.shape if scale is not None and len(scale.shape) <= 2 else (weight.shape[0],),
             has_columns=is_smoothed or "pre_quant_scale" in tensors,
@@ -63,7 +90,11 @@ class ModeloptInt8(ScaledCodes):
 
     @property
     def activation_scheme(self) -> ActivationScheme | None:
-        return ActivationScheme("tensor", dtype="static int8 of ModelOpt") if self.others or self.has_columns else None
+        return (
+            ActivationScheme("tensor", dtype="static int8 of ModelOpt")
+            if self.others or self.has_columns
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -78,9 +109,14 @@ class ModeloptInt4(Format):
 
     name = "modelopt-int4"
     variants = (
-        FormatVariant("ModelOpt W4A16_AWQ, W4A8_AWQ", "nvidia-modelopt", "weight U8, weight_scale, pre_quant_scale, weight_scale_2",
-                ("modelopt-int4",), ("modelopt-int4-awq",)),
-    )  # fmt: skip
+        FormatVariant(
+            "ModelOpt W4A16_AWQ, W4A8_AWQ",
+            "nvidia-modelopt",
+            "weight U8, weight_scale, pre_quant_scale, weight_scale_2",
+            ("modelopt-int4",),
+            ("modelopt-int4-awq",),
+        ),
+    )
     group_size: int = 128
     has_columns: bool = False
     others: Others = ()
@@ -96,17 +132,24 @@ class ModeloptInt4(Format):
             return cls(has_columns="pre_quant_scale" in tensors) if is_named else None
         if not scale.shape[1] or weight.shape[1] % scale.shape[1] or scale.shape[0] != 2 * weight.shape[0]:
             raise FormatError(
-                f"The scales of {module} do not fit its weight; nothing was loaded.", file=scale.range.file, tensor=scale.name,
-                expected=f"[{2 * weight.shape[0]}, groups] whose groups divide {weight.shape[1]}", found=str(scale),
+                f"The scales of {module} do not fit its weight; nothing was loaded.",
+                file=scale.range.file,
+                tensor=scale.name,
+                expected=f"[{2 * weight.shape[0]}, groups] whose groups divide {weight.shape[1]}",
+                found=str(scale),
                 fix="the checkpoint is damaged: download it again",
-            )  # fmt: skip
+            )
         group_size = weight.shape[1] // scale.shape[1]
         hinted = bounded_int(config, "group_size", lambda size: size >= 0, "a group size", module)
         if hinted and hinted != group_size:
             raise FormatError(
-                f"quantization_config contradicts the tensors of {module}; nothing was loaded.", file=scale.range.file,
-                tensor=scale.name, expected=f"groups of {hinted}", found=str(scale), fix="correct group_size in config.json",
-            )  # fmt: skip
+                f"quantization_config contradicts the tensors of {module}; nothing was loaded.",
+                file=scale.range.file,
+                tensor=scale.name,
+                expected=f"groups of {hinted}",
+                found=str(scale),
+                fix="correct group_size in config.json",
+            )
         return cls(
             group_size=group_size,
             has_columns="pre_quant_scale" in tensors,
@@ -116,16 +159,22 @@ class ModeloptInt4(Format):
     def tensor_specs(self, in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
         if out_features % 2 or in_features % self.group_size:
             raise FormatError(
-                "ModelOpt's INT4 cannot hold a layer of this size.", found=f"[{out_features}, {in_features}]",
-                expected=f"an even output and an input divisible by {self.group_size}", fix="check the config's sizes",
-            )  # fmt: skip
+                "ModelOpt's INT4 cannot hold a layer of this size.",
+                found=f"[{out_features}, {in_features}]",
+                expected=f"an even output and an input divisible by {self.group_size}",
+                fix="check the config's sizes",
+            )
         specs = [
             TensorSpec("weight", ("U8",), (out_features // 2, in_features), "codes"),
             TensorSpec("weight_scale", FLOATS, (out_features, in_features // self.group_size), "scale"),
         ]
         if self.has_columns:
             specs.append(TensorSpec("pre_quant_scale", FLOATS, (in_features,), "scale", optional=True))
-        return (*specs, *other_specs(self.others), TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True))
+        return (
+            *specs,
+            *other_specs(self.others),
+            TensorSpec("bias", FLOATS, (out_features,), "bias", optional=True),
+        )
 
     @property
     def codes_name(self) -> str:
@@ -173,7 +222,9 @@ class ModeloptInt4(Format):
         grouped = weight.unflatten(1, (-1, self.group_size))
         scale = grouped.abs().amax(2) / 7
         stored["weight_scale"] = torch.where(scale == 0, 1, scale)
-        codes = (grouped / stored["weight_scale"][:, :, None]).round().clamp(-8, 7).flatten(1).to(torch.int32) & 15
+        codes = (grouped / stored["weight_scale"][:, :, None]).round().clamp(-8, 7).flatten(1).to(
+            torch.int32
+        ) & 15
         stored["weight"] = (codes[::2] | (codes[1::2] << 4)).to(torch.uint8)
         return stored | {name: torch.ones(shape) for name, _, shape in self.others}
 

@@ -1,8 +1,10 @@
-"""A ZeRO-3 parameter swapper that swaps in from the checkpoint's own files: shards rest where they lie, and nothing is written.
+"""A ZeRO-3 parameter swapper that swaps in from the checkpoint's own files: shards rest where they lie, and
+nothing is written.
 
-DeepSpeed's swapper copies every shard to a file of its own when a model is loaded, in one dtype, through libaio. This one stands in
-its place (`deepspeed.zero.Init(param_swapper=…)`, swap_tensor/partitioned_param_swapper.py of 0.19.8) and needs neither. A shard that
-is changed while it is gathered no longer equals its file, and rests in CPU memory from then on.
+DeepSpeed's swapper copies every shard to a file of its own when a model is loaded, in one dtype, through
+libaio. This one stands in its place (`deepspeed.zero.Init(param_swapper=…)`,
+swap_tensor/partitioned_param_swapper.py of 0.19.8) and needs neither. A shard that is changed while it is
+gathered no longer equals its file, and rests in CPU memory from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Where one rank's shard of one parameter lies: reads into `nbytes` bytes of the stored dtype, the rest of which is zero."""
+    """Where one rank's shard of one parameter lies: reads into `nbytes` bytes of the stored dtype, the rest
+    of which is zero.
+    """
 
     reads: tuple[ShardRead, ...]
     nbytes: int
@@ -46,7 +50,8 @@ class CheckpointSwapper:
         is_direct: Whether reads pass by the page cache.
 
     Attributes:
-        window: How many shards may be in memory before DeepSpeed stops reading ahead; what a module needs at once always may.
+        window: How many shards may be in memory before DeepSpeed stops reading ahead; what a module needs at
+            once always may.
         nbytes_read: Bytes swapped in so far.
         nbytes_written: Bytes swapped out so far: none, ever.
         most_nbytes: The most bytes that shards in memory have taken at a time.
@@ -72,7 +77,9 @@ class CheckpointSwapper:
     # what DeepSpeed calls
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Whether DeepSpeed may hand over a shard that is in no file, as of an adapter: such shards stay in CPU memory."""
+        """Whether DeepSpeed may hand over a shard that is in no file, as of an adapter: such shards stay in
+        CPU memory.
+        """
         return False
 
     def available_swap_in_buffers(self) -> int:
@@ -123,7 +130,9 @@ class CheckpointSwapper:
             parameter.ds_tensor.data = self._blank(parameter)
             parameter.ds_tensor.status = shard_status().NOT_AVAILABLE
 
-    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+    def swap_out_and_release(
+        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+    ) -> None:
         """Lets shards go that were partitioned again; those that have changed are kept in CPU memory."""
         for parameter in params:
             shard = parameter.ds_tensor.data
@@ -131,7 +140,9 @@ class CheckpointSwapper:
                 self._changed[parameter.ds_id] = shard.clone()
         self.remove_partition_and_release_buffers(params)
 
-    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
+    def swap_out_partitioned_params(
+        self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]
+    ) -> None:
         """Keeps what the optimizer has made of shards."""
         for parameter, values in zip(dst_fp16_params, src_fp32_params, strict=True):
             self._changed[parameter.ds_id] = values.to(parameter.dtype)
@@ -153,10 +164,13 @@ class CheckpointSwapper:
             PlacementError: Always.
         """
         raise PlacementError(
-            "An optimizer on NVMe wants a trained parameter as a file of its own, and it rests in the checkpoint.",
-            expected="frozen parameters in the checkpoint", found=f"parameter {param.ds_id}, {list(param.ds_shape)}, trained",
-            fix='pass HfqConfig(nvme_source="swap_files"), raise offload_param.max_in_cpu, or freeze the parameter',
-        )  # fmt: skip
+            "An optimizer on NVMe wants a trained parameter as a file of its own, and it rests in the "
+            "checkpoint.",
+            expected="frozen parameters in the checkpoint",
+            found=f"parameter {param.ds_id}, {list(param.ds_shape)}, trained",
+            fix='pass HfqConfig(nvme_source="swap_files"), raise offload_param.max_in_cpu, or freeze the '
+            "parameter",
+        )
 
     # how it is done
 
@@ -165,9 +179,16 @@ class CheckpointSwapper:
         return torch.empty(0, dtype=parameter.dtype)
 
     def _borrow(self, parameter: Any) -> torch.Tensor:
-        nbytes = -(-max(parameter.ds_tensor.ds_numel * parameter.dtype.itemsize, 1) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        nbytes = (
+            -(-max(parameter.ds_tensor.ds_numel * parameter.dtype.itemsize, 1) // DIRECT_ALIGNMENT)
+            * DIRECT_ALIGNMENT
+        )
         free = self._free.get(nbytes)
-        buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        buffer = (
+            free.pop()
+            if free
+            else torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        )
         self._lent[parameter.ds_id] = buffer
         self.most_nbytes = max(self.most_nbytes, sum(lent.numel() for lent in self._lent.values()))
         return buffer
@@ -185,7 +206,8 @@ class CheckpointSwapper:
         source = self._sources[parameter.ds_id]
         if source.dtype != parameter.dtype:
             return [self._threads.submit(self._read_cast, source, target)]
-        memory = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        # numpy arrays are buffers
+        memory = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
         return [self._threads.submit(self._read, *job) for job in self._chunks(source, memory)]
 
     @staticmethod
@@ -215,7 +237,9 @@ class CheckpointSwapper:
             self.nbytes_read += source.nbytes
 
     def _bounce(self) -> memoryview:
-        """This thread's aligned memory for direct reads, made once: a chunk and the pages it begins and ends in."""
+        """This thread's aligned memory for direct reads, made once: a chunk and the pages it begins and ends
+        in.
+        """
         if not hasattr(self._local, "bounce"):
             self._local.bounce = memoryview(huge_buffer(_CHUNK + 2 * DIRECT_ALIGNMENT).numpy())  # type: ignore[arg-type]
         return self._local.bounce

@@ -1,7 +1,9 @@
-"""Fills shards while a model is loaded: each rank reads the bytes of its own, or rank 0 reads all and deals them out.
+"""Fills shards while a model is loaded: each rank reads the bytes of its own, or rank 0 reads all and deals
+them out.
 
-The values of small tensors (scales, indices) are checked by one rank for each row, in the shard's own bytes where that rank has them
-all, so that the check costs no second read of the model; all ranks then learn what was found.
+The values of small tensors (scales, indices) are checked by one rank for each row, in the shard's own bytes
+where that rank has them all, so that the check costs no second read of the model; all ranks then learn what
+was found.
 """
 
 from __future__ import annotations
@@ -66,8 +68,16 @@ class ShardFiller:
         checked_read: Bytes of small tensors that it has read a second time, to check them.
     """
 
-    def __init__(self, loading: LoadState, rank: int, world: int, is_dealt: bool, device: torch.device) -> None:
-        self._loading, self._rank, self._world, self._is_dealt, self._device = loading, rank, world, is_dealt, device
+    def __init__(
+        self, loading: LoadState, rank: int, world: int, is_dealt: bool, device: torch.device
+    ) -> None:
+        self._loading, self._rank, self._world, self._is_dealt, self._device = (
+            loading,
+            rank,
+            world,
+            is_dealt,
+            device,
+        )
         self._batch: list[tuple[Shard, torch.Tensor]] = []
         self._nbytes, self._checked = 0, 0
         self._error: Exception | None = None
@@ -77,7 +87,9 @@ class ShardFiller:
     def add(self, shard: Shard) -> None:
         """Fills a shard now or with those that follow."""
         nbytes = shard.row.shard_nbytes(self._world)
-        is_direct = shard.tensor.device.type == "cpu" and shard.tensor.dtype == shard.stored and not self._is_dealt
+        is_direct = (
+            shard.tensor.device.type == "cpu" and shard.tensor.dtype == shard.stored and not self._is_dealt
+        )
         memory = shard.tensor.view(torch.uint8) if is_direct else torch.empty(nbytes, dtype=torch.uint8)
         self._batch.append((shard, memory))
         self._nbytes += 0 if is_direct else nbytes
@@ -100,7 +112,9 @@ class ShardFiller:
             _, self._error = attempt(self._check, module, _views(module, memory))
 
     def flush(self) -> None:
-        """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others behind."""
+        """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others
+        behind.
+        """
         batch, self._batch, self._nbytes = self._batch, [], 0
         if self._is_dealt:
             for shard, memory in batch:
@@ -148,7 +162,11 @@ class ShardFiller:
 
     def _check_filled(self, module: QuantizedModule, row: FlatParameter, memory: torch.Tensor) -> None:
         """Checks the small tensors of a row on the rank that has them all, else on one rank in turn."""
-        small = {local: segment for local, segment in row_segments(module).items() if local != module.weight_format.codes_name}
+        small = {
+            local: segment
+            for local, segment in row_segments(module).items()
+            if local != module.weight_format.codes_name
+        }
         start = min((segment.offset for segment in small.values()), default=0)
         stop = max((segment.offset + segment.nbytes for segment in small.values()), default=0)
         holders = [rank for rank in range(self._world) if _holds(row.bounds(rank, self._world), start, stop)]
@@ -168,7 +186,9 @@ class ShardFiller:
         return self._checked % self._world if not self._is_dealt else 0
 
     def _read_small(self, module: QuantizedModule) -> dict[str, torch.Tensor]:
-        small = {local: info for local, info in module.infos.items() if local != module.weight_format.codes_name}
+        small = {
+            local: info for local, info in module.infos.items() if local != module.weight_format.codes_name
+        }
         self.checked_read += sum(info.nbytes for info in small.values())
         return {local: read_tensor(self._loading.reader, info) for local, info in small.items()}
 
@@ -201,7 +221,9 @@ def place_reads(reads: tuple[ShardRead, ...], memory: torch.Tensor) -> list[tupl
 
 
 def _views(module: QuantizedModule, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-    small = {local: s for local, s in row_segments(module).items() if local != module.weight_format.codes_name}
+    small = {
+        local: s for local, s in row_segments(module).items() if local != module.weight_format.codes_name
+    }
     return FlatBuffer(whole, small).tensors()
 
 

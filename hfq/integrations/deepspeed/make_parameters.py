@@ -1,4 +1,6 @@
-"""Makes the sharded parameters of a model: each born sharded, or, where this DeepSpeed does not allow that, whole first."""
+"""Makes the sharded parameters of a model: each born sharded, or, where this DeepSpeed does not allow that,
+whole first.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ __all__ = ["ShardMaker"]
 logger = logging.get_logger("hfq")
 
 _STAYS_NBYTES = 1 << 16
-"""Dense shards of at most so many bytes stay in memory where others are read from the checkpoint for every use."""
+"""Dense shards of at most so many bytes stay in memory where others are read from the checkpoint for every
+use.
+"""
 
 
 class ShardMaker:
@@ -55,7 +59,11 @@ class ShardMaker:
 
     def __init__(self, loading: LoadState, zero: ZeroConfig, plan: ZeroPlan) -> None:
         self._loading, self._zero, self._plan = loading, zero, plan
-        self._is_dealt, self.missing, self.pool = loading.config.reader_ranks == "rank0", missing_internals(), ""
+        self._is_dealt, self.missing, self.pool = (
+            loading.config.reader_ranks == "rank0",
+            missing_internals(),
+            "",
+        )
         self.swapper: CheckpointSwapper | None = None
         options = self._options()
         if self.missing:
@@ -93,13 +101,18 @@ class ShardMaker:
             return swap_options(self._zero, None)
         is_in_place = self._loading.config.nvme_source == "checkpoint" and not self.missing
         experts = [module for module in self._loading.model.modules() if isinstance(module, QuantizedExperts)]
-        at_once = max((sum(isinstance(part, QuantizedModule) for part in module.modules()) for module in experts), default=1)
+        at_once = max(
+            (sum(isinstance(part, QuantizedModule) for part in module.modules()) for module in experts),
+            default=1,
+        )
         least = 0 if is_in_place else least_swapped(self._zero)
         pool = plan_pool(self._plan, self._zero.dtype.itemsize, at_once, least)
         self.pool = f"; at most {pool.count} swap buffers of {pool.numel:,} elements, {pool.nbytes:,} bytes"
         if not is_in_place:
             return swap_options(self._zero, pool)
-        self.swapper = CheckpointSwapper(self._loading.reader, is_direct=self._loading.config.disk_io == "direct")
+        self.swapper = CheckpointSwapper(
+            self._loading.reader, is_direct=self._loading.config.disk_io == "direct"
+        )
         self.swapper.window = pool.count
         return swap_options(self._zero, None)
 
@@ -116,12 +129,15 @@ class ShardMaker:
             if slot.module is not None:
                 self.filler.check_unread(slot.module)
             return
-        self.filler.add(Shard(slot.row, tensor, slot.stored, slot.module, partial(self._sharder.settle, parameter)))
+        self.filler.add(
+            Shard(slot.row, tensor, slot.stored, slot.module, partial(self._sharder.settle, parameter))
+        )
         if is_swapped:
             self.filler.flush()  # DeepSpeed's buffer is given back before the next is asked for
 
     def _is_swapped(self, slot: ShardedParameter) -> bool:
-        # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in (stage3.py:2841 of 0.19.8)
+        # what DeepSpeed keeps gathered it gathers again after each step, without swapping it in
+        # (stage3.py:2841 of 0.19.8)
         if self._zero.home != "nvme" or slot.shape.numel() <= self._zero.kept_numel:
             return False
         if self.swapper is not None:
@@ -155,11 +171,15 @@ class ShardMaker:
         mixed = {row.itemsize for row in self._plan.rows} != {self._zero.dtype.itemsize}
         if self._is_dealt or (self._zero.home == "nvme" and mixed):
             raise PlacementError(
-                "This version of DeepSpeed lacks what hfq needs to shard this model exactly; nothing was loaded.", found=f"no {names}",
-                expected="DeepSpeed 0.19.8, or one like it", fix="install that version, or offload to cpu with load=\"ranges\"",
-            )  # fmt: skip
+                "This version of DeepSpeed lacks what hfq needs to shard this model exactly; nothing was "
+                "loaded.",
+                found=f"no {names}",
+                expected="DeepSpeed 0.19.8, or one like it",
+                fix='install that version, or offload to cpu with load="ranges"',
+            )
         logger.warning(
-            "hfq: this version of DeepSpeed lacks %s: every rank reads the whole model, and DeepSpeed partitions it then",
+            "hfq: this version of DeepSpeed lacks %s: every rank reads the whole model, and DeepSpeed "
+            "partitions it then",
             names,
         )
 

@@ -1,8 +1,10 @@
-"""Every private call to DeepSpeed, and what hfq does where one of them is missing. Tested with DeepSpeed 0.19.8.
+"""Every private call to DeepSpeed, and what hfq does where one of them is missing. Tested with DeepSpeed
+0.19.8.
 
-`deepspeed.zero.Init` partitions a parameter that every rank holds whole. hfq takes from it what describes a partitioned parameter
-(`_convert_to_deepspeed_param`, partition_parameters.py) and allocates the shard itself, so that the whole never exists: such a
-parameter is born sharded. Hooks, gathers, prefetching and offloading are DeepSpeed's own.
+`deepspeed.zero.Init` partitions a parameter that every rank holds whole. hfq takes from it what describes a
+partitioned parameter (`_convert_to_deepspeed_param`, partition_parameters.py) and allocates the shard itself,
+so that the whole never exists: such a parameter is born sharded. Hooks, gathers, prefetching and offloading
+are DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -22,17 +24,34 @@ from hfq.modules.quantized_module import QuantizedModule
 from hfq.placement.zero.memory import SMALLEST_SWAPPED
 
 __all__ = [
-    "Sharder", "gather", "gather_state", "is_gathered", "least_swapped", "mark_leaf", "missing_internals", "partition_whole_model",
-    "patch_deepspeed", "shard_status", "watch_forwards",
-]  # fmt: skip
+    "Sharder",
+    "gather",
+    "gather_state",
+    "is_gathered",
+    "least_swapped",
+    "mark_leaf",
+    "missing_internals",
+    "partition_whole_model",
+    "patch_deepspeed",
+    "shard_status",
+    "watch_forwards",
+]
 
 _INTERNALS = {
     "deepspeed.runtime.zero.partition_parameters": ("Init", "ZeroParamStatus", "free_param"),
-    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": ("PartitionedParamStatus", "AsyncPartitionedParameterSwapper"),
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": (
+        "PartitionedParamStatus",
+        "AsyncPartitionedParameterSwapper",
+    ),
     "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum",),
     "deepspeed.utils": ("set_z3_leaf_module",),
 }
-_METHODS = ("_convert_to_deepspeed_param", "_aligned_size", "_partition_world_size", "_convert_to_zero_parameters")
+_METHODS = (
+    "_convert_to_deepspeed_param",
+    "_aligned_size",
+    "_partition_world_size",
+    "_convert_to_zero_parameters",
+)
 
 
 def missing_internals() -> list[str]:
@@ -73,7 +92,9 @@ class Sharder:
         self._init = Init(config_dict_or_path=options, enabled=False, param_swapper=swapper)
         self.device, self.home, self.swapper = self._init.local_device, config.home, self._init.param_swapper
 
-    def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False) -> nn.Parameter:
+    def new_parameter(
+        self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+    ) -> nn.Parameter:
         """A parameter of this shape and dtype that holds no values and takes no memory."""
         blank = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
         return nn.Parameter(blank, requires_grad=requires_grad)
@@ -83,7 +104,8 @@ class Sharder:
 
         Args:
             parameter: As `new_parameter` gives it.
-            is_swapped: Whether its shard is to rest with the swapper; it then lies in one of its buffers until `settle`.
+            is_swapped: Whether its shard is to rest with the swapper; it then lies in one of its buffers
+                until `settle`.
 
         Returns:
             [shard numel], padding included, in the dtype of the parameter.
@@ -118,11 +140,15 @@ class Sharder:
         from deepspeed.accelerator import get_accelerator
 
         shard = torch.empty(numel, dtype=dtype, device=self.device if self.home == "device" else "cpu")
-        return get_accelerator().pin_memory(shard) if self._init.pin_memory and self.home != "device" else shard
+        return (
+            get_accelerator().pin_memory(shard) if self._init.pin_memory and self.home != "device" else shard
+        )
 
 
 def partition_whole_model(model: nn.Module, options: dict[str, Any]) -> torch.device:
-    """Partitions a model that every rank holds whole, by DeepSpeed's public API; gives the device where it is gathered."""
+    """Partitions a model that every rank holds whole, by DeepSpeed's public API; gives the device where it is
+    gathered.
+    """
     import deepspeed
 
     # not enabled: it would replace torch's `linear` by one that rounds a bias apart
@@ -137,7 +163,8 @@ def is_gathered(parameter: nn.Parameter) -> bool:
 
 
 def gather(parameter: nn.Parameter) -> torch.Tensor:
-    """A copy of a whole parameter, whatever DeepSpeed does with it meanwhile; all ranks must call it, in the same order.
+    """A copy of a whole parameter, whatever DeepSpeed does with it meanwhile; all ranks must call it, in the
+    same order.
 
     Returns:
         A tensor of the parameter's shape and dtype, on the device where parameters are gathered.
@@ -185,7 +212,9 @@ def gather_state(model: nn.Module, is_kept: bool) -> dict[str, torch.Tensor] | N
 
 
 def mark_leaf(module: nn.Module) -> None:
-    """Has all parameters of a module gathered when it begins, for forwards that differ from rank to rank, as of routed experts."""
+    """Has all parameters of a module gathered when it begins, for forwards that differ from rank to rank, as
+    of routed experts.
+    """
     from deepspeed.utils import set_z3_leaf_module
 
     set_z3_leaf_module(module, True)
@@ -218,7 +247,9 @@ def shard_status() -> Any:
 
 
 def least_swapped(zero: ZeroConfig) -> int:
-    """The smallest shard that DeepSpeed's own swapper takes, in bytes (partitioned_param_swapper.py of 0.19.8)."""
+    """The smallest shard that DeepSpeed's own swapper takes, in bytes (partitioned_param_swapper.py of
+    0.19.8).
+    """
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper as own
 
     least = int(getattr(own, "MIN_AIO_BYTES", SMALLEST_SWAPPED))
@@ -228,8 +259,9 @@ def least_swapped(zero: ZeroConfig) -> int:
 def patch_deepspeed(_: Any) -> None:
     """Patches `DeepSpeedEngine._configure_distributed_model` (runtime/engine.py), once DeepSpeed is imported.
 
-    Upstream casts every float parameter of a model that is not sharded to its own dtype (`_cast_module_mixed_precision`), packed
-    scales among them, and then sends rank 0's parameters to all ranks, or cuts them into shards by value.
+    Upstream casts every float parameter of a model that is not sharded to its own dtype
+    (`_cast_module_mixed_precision`), packed scales among them, and then sends rank 0's parameters to all
+    ranks, or cuts them into shards by value.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -256,22 +288,32 @@ def _check_held(model: nn.Module, is_stage_3: bool) -> None:
             continue
         if is_stage_3:
             raise SetupError(
-                "ZeRO-3 was given a model that every rank has loaded whole, and would cast its packed tensors; no engine was made.",
-                tensor=module.name, expected="a model loaded while the DeepSpeed config was alive", found="one loaded without it",
-                fix="before from_pretrained make the HfDeepSpeedConfig (and keep it), the TrainingArguments, or the Accelerator(), "
+                "ZeRO-3 was given a model that every rank has loaded whole, and would cast its packed "
+                "tensors; no engine was made.",
+                tensor=module.name,
+                expected="a model loaded while the DeepSpeed config was alive",
+                found="one loaded without it",
+                fix="before from_pretrained make the HfDeepSpeedConfig (and keep it), the TrainingArguments, "
+                "or the Accelerator(), "
                 "which needs zero3_init_flag: true in its config file",
-            )  # fmt: skip
+            )
         if getattr(module, "_hf_quantized_needs_local_tp", False):
             raise SetupError(
-                "DeepSpeed would send rank 0's slices of packed layers to all ranks; no engine was made.", tensor=module.name,
-                expected="a model that each rank holds whole", found="a model cut by tp_plan", fix="leave tp_plan out",
-            )  # fmt: skip
+                "DeepSpeed would send rank 0's slices of packed layers to all ranks; no engine was made.",
+                tensor=module.name,
+                expected="a model that each rank holds whole",
+                found="a model cut by tp_plan",
+                fix="leave tp_plan out",
+            )
         if module.held_as != "row":
             raise SetupError(
-                "DeepSpeed would cast packed tensors that lie one by one; no engine was made.", tensor=module.name,
-                expected="rows of bytes in memory", found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
-                fix='load the model with HfqConfig(cpu_memory="private"), or "shared" for one copy on each node, and no part on disk',
-            )  # fmt: skip
+                "DeepSpeed would cast packed tensors that lie one by one; no engine was made.",
+                tensor=module.name,
+                expected="rows of bytes in memory",
+                found=", ".join(f"{p.dtype} on {p.device}" for p in module.parameters()),
+                fix='load the model with HfqConfig(cpu_memory="private"), or "shared" for one copy on each '
+                "node, and no part on disk",
+            )
 
 
 run_pending()

@@ -1,4 +1,6 @@
-"""`reader_ranks="rank0"`: ranks on nodes without the files get a folder that describes them, while rank 0 reads and deals out."""
+"""`reader_ranks="rank0"`: ranks on nodes without the files get a folder that describes them, while rank 0
+reads and deals out.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ _LARGEST_TEXT = 64 << 20
 
 @contextlib.contextmanager
 def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
-    """The folder to load from: `path`, or on a rank that does not have it a folder with the same config, code and headers.
+    """The folder to load from: `path`, or on a rank that does not have it a folder with the same config, code
+    and headers.
 
-    Its safetensors files have the headers and the sizes of the real ones, and no values: they take no room on disk and are never
-    read. All ranks must call it.
+    Its safetensors files have the headers and the sizes of the real ones, and no values: they take no room on
+    disk and are never read. All ranks must call it.
 
     Args:
         path: The folder as this rank was given it.
@@ -45,7 +48,9 @@ def described_folder(path: Any, variant: str | None = None) -> Iterator[Any]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="hfq-") as root:
-        folder = os.path.join(root, os.path.basename(os.path.normpath(path)))  # the name of code that comes with the model
+        folder = os.path.join(
+            root, os.path.basename(os.path.normpath(path))
+        )  # the name of code that comes with the model
         os.mkdir(folder)
         for name, text in box[0]["texts"].items():
             Path(folder, name).write_bytes(text)

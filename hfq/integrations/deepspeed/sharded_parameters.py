@@ -64,7 +64,9 @@ def find_sharded_parameters(
             if parameter is None or full not in sharded:
                 continue
             if id(parameter) not in tied:
-                tied[id(parameter)] = _dense_slot(full, parameter, stored_place(full, model, match), sharded[full])
+                tied[id(parameter)] = _dense_slot(
+                    full, parameter, stored_place(full, model, match), sharded[full]
+                )
                 slots.append(tied[id(parameter)])
             tied[id(parameter)].places.append((module, local))
     return slots
@@ -75,8 +77,12 @@ def _packed_slot(name: str, module: QuantizedModule, dtype: torch.dtype) -> Shar
     return ShardedParameter(row, torch.Size([row.numel]), dtype, dtype, module=module)
 
 
-def _dense_slot(name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool) -> ShardedParameter:
+def _dense_slot(
+    name: str, parameter: nn.Parameter, info: TensorInfo | None, requires_grad: bool
+) -> ShardedParameter:
     if info is None:
         raise KeyError(name)  # `Zero3Loader.place` shards only what is stored
-    row = FlatParameter(name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ())
+    row = FlatParameter(
+        name, info.nbytes, DTYPE_BITS[info.dtype] // 8, ((0, info.range),) if info.nbytes else ()
+    )
     return ShardedParameter(row, parameter.shape, parameter.dtype, torch_dtype(info.dtype), requires_grad)

@@ -1,4 +1,6 @@
-"""The memory that shards on NVMe are swapped into: how many buffers of which size, so that every parameter fits and none is idle."""
+"""The memory that shards on NVMe are swapped into: how many buffers of which size, so that every parameter
+fits and none is idle.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Pool:
     """Swap buffers.
 
     Attributes:
-        count: How many shards are in memory at a time: those that one module needs at once, and those that are read ahead.
+        count: How many shards are in memory at a time: those that one module needs at once, and those that
+            are read ahead.
         numel: The elements of the largest shard.
         itemsize: Bytes of one element.
     """
@@ -57,8 +60,8 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
 
     Args:
         zero: The active ZeRO-3 config.
-        pool: For DeepSpeed's own swapper: its buffers; it is given a folder of its own for each load, since it empties its folder
-            when it starts. None where nothing is swapped out.
+        pool: For DeepSpeed's own swapper: its buffers; it is given a folder of its own for each load, since
+            it empties its folder when it starts. None where nothing is swapped out.
 
     Raises:
         PlacementError: DeepSpeed's swapper has no folder.
@@ -69,9 +72,12 @@ def swap_options(zero: ZeroConfig, pool: Pool | None) -> dict[str, Any]:
         return zero.with_offload(nvme_path=zero.nvme_path or os.devnull, pin_memory=False)
     if zero.nvme_path is None:
         raise PlacementError(
-            'offload_param.device is nvme, HfqConfig(nvme_source="swap_files") is asked for, and no folder is named; nothing was loaded.',
-            expected="zero_optimization.offload_param.nvme_path", found="none",
-            fix='name a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), which writes nothing',
-        )  # fmt: skip
+            'offload_param.device is nvme, HfqConfig(nvme_source="swap_files") is asked for, and no folder '
+            "is named; nothing was loaded.",
+            expected="zero_optimization.offload_param.nvme_path",
+            found="none",
+            fix='name a folder on a fast disk, or pass HfqConfig(nvme_source="checkpoint"), which writes '
+            "nothing",
+        )
     folder = os.path.join(zero.nvme_path, f"hfq-{next(_loads)}")
     return zero.with_offload(nvme_path=folder, buffer_count=pool.count, buffer_size=max(pool.numel, 1))

@@ -1,7 +1,9 @@
-"""Loading under DeepSpeed ZeRO-3: every parameter is born sharded, and each rank reads the bytes of its own shards.
+"""Loading under DeepSpeed ZeRO-3: every parameter is born sharded, and each rank reads the bytes of its own
+shards.
 
-transformers is shown the parameters that it merges of several stored tensors or initialises anew, and buffers; those parameters are
-partitioned one at a time when it has loaded them. Everything else is hidden from it, as what rests on disk is in a plain load.
+transformers is shown the parameters that it merges of several stored tensors or initialises anew, and
+buffers; those parameters are partitioned one at a time when it has loaded them. Everything else is hidden
+from it, as what rests on disk is in a plain load.
 """
 
 from __future__ import annotations
@@ -53,21 +55,27 @@ class Zero3Loader(ModelLoader):
     zero_plan: ZeroPlan
     maker: ShardMaker
 
-    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None
+    ) -> None:
         self.zero = read_zero_config(dtype or model.dtype)
         self.rank, self.world = start_distributed()
         self.sharded: dict[str, bool] = {}
         self._gathered: dict[str, torch.Tensor] | None = None
         if self.zero.home == "nvme" and config.reader_ranks == "rank0" and config.nvme_source == "checkpoint":
             raise SetupError(
-                'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; nothing was loaded.',
-                expected="files that every rank can read", found='offload_param.device nvme, nvme_source="checkpoint"',
+                'HfqConfig(reader_ranks="rank0") cannot be used with shards that stay in the checkpoint; '
+                "nothing was loaded.",
+                expected="files that every rank can read",
+                found='offload_param.device nvme, nvme_source="checkpoint"',
                 fix='pass nvme_source="swap_files", or reader_ranks="all"',
-            )  # fmt: skip
+            )
         super().__init__(model, config, files, dtype)
 
     def __deepcopy__(self, memo: dict) -> Zero3Loader:
-        raise no_copy(f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3")  # a copy of a parameter would have none
+        raise no_copy(
+            f"{len(self.zero_plan.rows)} parameters in shards of ZeRO-3"
+        )  # a copy of a parameter would have none
 
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
@@ -97,7 +105,9 @@ class Zero3Loader(ModelLoader):
         logger.info("hfq: loaded %s in %.2f s: %s", self.checkpoint.root, self.load_seconds, shards)
 
     def _tie(self) -> None:
-        """Makes one parameter of names that are tied, as transformers does: `place` gave each a blank of its own."""
+        """Makes one parameter of names that are tied, as transformers does: `place` gave each a blank of its
+        own.
+        """
         for target, source in self.model.all_tied_weights_keys.items():
             if {target, source} <= self.sharded.keys() and target not in self.match.dense:
                 module, _, local = target.rpartition(".")
@@ -107,16 +117,21 @@ class Zero3Loader(ModelLoader):
         """Every tensor by its name in the checkpoint, dense ones as `saved_like_source` gathered them."""
         if self._gathered is None:
             raise PlacementError(
-                "A model that is sharded by ZeRO-3 was asked for its tensors, which no rank has.", found="one rank's shards",
-                expected="save_pretrained, called on all ranks", fix="call save_pretrained on every rank; rank 0 writes",
-            )  # fmt: skip
+                "A model that is sharded by ZeRO-3 was asked for its tensors, which no rank has.",
+                found="one rank's shards",
+                expected="save_pretrained, called on all ranks",
+                fix="call save_pretrained on every rank; rank 0 writes",
+            )
         match, conversions = self.match, self._conversions
-        state = stored_state(model, match, self.packed, self.checkpoint, self.reader, conversions, self._gathered)
+        state = stored_state(
+            model, match, self.packed, self.checkpoint, self.reader, conversions, self._gathered
+        )
         return state, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
     @contextlib.contextmanager
     def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
-        """Gathers the dense parameters, one at a time, for rank 0, which alone writes; all ranks must save together.
+        """Gathers the dense parameters, one at a time, for rank 0, which alone writes; all ranks must save
+        together.
 
         Packed rows are frozen, and are written from the checkpoint itself.
         """
@@ -138,8 +153,10 @@ class Zero3Loader(ModelLoader):
         plan, maker, filler = self.zero_plan, self.maker, self.maker.filler
         home = f"{self.zero.home} in place" if maker.swapper is not None else self.zero.home
         return (
-            f"{len(self.packed)} packed modules ({self.describe_formats()}), {plan.packed_nbytes:,} packed bytes; rank {self.rank} of "
-            f"{self.world}: {plan.packed_shard_nbytes:,} of them on {home}, {filler.packed_read + filler.checked_read:,} packed and "
+            f"{len(self.packed)} packed modules ({self.describe_formats()}), {plan.packed_nbytes:,} packed "
+            f"bytes; rank {self.rank} of "
+            f"{self.world}: {plan.packed_shard_nbytes:,} of them on {home}, "
+            f"{filler.packed_read + filler.checked_read:,} packed and "
             f"{filler.dense_read:,} dense bytes read{maker.pool}"
         )
 
@@ -151,24 +168,36 @@ class Zero3Loader(ModelLoader):
     def _is_sharded(self, name: str) -> bool:
         """Whether a name is that of a dense parameter that is stored as it is, or tied to one."""
         ties = self.model.all_tied_weights_keys
-        group = {name, ties.get(name, name)} | {target for target, source in ties.items() if source == ties.get(name, name)}
-        is_dense = name not in self._packed_names and not self._is_buffer(name) and not group & self.match.merged.keys()
+        group = {name, ties.get(name, name)} | {
+            target for target, source in ties.items() if source == ties.get(name, name)
+        }
+        is_dense = (
+            name not in self._packed_names
+            and not self._is_buffer(name)
+            and not group & self.match.merged.keys()
+        )
         return is_dense and stored_place(name, self.model, self.match) is not None
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have the same, beside the rows."""
         options = {key: value for key, value in self.config._options().items() if key != "_source"}
         sizes = sorted(
-            (file.replace("\\", "/").rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers
+            (file.replace("\\", "/").rpartition("/")[2], self.reader.identity(file)[1])
+            for file in self.checkpoint.headers
         )
         return {
-            "hfq version": version("hfq"), "DeepSpeed version": version("deepspeed"), "dtype": str(self.zero.dtype),
-            "HfqConfig": repr(sorted(options.items(), key=str)), "sizes of the checkpoint's files": repr(sizes),
+            "hfq version": version("hfq"),
+            "DeepSpeed version": version("deepspeed"),
+            "dtype": str(self.zero.dtype),
+            "HfqConfig": repr(sorted(options.items(), key=str)),
+            "sizes of the checkpoint's files": repr(sizes),
             "class of the model": type(self.model).__name__,
-        }  # fmt: skip
+        }
 
     def _prepare_forwards(self) -> None:
-        """Moves buffers, and settles how packed modules are reached whose row is not gathered by a hook of their own."""
+        """Moves buffers, and settles how packed modules are reached whose row is not gathered by a hook of
+        their own.
+        """
         for module in self.model.modules():
             for local, buffer in module._buffers.items():
                 if buffer is not None:
@@ -184,20 +213,25 @@ class Zero3Loader(ModelLoader):
     def _check_engine(self) -> None:
         if not hasattr(self.model, "ds_id"):
             raise PlacementError(
-                "A model that is sharded by ZeRO-3 was called without DeepSpeed's engine, which gathers its parameters.",
-                expected="a forward of the engine", found=type(self.model).__name__,
-                fix="call deepspeed.initialize(model=model, config=…)[0], or Accelerator.prepare(model), first",
-            )  # fmt: skip
+                "A model that is sharded by ZeRO-3 was called without DeepSpeed's engine, which gathers its "
+                "parameters.",
+                expected="a forward of the engine",
+                found=type(self.model).__name__,
+                fix="call deepspeed.initialize(model=model, config=…)[0], or Accelerator.prepare(model), "
+                "first",
+            )
 
 
 def _fetch(module: QuantizedModule, is_under_way: Any) -> Mapping[str, torch.Tensor]:
     """The tensors of a packed module whose weight other code reads during a forward, gathered for it."""
     if not is_under_way():
         raise PlacementError(
-            f"{module.name} is sharded by ZeRO-3, and was used while its row was not gathered.", found="one rank's shard",
+            f"{module.name} is sharded by ZeRO-3, and was used while its row was not gathered.",
+            found="one rank's shard",
             expected="a forward of the engine that deepspeed.initialize returned",
-            fix="call deepspeed.initialize (or Accelerator.prepare) first; outside of a forward, on all ranks: "
+            fix="call deepspeed.initialize (or Accelerator.prepare) first; outside of a forward, on all "
+            "ranks: "
             "with deepspeed.zero.GatheredParameters(list(module.parameters())): …",
-        )  # fmt: skip
+        )
     row = gather(module.flat_buffer)
     return FlatBuffer(row.view(torch.uint8), flat_layout(module.infos)[0]).tensors()

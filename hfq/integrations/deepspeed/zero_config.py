@@ -1,4 +1,6 @@
-"""The DeepSpeed config of a load: is ZeRO-3 active, in which dtype and home, and which options would corrupt packed bytes."""
+"""The DeepSpeed config of a load: is ZeRO-3 active, in which dtype and home, and which options would corrupt
+packed bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ _ZERO = "zero_optimization"
 _KEPT = (_ZERO, "bf16", "bfloat16", "fp16", "aio", "data_types")
 _PERSISTENCE = ("stage3_param_persistence_threshold", "param_persistence_threshold")
 _DEFAULT_PERSISTENCE, _AUTO_PERSISTENCE = 100_000, 1 << 18
-"""Elements: DeepSpeed's default, and no less than what transformers fills in for `auto`, 10 × the hidden size."""
+"""Elements: DeepSpeed's default, and no less than what transformers fills in for `auto`, 10 × the hidden
+size.
+"""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "neither bf16 nor fp16"}
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """One option: its names in `section`, whether a value is harmful, what it would do, and what to write instead."""
+    """One option: its names in `section`, whether a value is harmful, what it would do, and what to write
+    instead.
+    """
 
     section: str
     names: tuple[str, ...]
@@ -47,30 +53,62 @@ _GATHER = (
 )
 _REFUSED = (
     _Refusal(
-        _ZERO, ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"), _is_on,
-        "gathers by adding floats, which changes packed bytes", "set it to false",
+        _ZERO,
+        ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"),
+        _is_on,
+        "gathers by adding floats, which changes packed bytes",
+        "set it to false",
     ),
-    _Refusal(_ZERO, ("zero_quantized_weights",), _is_on, "quantizes packed bytes as if they were floats", "set it to false"),
     _Refusal(
-        _ZERO, ("zero_quantized_nontrainable_weights",), _is_on, "quantizes packed bytes as if they were floats", "set it to false",
+        _ZERO,
+        ("zero_quantized_weights",),
+        _is_on,
+        "quantizes packed bytes as if they were floats",
+        "set it to false",
     ),
     _Refusal(
-        _ZERO, _GATHER, _is_on, "would save packed bytes as if they were floats",
+        _ZERO,
+        ("zero_quantized_nontrainable_weights",),
+        _is_on,
+        "quantizes packed bytes as if they were floats",
+        "set it to false",
+    ),
+    _Refusal(
+        _ZERO,
+        _GATHER,
+        _is_on,
+        "would save packed bytes as if they were floats",
         "set it to false, and save with save_pretrained, called on all ranks",
     ),
     _Refusal(
-        _ZERO, ("zero_hpz_partition_size",), _is_more_than_one, "keeps a second shard of every row, which hfq does not make yet",
+        _ZERO,
+        ("zero_hpz_partition_size",),
+        _is_more_than_one,
+        "keeps a second shard of every row, which hfq does not make yet",
         "set it to 1",
     ),
-    _Refusal(_ZERO, ("mics_shard_size",), _is_more_than_one, "shards by another rule, which hfq does not follow yet", "remove it"),
     _Refusal(
-        "torch_autocast", ("enabled",), _is_on, "may gather parameters in another dtype, which changes packed bytes",
+        _ZERO,
+        ("mics_shard_size",),
+        _is_more_than_one,
+        "shards by another rule, which hfq does not follow yet",
+        "remove it",
+    ),
+    _Refusal(
+        "torch_autocast",
+        ("enabled",),
+        _is_on,
+        "may gather parameters in another dtype, which changes packed bytes",
         "set torch_autocast.enabled to false, and load the model in the dtype it is to compute in",
     ),
     _Refusal(
-        "tensor_parallel", ("autotp_size",), _is_more_than_one, "cuts dense layers and leaves packed ones whole", "set it to 1",
+        "tensor_parallel",
+        ("autotp_size",),
+        _is_more_than_one,
+        "cuts dense layers and leaves packed ones whole",
+        "set it to 1",
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +116,8 @@ class ZeroConfig:
     """What a load needs to know of an active ZeRO-3 config.
 
     Attributes:
-        options: The sections that concern parameters, with `auto` settled, as `deepspeed.zero.Init` takes them.
+        options: The sections that concern parameters, with `auto` settled, as `deepspeed.zero.Init` takes
+            them.
         dtype: The dtype that ZeRO runs in.
         home: Where shards rest: `device`, `cpu` or `nvme`.
         nvme_path: The folder for swapped parameters, if any.
@@ -92,7 +131,10 @@ class ZeroConfig:
     @property
     def kept_numel(self) -> int:
         """The elements of the largest parameter that DeepSpeed keeps gathered once it was used."""
-        found = next((self.options[_ZERO][name] for name in _PERSISTENCE if name in self.options[_ZERO]), _DEFAULT_PERSISTENCE)
+        found = next(
+            (self.options[_ZERO][name] for name in _PERSISTENCE if name in self.options[_ZERO]),
+            _DEFAULT_PERSISTENCE,
+        )
         return _AUTO_PERSISTENCE if found == "auto" else int(found)
 
     def with_offload(self, **changes: Any) -> dict[str, Any]:
@@ -109,22 +151,28 @@ def read_zero_config(dtype: torch.dtype) -> ZeroConfig:
         dtype: The dtype that the model is loaded in.
 
     Raises:
-        SetupError: An option would corrupt packed bytes, or ZeRO runs in another dtype than the model is loaded in.
+        SetupError: An option would corrupt packed bytes, or ZeRO runs in another dtype than the model is
+            loaded in.
     """
     from transformers.integrations.deepspeed import deepspeed_config
 
     config = deepspeed_config()
     _check_options(config)
     options = {key: copy.deepcopy(config[key]) for key in _KEPT if isinstance(config.get(key), Mapping)}
-    options["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants one; what is made from these options runs no batch
+    options["train_micro_batch_size_per_gpu"] = (
+        1  # DeepSpeed wants one; what is made from these options runs no batch
+    )
     found = _running_dtype(options, dtype)
     if found != dtype:
         name = str(dtype).removeprefix("torch.")
         raise SetupError(
-            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}; nothing was loaded.",
-            expected=f"a model in {str(found).removeprefix('torch.')}", found=name,
-            fix=f"pass dtype={found} to from_pretrained, or enable the dtype of the model in the DeepSpeed config",
-        )  # fmt: skip
+            f"The DeepSpeed config enables {_NAMES[found]}, and the model is loaded in {name}; nothing was "
+            f"loaded.",
+            expected=f"a model in {str(found).removeprefix('torch.')}",
+            found=name,
+            fix=f"pass dtype={found} to from_pretrained, or enable the dtype of the model in the DeepSpeed "
+            f"config",
+        )
     offload = options[_ZERO].get("offload_param") or {}
     home = str(offload.get("device", "none"))
     home = "device" if home in ("none", "None") else home
@@ -146,9 +194,11 @@ def refused_options(config: Mapping[str, Any]) -> Iterator[SetupError]:
                 continue
             if name in section and refusal.is_harmful(section[name]):
                 yield SetupError(
-                    f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.", found=section[name],
-                    expected="an option that leaves packed bytes as they are", fix=refusal.fix,
-                )  # fmt: skip
+                    f"The DeepSpeed option {refusal.section}.{name} {refusal.why}; nothing was loaded.",
+                    found=section[name],
+                    expected="an option that leaves packed bytes as they are",
+                    fix=refusal.fix,
+                )
 
 
 def _running_dtype(options: dict[str, Any], dtype: torch.dtype) -> torch.dtype:

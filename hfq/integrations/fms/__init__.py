@@ -1,6 +1,8 @@
-"""IBM's Foundation Model Stack: FMS models on packed bytes, by hfq's own reader (`load`) or by FMS's `get_model` (`register`).
+"""IBM's Foundation Model Stack: FMS models on packed bytes, by hfq's own reader (`load`) or by FMS's
+`get_model` (`register`).
 
-    model = hfq.fms.load(path)                     # an FMS model; logits as of transformers, up to the order of float sums
+    model = hfq.fms.load(path)                     # an FMS model; logits as of transformers, up to the order
+    of float sums
 
     hfq.fms.register()
     model = fms.models.get_model("hf_pretrained", model_path=path, linear_config={"linear_type": "hfq"})
@@ -39,20 +41,22 @@ def load(
     group: Any = None,
     config: HfqConfig | None = None,
 ) -> nn.Module:
-    """Builds an FMS model from a checkpoint in transformers' layout, quantized in any dialect that hfq reads, or in none.
+    """Builds an FMS model from a checkpoint in transformers' layout, quantized in any dialect that hfq reads,
+    or in none.
 
-    Packed layers are `QuantizedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned. Only layers whose rows
-    FMS wants in another order (query and key, for RoPE) are copied, and stay packed. The model's tensors are frozen, and it is in
-    evaluation mode.
+    Packed layers are `QuantizedLinear`: they hold the checkpoint's own bytes, mapped where these are aligned.
+    Only layers whose rows FMS wants in another order (query and key, for RoPE) are copied, and stay packed.
+    The model's tensors are frozen, and it is in evaluation mode.
 
     Args:
         path: The checkpoint's folder.
         data_type: The dtype of dense tensors, as a dtype or its name; by default the checkpoint's own.
         device: Where the model rests and computes.
-        fused_weights: Whether attention and MLP ask for query, key and value, and for gate and up, as one layer. The packed parts of
-            such a layer stay as they are stored, and are multiplied by one after another. By default only where the checkpoint
-            itself stores them as one.
-        distributed_strategy: `"tp"` gives each rank of `group` its slice of every layer that FMS cuts; None the whole model.
+        fused_weights: Whether attention and MLP ask for query, key and value, and for gate and up, as one
+            layer. The packed parts of such a layer stay as they are stored, and are multiplied by one after
+            another. By default only where the checkpoint itself stores them as one.
+        distributed_strategy: `"tp"` gives each rank of `group` its slice of every layer that FMS cuts; None
+            the whole model.
         group: The process group for `"tp"`; by default all ranks.
         config: hfq's options; `kernel` and `cpu_memory` (`"auto"`, `"mmap"`, `"private"`) are used.
 
@@ -60,23 +64,27 @@ def load(
         The FMS model, whose `forward` takes tokens and gives logits.
 
     Raises:
-        SetupError: FMS is absent or of an untested version, does not know the architecture, or an option cannot be used.
+        SetupError: FMS is absent or of an untested version, does not know the architecture, or an option
+            cannot be used.
         CheckpointError: The folder holds no checkpoint, or a damaged one.
-        FormatError: A tensor is missing, unexpected, of a wrong size or dtype, or cannot be laid out as FMS wants it.
+        FormatError: A tensor is missing, unexpected, of a wrong size or dtype, or cannot be laid out as FMS
+            wants it.
     """
     check_installed()
     from hfq.integrations.fms.loader import load_model
 
-    return load_model(path, data_type, torch.device(device), fused_weights, distributed_strategy, group, config)
+    return load_model(
+        path, data_type, torch.device(device), fused_weights, distributed_strategy, group, config
+    )
 
 
 def register(config: HfqConfig | None = None) -> None:
     """Makes FMS's `get_model("hf_pretrained", …)` read quantized checkpoints with hfq, from then on.
 
-    It adds the linear type `hfq` to FMS's registry, with its tensor parallel sharding, and a step to the adapters of the architectures
-    that honour `linear_config`, which reorders packed rows (asymmetric zero points and few key heads included) and fills the layers.
-    A checkpoint that names a quantization gets this type and `fused_weights=False`, whatever `linear_config` says. Calling it again
-    replaces the options.
+    It adds the linear type `hfq` to FMS's registry, with its tensor parallel sharding, and a step to the
+    adapters of the architectures that honour `linear_config`, which reorders packed rows (asymmetric zero
+    points and few key heads included) and fills the layers. A checkpoint that names a quantization gets this
+    type and `fused_weights=False`, whatever `linear_config` says. Calling it again replaces the options.
 
     Args:
         config: hfq's options; `kernel` and `activations` are used.
@@ -108,7 +116,9 @@ def check_installed() -> str:
         ) from None
     if not _OLDEST <= Version(found) < _NEXT:
         raise SetupError(
-            "hfq was not tested with this version of IBM's Foundation Model Stack.", expected=expected, found=f"ibm-fms {found}",
+            "hfq was not tested with this version of IBM's Foundation Model Stack.",
+            expected=expected,
+            found=f"ibm-fms {found}",
             fix=f"pip install '{expected}'",
-        )  # fmt: skip
+        )
     return found

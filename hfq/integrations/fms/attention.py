@@ -1,7 +1,8 @@
 """Refuses the one call that FMS's attention computes wrongly without a word.
 
-`_sdpa_compute_op` (fms/modules/attention.py of FMS 1.13) tells keys that come from a cache, [batch, heads, tokens, …], from those that
-do not, [batch, tokens, heads, …], by their sizes: without a cache, as many tokens as key heads are taken for heads.
+`_sdpa_compute_op` (fms/modules/attention.py of FMS 1.13) tells keys that come from a cache, [batch, heads,
+tokens, …], from those that do not, [batch, tokens, heads, …], by their sizes: without a cache, as many tokens
+as key heads are taken for heads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _MARK = "_hfq_is_guarded"
 
 
 def guard_attention(model: nn.Module | None = None) -> None:
-    """Makes FMS's attention check its calls: that of a model, and wherever its layers are hfq's; any other stays as it is.
+    """Makes FMS's attention check its calls: that of a model, and wherever its layers are hfq's; any other
+    stays as it is.
 
     Args:
         model: A model whose attention is checked whatever its layers are.
@@ -40,10 +42,11 @@ def guard_attention(model: nn.Module | None = None) -> None:
         is_ours = isinstance(self.dense, QuantizedLinear) or getattr(self, _MARK, False)
         if is_ours and not use_cache and q.size(1) == self.kvheads > 1:
             raise SetupError(
-                "FMS's attention would take heads for tokens, and give wrong logits.", found=f"{q.size(1)} tokens without a cache",
+                "FMS's attention would take heads for tokens, and give wrong logits.",
+                found=f"{q.size(1)} tokens without a cache",
                 expected=f"use_cache=True, or another number of tokens than the {self.kvheads} key heads",
                 fix="pass use_cache=True to the model",
-            )  # fmt: skip
+            )
         return original(self, q, *args, **kwargs)
 
     MultiHeadAttention.forward = forward

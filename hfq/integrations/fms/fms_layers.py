@@ -1,4 +1,6 @@
-"""The packed layers of an FMS model: modules by FMS's names, filled with the checkpoint's bytes in FMS's order of rows."""
+"""The packed layers of an FMS model: modules by FMS's names, filled with the checkpoint's bytes in FMS's
+order of rows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Layers:
         reader: Reads the checkpoint; by default a new one.
     """
 
-    def __init__(self, source: Source, layout: Layout, config: HfqConfig, reader: Reader | None = None) -> None:
+    def __init__(
+        self, source: Source, layout: Layout, config: HfqConfig, reader: Reader | None = None
+    ) -> None:
         self.reader = reader or Reader(source.checkpoint)
         self.layout, self._match, self._config = layout, source.match, config
 
@@ -51,9 +55,12 @@ class Layers:
         linears = [part for part in parts if isinstance(part, QuantizedLinear)]
         if len(linears) != len(parts):
             raise FormatError(
-                "FMS fuses packed tensors that are no linear layers; nothing was loaded.", tensor=name, expected="linear layers",
-                found=", ".join(type(part).__name__ for part in parts), fix="pass fused_weights=False",
-            )  # fmt: skip
+                "FMS fuses packed tensors that are no linear layers; nothing was loaded.",
+                tensor=name,
+                expected="linear layers",
+                found=", ".join(type(part).__name__ for part in parts),
+                fix="pass fused_weights=False",
+            )
         return ConcatLinear({str(index): linear for index, linear in enumerate(linears)})
 
     def sizes(self, name: str) -> tuple[int, int]:
@@ -61,7 +68,9 @@ class Layers:
         slots = [self._match.packed[part.name].slot for part in self.layout.layers[name]]
         return sum(slot.out_features for slot in slots), slots[0].in_features
 
-    def fill(self, name: str, module: nn.Module, device: torch.device, part: LayerSlice | None = None) -> None:
+    def fill(
+        self, name: str, module: nn.Module, device: torch.device, part: LayerSlice | None = None
+    ) -> None:
         """Gives a layer that `build` made its bytes.
 
         Args:
@@ -71,7 +80,8 @@ class Layers:
             part: The slice that this rank holds; None for the whole layer.
 
         Raises:
-            FormatError: The values of a small tensor are impossible, or the dialect can be neither reordered nor cut there.
+            FormatError: The values of a small tensor are impossible, or the dialect can be neither reordered
+                nor cut there.
         """
         modules = list(module.values()) if isinstance(module, ConcatLinear) else [module]
         for held, stored in zip(modules, self.layout.layers[name], strict=True):
@@ -79,16 +89,23 @@ class Layers:
                 self._fill_part(held, stored, device, part)
             except FormatError as error:  # a format knows no names
                 raise FormatError(
-                    error.message, tensor=error.tensor or stored.name, expected=error.expected, found=error.found, fix=error.fix
+                    error.message,
+                    tensor=error.tensor or stored.name,
+                    expected=error.expected,
+                    found=error.found,
+                    fix=error.fix,
                 ) from error
 
     def _build_part(self, name: str, part: Part) -> QuantizedModule:
         found = self._match.packed[part.name]
         if found.slot.kind not in ("linear", "embedding"):
             raise FormatError(
-                "hfq does not give this packed tensor to FMS; nothing was loaded.", tensor=part.name, found=found.slot.kind,
-                expected="a linear layer or an embedding", fix="load the checkpoint with transformers",
-            )  # fmt: skip
+                "hfq does not give this packed tensor to FMS; nothing was loaded.",
+                tensor=part.name,
+                found=found.slot.kind,
+                expected="a linear layer or an embedding",
+                fix="load the checkpoint with transformers",
+            )
         return build_packed(name, found, self._config)
 
     def _fill_part(self, module: Any, stored: Part, device: torch.device, part: LayerSlice | None) -> None:
@@ -108,7 +125,9 @@ class Layers:
             out_features, in_features = found.slot.out_features, found.slot.in_features
             if part is not None:
                 count = part.stop - part.start
-                out_features, in_features = (count, in_features) if part.axis == "out" else (out_features, count)
+                out_features, in_features = (
+                    (count, in_features) if part.axis == "out" else (out_features, count)
+                )
             module.local_in_features = in_features
             module.kernel = choose_kernel(self._config.kernel, weight_format, in_features, out_features)
         module.hold({local: tensor.to(device) for local, tensor in tensors.items()})
@@ -119,15 +138,21 @@ class Layers:
             return map_tensors(self.reader, infos)
         if cpu_memory == "mmap":
             raise PlacementError(
-                "A packed row cannot be used where it lies in the file; nothing was loaded.", tensor=next(iter(infos.values())).name,
-                expected="tensors aligned to their own dtype", found="misaligned ones", fix='pass HfqConfig(cpu_memory="auto")',
-            )  # fmt: skip
+                "A packed row cannot be used where it lies in the file; nothing was loaded.",
+                tensor=next(iter(infos.values())).name,
+                expected="tensors aligned to their own dtype",
+                found="misaligned ones",
+                fix='pass HfqConfig(cpu_memory="auto")',
+            )
         with torch.inference_mode(False):
             return FlatBuffer.read(self.reader, infos).tensors()
 
 
-def rank_slice_of(name: str, held: tuple[int, int], whole: tuple[int, int], rank: int, world: int) -> LayerSlice | None:
-    """The slice of a layer that FMS gives a rank: by rank, and the same to several ranks where there are fewer slices than ranks.
+def rank_slice_of(
+    name: str, held: tuple[int, int], whole: tuple[int, int], rank: int, world: int
+) -> LayerSlice | None:
+    """The slice of a layer that FMS gives a rank: by rank, and the same to several ranks where there are
+    fewer slices than ranks.
 
     Args:
         name: The layer's name, for messages.
@@ -145,10 +170,12 @@ def rank_slice_of(name: str, held: tuple[int, int], whole: tuple[int, int], rank
     count = whole[axis] // held[axis] if held[axis] else 0
     if held[1 - axis] != whole[1 - axis] or count * held[axis] != whole[axis] or not 1 < count <= world:
         raise FormatError(
-            "A packed layer does not fit its place in the FMS model; nothing was loaded.", tensor=name,
-            expected=f"[{held[0]}, {held[1]}] on each of {world} ranks", found=f"[{whole[0]}, {whole[1]}] stored",
+            "A packed layer does not fit its place in the FMS model; nothing was loaded.",
+            tensor=name,
+            expected=f"[{held[0]}, {held[1]}] on each of {world} ranks",
+            found=f"[{whole[0]}, {whole[1]}] stored",
             fix="check config.json against the checkpoint, or use another number of ranks",
-        )  # fmt: skip
+        )
     start = rank * count // world * held[axis]
     return LayerSlice("in" if axis else "out", start, start + held[axis], whole[axis])
 
@@ -157,7 +184,10 @@ def _described(module: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Te
     """Tensors in memory as a header would describe them."""
     return {
         local: TensorInfo(
-            f"{module}.{local}", safetensors_dtype(tensor.dtype), tuple(tensor.shape), ByteRange("", 0, tensor.nbytes)
+            f"{module}.{local}",
+            safetensors_dtype(tensor.dtype),
+            tuple(tensor.shape),
+            ByteRange("", 0, tensor.nbytes),
         )
         for local, tensor in tensors.items()
     }

@@ -1,4 +1,6 @@
-"""`hfq.fms.load`: FMS's skeleton on meta, hfq's layers in the place of its linear ones, and every tensor accounted for."""
+"""`hfq.fms.load`: FMS's skeleton on meta, hfq's layers in the place of its linear ones, and every tensor
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +58,28 @@ def load_model(
     formats = ", ".join(sorted({module.weight_format.describe() for module in packed}))
     reordered = sum(part.order is not None for parts in layout.layers.values() for part in parts)
     logger.info(
-        "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order", path,
-        time.perf_counter() - started, len(packed), formats or "none", reordered,
-    )  # fmt: skip
+        "hfq: loaded %s for FMS in %.2f s: %d packed layers (%s), %d of them with their rows in FMS's order",
+        path,
+        time.perf_counter() - started,
+        len(packed),
+        formats or "none",
+        reordered,
+    )
     guard_attention(model)
     return model.eval()
 
 
 def _lay_out(
-    source: Source, reader: Reader, dtype: torch.dtype | None, fused: bool | None, strategy: str | None, group: Any
+    source: Source,
+    reader: Reader,
+    dtype: torch.dtype | None,
+    fused: bool | None,
+    strategy: str | None,
+    group: Any,
 ) -> tuple[Any, Layout]:
-    """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has not said otherwise."""
+    """The skeleton, and where its rows are stored; layers that are stored fused stay so, where the user has
+    not said otherwise.
+    """
     dense, first = dense_tensors(source, reader), None
     for is_fused in (False, True) if fused is None and strategy is None else (bool(fused),):
         model = make_meta_model(source, dtype, is_fused, strategy, group)
@@ -77,7 +90,9 @@ def _lay_out(
     raise first  # type: ignore[misc]  # there was at least one attempt
 
 
-def make_meta_model(source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any) -> Any:
+def make_meta_model(
+    source: Source, dtype: torch.dtype | None, fused: bool, strategy: str | None, group: Any
+) -> Any:
     """FMS's model on meta, with plain linear layers.
 
     Raises:
@@ -95,14 +110,21 @@ def make_meta_model(source: Source, dtype: torch.dtype | None, fused: bool, stra
         )
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         raise SetupError(
-            "FMS cannot build this model; nothing was loaded.", file=source.checkpoint.root, found=f"{type(error).__name__}: {error}",
-            expected="a config, and a number of ranks, that FMS takes", fix="read the cause above",
-        ) from error  # fmt: skip
+            "FMS cannot build this model; nothing was loaded.",
+            file=source.checkpoint.root,
+            found=f"{type(error).__name__}: {error}",
+            expected="a config, and a number of ranks, that FMS takes",
+            fix="read the cause above",
+        ) from error
 
 
 def dense_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
-    """Every stored tensor that is not packed and has a place, by its name on disk; mapped where it is aligned."""
-    packed = {info.part_of or info.name for found in source.match.packed.values() for info in found.infos.values()}
+    """Every stored tensor that is not packed and has a place, by its name on disk; mapped where it is
+    aligned.
+    """
+    packed = {
+        info.part_of or info.name for found in source.match.packed.values() for info in found.infos.values()
+    }
     left_out = {*packed, *source.match.unused, *source.match.kept}
     return {
         name: map_tensor(reader, info) if is_mappable({name: info}) else read_tensor(reader, info)
@@ -111,7 +133,9 @@ def dense_tensors(source: Source, reader: Reader) -> dict[str, torch.Tensor]:
     }
 
 
-def _place_layer(model: nn.Module, name: str, layers: Layers, device: torch.device, problems: list[str]) -> None:
+def _place_layer(
+    model: nn.Module, name: str, layers: Layers, device: torch.device, problems: list[str]
+) -> None:
     parent, _, local = name.rpartition(".")
     try:
         replaced = model.get_submodule(name)
@@ -126,7 +150,8 @@ def _place_layer(model: nn.Module, name: str, layers: Layers, device: torch.devi
     whole = layers.sizes(name)
     if held[0] is None or held[1] is None or (held != whole and world == 1):
         problems.append(
-            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, {held[1]}]"
+            f"{name}: packed [{whole[0]}, {whole[1]}], but FMS's {type(replaced).__name__} is [{held[0]}, "
+            f"{held[1]}]"
         )
         return
     module = layers.build(name)
@@ -136,7 +161,11 @@ def _place_layer(model: nn.Module, name: str, layers: Layers, device: torch.devi
 
 
 def _place_dense(
-    model: nn.Module, dense: Mapping[str, torch.Tensor], dtype: torch.dtype | None, device: torch.device, problems: list[str]
+    model: nn.Module,
+    dense: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    problems: list[str],
 ) -> None:
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, stored in dense.items():
@@ -154,8 +183,12 @@ def _place_dense(
         weight = dense.get(f"{parent}.weight")
         is_cut = isinstance(owner, nn.Linear) and weight is not None and weight.shape[-1] != owner.in_features
         if local == "bias" and is_cut and rank > 0:
-            tensor = torch.zeros_like(tensor)  # the inputs of each rank give a partial sum, to which the first adds the bias
-        tensor = tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+            tensor = torch.zeros_like(
+                tensor
+            )  # the inputs of each rank give a partial sum, to which the first adds the bias
+        tensor = tensor.to(
+            device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        )
         if local in owner._parameters:
             owner._parameters[local] = nn.Parameter(tensor, requires_grad=False)
         else:
@@ -177,7 +210,9 @@ def _part_of(stored: torch.Tensor, place: torch.Tensor, rank: int, world: int) -
 
 
 def _ranks(model: nn.Module, name: str) -> tuple[int, int]:
-    """(rank, number of ranks) of the innermost module around a name that ranks share; (0, 1) where none is."""
+    """(rank, number of ranks) of the innermost module around a name that ranks share; (0, 1) where none
+    is.
+    """
     found = (0, 1)
     path = name.split(".")
     for end in range(1, len(path) + 1):
@@ -192,15 +227,20 @@ def _ranks(model: nn.Module, name: str) -> tuple[int, int]:
 
 def _check_complete(model: nn.Module, source: Source) -> None:
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    _raise([f"{name}: missing, expected {list(tensor.shape)}" for name, tensor in state if tensor.is_meta], source)
+    _raise(
+        [f"{name}: missing, expected {list(tensor.shape)}" for name, tensor in state if tensor.is_meta],
+        source,
+    )
 
 
 def _raise(problems: list[str], source: Source) -> None:
     if problems:
         raise FormatError(
-            "The checkpoint does not match FMS's model; no model was returned.", file=source.checkpoint.root, problems=problems,
+            "The checkpoint does not match FMS's model; no model was returned.",
+            file=source.checkpoint.root,
+            problems=problems,
             fix="load it with transformers: from_pretrained(path, quantization_config=HfqConfig())",
-        )  # fmt: skip
+        )
 
 
 def _dtype(data_type: Any) -> torch.dtype | None:
@@ -208,30 +248,41 @@ def _dtype(data_type: Any) -> torch.dtype | None:
     is_float = isinstance(found, torch.dtype) and found.is_floating_point
     if (data_type is not None and found is None) or (found is not None and not is_float):
         raise SetupError(
-            f"hfq.fms.load(data_type={data_type!r}) is no float dtype.", expected="torch.float32, bfloat16 or float16, or its name",
-            found=repr(data_type), fix="correct data_type, or leave it out for the checkpoint's own",
-        )  # fmt: skip
+            f"hfq.fms.load(data_type={data_type!r}) is no float dtype.",
+            expected="torch.float32, bfloat16 or float16, or its name",
+            found=repr(data_type),
+            fix="correct data_type, or leave it out for the checkpoint's own",
+        )
     return found
 
 
 def _check_options(strategy: str | None, fused: bool | None, config: HfqConfig) -> None:
     if strategy not in (None, "tp"):
         raise SetupError(
-            f"hfq.fms.load does not know distributed_strategy={strategy!r}.", expected="None or 'tp'", found=repr(strategy),
+            f"hfq.fms.load does not know distributed_strategy={strategy!r}.",
+            expected="None or 'tp'",
+            found=repr(strategy),
             fix="pass 'tp' in a process group, or leave it out",
-        )  # fmt: skip
+        )
     if strategy == "tp" and fused:
         raise SetupError(
-            "hfq.fms.load cuts no fused layers.", expected="fused_weights=False", found="True", fix="leave fused_weights out"
+            "hfq.fms.load cuts no fused layers.",
+            expected="fused_weights=False",
+            found="True",
+            fix="leave fused_weights out",
         )
     if strategy == "tp" and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise SetupError(
-            "hfq.fms.load(distributed_strategy='tp') needs a process group.", expected="torch.distributed.init_process_group",
-            found="none", fix="start the script with torchrun, and call init_process_group first",
-        )  # fmt: skip
+            "hfq.fms.load(distributed_strategy='tp') needs a process group.",
+            expected="torch.distributed.init_process_group",
+            found="none",
+            fix="start the script with torchrun, and call init_process_group first",
+        )
     if not isinstance(config, HfqConfig) or config.cpu_memory == "shared":
         raise SetupError(
-            "hfq.fms.load cannot use this config.", expected="HfqConfig with cpu_memory auto, mmap or private",
-            found=repr(getattr(config, "cpu_memory", config))[:80], fix="correct or leave out config",
-        )  # fmt: skip
+            "hfq.fms.load cannot use this config.",
+            expected="HfqConfig with cpu_memory auto, mmap or private",
+            found=repr(getattr(config, "cpu_memory", config))[:80],
+            fix="correct or leave out config",
+        )
     refuse_quantize_on_load(config, "hfq.fms.load")

@@ -1,16 +1,22 @@
-"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who asks for them.
+"""FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who
+asks for them.
 
 Four places of FMS 1.13 are met, beside its attention (fms_attention.py):
 
-1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get `hfq`. FMS gives a factory
-   no name, so that it returns an `UninitializedModule`, which FMS initializes by name once the model is built.
-2. `hf_config_to_fms_config_params` of the one `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): a config that names a
-   quantization would be handed to fms-model-optimizer, which must be installed and knows compressed-tensors FP8 alone.
-3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps at the end, where FMS's step for RoPE has taken
-   words of packed zero points for features, or failed on them. hfq's step comes first, and takes the packed layers out.
-4. What the step returns for layers that ranks cut, FMS hands to `TPModule.load_weights`, and that to the sharding of type `hfq`.
+1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get
+   `hfq`. FMS gives a factory no name, so that it returns an `UninitializedModule`, which FMS initializes by
+   name once the model is built.
+2. `hf_config_to_fms_config_params` of the one `_FMS_MODEL_CONFIG_REGISTRY` (models/hf/config_utils): a config
+   that names a quantization would be handed to fms-model-optimizer, which must be installed and knows
+   compressed-tensors FP8 alone.
+3. `__adapters` of `fms.utils.serialization`: the public `extend_adapter` adds steps at the end, where FMS's
+   step for RoPE has taken words of packed zero points for features, or failed on them. hfq's step comes
+   first, and takes the packed layers out.
+4. What the step returns for layers that ranks cut, FMS hands to `TPModule.load_weights`, and that to the
+   sharding of type `hfq`.
 
-Dense tensors go FMS's own way. FMS casts what it copies to `data_type`, so packed tensors are given to their modules, and not to FMS.
+Dense tensors go FMS's own way. FMS casts what it copies to `data_type`, so packed tensors are given to their
+modules, and not to FMS.
 """
 
 from __future__ import annotations
@@ -96,7 +102,9 @@ class Placed:
 class _Unnamed(UninitializedModule):
     """What FMS's registry gets before a layer has a name."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, linear_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, linear_config: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
         self.placed: Placed | None = linear_config.get(_LAYERS)
@@ -104,10 +112,12 @@ class _Unnamed(UninitializedModule):
     def initialize(self, name: str) -> nn.Module:
         if self.placed is None:
             raise SetupError(
-                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.", tensor=name, found="none",
+                f"FMS was asked for linear_type={TYPE!r} without a quantized checkpoint.",
+                tensor=name,
+                found="none",
                 expected="hf_pretrained, and a config.json that names a quantization",
                 fix="leave linear_config out, or call hfq.fms.load(path)",
-            )  # fmt: skip
+            )
         if name not in self.placed.layers.layout.layers:
             return nn.Linear(self.in_features, self.out_features, self.has_bias)
         module = self.placed.layers.build(name)
@@ -130,13 +140,22 @@ def _asking(original: Any) -> Any:
         source = read_source(model_path or config.name_or_path, config)
         if source.architecture not in ARCHITECTURES:
             raise SetupError(
-                f"FMS's {source.architecture} does not ask its registry for its linear layers; nothing was loaded.",
-                expected=", ".join(ARCHITECTURES), found=source.architecture, fix="call hfq.fms.load(path)",
-            )  # fmt: skip
+                f"FMS's {source.architecture} does not ask its registry for its linear layers; nothing was "
+                f"loaded.",
+                expected=", ".join(ARCHITECTURES),
+                found=source.architecture,
+                fix="call hfq.fms.load(path)",
+            )
         reader = Reader(source.checkpoint)
         plain = make_meta_model(source, None, False, None, None).config
-        layout = find_layout(source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim)
-        stored = {stored_name(source.match.packed[part.name]): name for name, parts in layout.layers.items() for part in parts}
+        layout = find_layout(
+            source.architecture, plain, source.match, dense_tensors(source, reader), source.head_dim
+        )
+        stored = {
+            stored_name(source.match.packed[part.name]): name
+            for name, parts in layout.layers.items()
+            for part in parts
+        }
         placed = Placed(Layers(source, layout, _options[0], reader), stored)
         chosen = {"linear_type": TYPE, _LAYERS: placed}
         params = source.params | {"linear_config": chosen, "fused_weights": False}
@@ -148,7 +167,9 @@ def _asking(original: Any) -> Any:
 def _adapt(
     original: Any, state: Mapping[str, torch.Tensor], model_config: Any = None, **kwargs: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The step before FMS's own: takes packed layers out of a part of the checkpoint, and fills those that no ranks share."""
+    """The step before FMS's own: takes packed layers out of a part of the checkpoint, and fills those that no
+    ranks share.
+    """
     placed: Placed | None = (getattr(model_config, "linear_config", None) or {}).get(_LAYERS)
     if placed is None:
         return original(state, model_config=model_config, **kwargs)
@@ -164,9 +185,12 @@ def _adapt(
     for name, device in found.items():
         if name not in placed.modules:
             raise FormatError(
-                "A layer is stored packed, and FMS has not asked its registry for it; no model was returned.", tensor=name,
-                expected="a linear layer of a block", found="another layer", fix="call hfq.fms.load(path)",
-            )  # fmt: skip
+                "A layer is stored packed, and FMS has not asked its registry for it; no model was returned.",
+                tensor=name,
+                expected="a linear layer of a block",
+                found="another layer",
+                fix="call hfq.fms.load(path)",
+            )
         if placed.is_cut(name):
             adapted[f"{name}.{TYPE}"] = torch.empty(0, device=device)  # for `_shard`, which knows the rank
         else:
@@ -176,7 +200,9 @@ def _adapt(
 
 def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, Any]) -> set[str] | None:
     """Fills this rank's slices of the layers of one attention or MLP; dense ones are cut as FMS cuts them."""
-    dense = {short: info for short, info in infos.items() if not isinstance(info.linear_module, QuantizedLinear)}
+    dense = {
+        short: info for short, info in infos.items() if not isinstance(info.linear_module, QuantizedLinear)
+    }
     marks = {key for key in tensors if key.endswith(f".{TYPE}")}
     for info in infos.values():
         module = info.linear_module
@@ -190,6 +216,9 @@ def _shard(tensors: dict[str, torch.Tensor], tp_module: Any, infos: dict[str, An
 
 def _refuse(name: str) -> Mapping[str, torch.Tensor]:
     raise PlacementError(
-        "A packed layer was used before its weights were loaded.", tensor=name, expected="weights", found="none",
+        "A packed layer was used before its weights were loaded.",
+        tensor=name,
+        expected="weights",
+        found="none",
         fix="load the model with get_model('hf_pretrained', …) and a device_type other than meta",
-    )  # fmt: skip
+    )

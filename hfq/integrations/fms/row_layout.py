@@ -1,8 +1,8 @@
 """Where FMS keeps which rows of which stored layer, found by asking FMS's own adapter.
 
-In place of the weight of each packed layer the adapter is handed row numbers, int64 [out, 1]. Whatever it does to the rows of a weight
-(renaming, the order that RoPE by pairs wants, fusion) shows in where the numbers come out, so that no architecture's layout is
-written down a second time here.
+In place of the weight of each packed layer the adapter is handed row numbers, int64 [out, 1]. Whatever it
+does to the rows of a weight (renaming, the order that RoPE by pairs wants, fusion) shows in where the numbers
+come out, so that no architecture's layout is written down a second time here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """What FMS calls what: `layers` are packed, by FMS's name of the layer; `dense` the other tensors, by FMS's name."""
+    """What FMS calls what: `layers` are packed, by FMS's name of the layer; `dense` the other tensors, by
+    FMS's name.
+    """
 
     layers: dict[str, tuple[Part, ...]]
     dense: dict[str, torch.Tensor]
@@ -50,7 +52,11 @@ def stored_name(found: QuantizedModuleMatch) -> str:
 
 
 def find_layout(
-    architecture: str, model_config: Any, match: CheckpointMatch, dense: Mapping[str, torch.Tensor], head_dim: int | None
+    architecture: str,
+    model_config: Any,
+    match: CheckpointMatch,
+    dense: Mapping[str, torch.Tensor],
+    head_dim: int | None,
 ) -> Layout:
     """Runs FMS's adapter for checkpoints of transformers over a model.
 
@@ -78,7 +84,12 @@ def find_layout(
     layers: dict[str, tuple[Part, ...]] = {}
     plain: dict[str, torch.Tensor] = {}
     for key, tensor in adapted.items():
-        if tensor.dtype == torch.int64 and tensor.dim() == 2 and tensor.shape[1] == 1 and bool((tensor >= _LAYER).any()):
+        if (
+            tensor.dtype == torch.int64
+            and tensor.dim() == 2
+            and tensor.shape[1] == 1
+            and bool((tensor >= _LAYER).any())
+        ):
             layers[key.removesuffix(".weight")] = _parts(key, tensor[:, 0], names, match, head_dim)
         else:
             plain[key] = tensor
@@ -89,25 +100,36 @@ def find_layout(
     return Layout(layers, plain)
 
 
-def _parts(key: str, numbers: torch.Tensor, names: list[str], match: CheckpointMatch, head_dim: int | None) -> tuple[Part, ...]:
+def _parts(
+    key: str, numbers: torch.Tensor, names: list[str], match: CheckpointMatch, head_dim: int | None
+) -> tuple[Part, ...]:
     owners = numbers // _LAYER - 1
     if not key.endswith(".weight") or bool((owners < 0).any()):
-        raise _unfit(key, "packed and dense rows in one tensor", "packed layers alone (try fused_weights=False)")
+        raise _unfit(
+            key, "packed and dense rows in one tensor", "packed layers alone (try fused_weights=False)"
+        )
     found = []
     for owner in owners.unique_consecutive().tolist():
         name, rows = names[owner], numbers[owners == owner] % _LAYER
         plain = torch.arange(match.packed[name].slot.out_features)
         if not torch.equal(rows.sort().values, plain):
-            raise _unfit(name, f"{rows.numel()} of {plain.numel()} rows in {key}", "all rows of the stored layer")
+            raise _unfit(
+                name, f"{rows.numel()} of {plain.numel()} rows in {key}", "all rows of the stored layer"
+            )
         is_same = torch.equal(rows, plain)
         if not is_same and head_dim and not torch.equal(rows // head_dim, plain // head_dim):
-            raise _unfit(name, "rows that leave their head", f"rows that are moved within heads of {head_dim}")
+            raise _unfit(
+                name, "rows that leave their head", f"rows that are moved within heads of {head_dim}"
+            )
         found.append(Part(name, None if is_same else rows))
     return tuple(found)
 
 
 def _unfit(name: str | None, found: str, expected: str) -> FormatError:
     return FormatError(
-        "FMS's adapter does not lay this packed layer out as hfq can; nothing was loaded.", tensor=name, expected=expected,
-        found=found, fix="load the checkpoint with transformers: from_pretrained(path, quantization_config=HfqConfig())",
-    )  # fmt: skip
+        "FMS's adapter does not lay this packed layer out as hfq can; nothing was loaded.",
+        tensor=name,
+        expected=expected,
+        found=found,
+        fix="load the checkpoint with transformers: from_pretrained(path, quantization_config=HfqConfig())",
+    )

@@ -1,7 +1,9 @@
-"""What a plan needs of a model on the hub: its JSON files whole, and of each safetensors file its header, by HTTP range requests.
+"""What a plan needs of a model on the hub: its JSON files whole, and of each safetensors file its header, by
+HTTP range requests.
 
-All requests name one commit, so that nothing is put together from two versions of a model. They go through huggingface_hub's own
-session, which knows HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and proxies, and tries again where a server is busy.
+All requests name one commit, so that nothing is put together from two versions of a model. They go through
+huggingface_hub's own session, which knows HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and proxies, and tries again
+where a server is busy.
 """
 
 from __future__ import annotations
@@ -54,22 +56,28 @@ class RemoteModel:
 
         try:
             info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_TIMEOUT)
-        except Exception as error:  # of the hub's, the network's and the parser's many kinds, each gets its own text
+        except (
+            Exception
+        ) as error:  # of the hub's, the network's and the parser's many kinds, each gets its own text
             raise explain(error, repo, revision) from error
         self.repo, self.commit = repo, str(info.sha)
         self.sizes = {file.rfilename: file.size for file in info.siblings or () if isinstance(file.size, int)}
         self.fetched_nbytes, self._lock = 0, Lock()
         if not _COMMIT.fullmatch(self.commit):
             raise CheckpointError(
-                "The hub named no commit for the model; nothing was planned.", file=repo, expected="40 hexadecimal digits",
-                found=repr(info.sha)[:80], fix=f"check HF_ENDPOINT; or download the model: hf download {repo}",
-            )  # fmt: skip
+                "The hub named no commit for the model; nothing was planned.",
+                file=repo,
+                expected="40 hexadecimal digits",
+                found=repr(info.sha)[:80],
+                fix=f"check HF_ENDPOINT; or download the model: hf download {repo}",
+            )
 
     def fetch(self) -> HeadersOnlyCheckpoint:
         """The JSON files and the headers, each validated as that of a local file.
 
         Raises:
-            CheckpointError: It is no safetensors checkpoint, a header is damaged, or the hub did not answer as it should.
+            CheckpointError: It is no safetensors checkpoint, a header is damaged, or the hub did not answer
+                as it should.
         """
         self._check_files()
         texts = {name: self._text(name) for name in _TEXTS if name in self.sizes}
@@ -79,10 +87,12 @@ class RemoteModel:
     def _check_files(self) -> None:
         if "config.json" not in self.sizes or not {SINGLE, INDEX} & self.sizes.keys():
             raise CheckpointError(
-                "The model on the hub is no safetensors checkpoint.", file=self.repo,
-                expected=f"config.json, and {SINGLE} or {INDEX}", found=", ".join(sorted(self.sizes)[:12]) or "no files",
+                "The model on the hub is no safetensors checkpoint.",
+                file=self.repo,
+                expected=f"config.json, and {SINGLE} or {INDEX}",
+                found=", ".join(sorted(self.sizes)[:12]) or "no files",
                 fix="plan another revision or a converted copy; hfq never opens a pickle",
-            )  # fmt: skip
+            )
 
     def _shards(self, index: bytes) -> list[str]:
         file = Path(self.repo, INDEX)
@@ -90,15 +100,22 @@ class RemoteModel:
         absent = [name for name in names if name not in self.sizes]
         if absent:
             raise CheckpointError(
-                "The index names files that the model on the hub does not have.", file=file, problems=absent,
+                "The index names files that the model on the hub does not have.",
+                file=file,
+                problems=absent,
                 fix="plan another revision, or ask the model's author to upload them",
-            )  # fmt: skip
+            )
         return names
 
     def _text(self, name: str) -> bytes:
         size = self.sizes[name]
         if size > JSON_LIMIT:
-            raise self._odd(name, "it is larger than a file of JSON may be", f"at most {JSON_LIMIT} bytes", f"{size} bytes")
+            raise self._odd(
+                name,
+                "it is larger than a file of JSON may be",
+                f"at most {JSON_LIMIT} bytes",
+                f"{size} bytes",
+            )
         return _RemoteFile(self, name, size).read_whole()
 
     def _head(self, name: str) -> tuple[bytes, int]:
@@ -117,13 +134,18 @@ class RemoteModel:
         with self._lock:
             self.fetched_nbytes += nbytes
             if self.fetched_nbytes > _MOST_NBYTES:
-                raise self._odd(name, "the headers of this model are too large", f"at most {_MOST_NBYTES} bytes", "more")
+                raise self._odd(
+                    name, "the headers of this model are too large", f"at most {_MOST_NBYTES} bytes", "more"
+                )
 
     def _odd(self, name: str, what: str, expected: str, found: object) -> CheckpointError:
         return CheckpointError(
-            f"A file on the hub cannot be planned with: {what}.", file=f"{self.repo}/{name}", expected=expected, found=found,
+            f"A file on the hub cannot be planned with: {what}.",
+            file=f"{self.repo}/{name}",
+            expected=expected,
+            found=found,
             fix=f"try again; or download the model: hf download {self.repo} --revision {self.commit}",
-        )  # fmt: skip
+        )
 
 
 @dataclass
@@ -139,7 +161,11 @@ class _RemoteFile:
     def read(self, nbytes: int, /) -> bytes:
         """The next bytes; fewer where the file ends."""
         wanted = min(nbytes, self.size - self.position)
-        data = self._get(wanted, {"Range": f"bytes={self.position}-{self.position + wanted - 1}"}) if wanted > 0 else b""
+        data = (
+            self._get(wanted, {"Range": f"bytes={self.position}-{self.position + wanted - 1}"})
+            if wanted > 0
+            else b""
+        )
         self.position += len(data)
         return data
 
@@ -156,7 +182,9 @@ class _RemoteFile:
         url = hf_hub_url(model.repo, self.name, revision=model.commit)
         headers = {**build_hf_headers(), "Accept-Encoding": "identity", **asked}
         try:
-            with http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT, max_retries=_RETRIES) as response:
+            with http_stream_backoff(
+                "GET", url, headers=headers, timeout=_TIMEOUT, max_retries=_RETRIES
+            ) as response:
                 hf_raise_for_status(response)
                 self._check(response, nbytes, is_part=bool(asked))
                 return self._body(response, nbytes)
@@ -169,10 +197,13 @@ class _RemoteFile:
         """Whether this is an answer to what was asked, and of the file that was asked before."""
         if is_part and response.status_code != 206:
             raise CheckpointError(
-                "The server does not give parts of files, without which hfq would have to download the weights; nothing was planned.",
-                file=f"{self.model.repo}/{self.name}", expected="206 Partial Content", found=f"status {response.status_code}",
+                "The server does not give parts of files, without which hfq would have to download the "
+                "weights; nothing was planned.",
+                file=f"{self.model.repo}/{self.name}",
+                expected="206 Partial Content",
+                found=f"status {response.status_code}",
                 fix=f"use another HF_ENDPOINT, or download the model: hf download {self.model.repo}",
-            )  # fmt: skip
+            )
         answers = [*response.history, response]
         commits = {answer.headers["x-repo-commit"] for answer in answers if "x-repo-commit" in answer.headers}
         first = answers[0].headers
@@ -181,10 +212,12 @@ class _RemoteFile:
         found = response.headers.get("content-range", "") if is_part else wanted
         if commits - {self.model.commit} or (self.tag is not None and tag != self.tag) or found != wanted:
             raise CheckpointError(
-                "A file on the hub changed while it was read; nothing was planned.", file=f"{self.model.repo}/{self.name}",
+                "A file on the hub changed while it was read; nothing was planned.",
+                file=f"{self.model.repo}/{self.name}",
                 expected=f"{wanted}, tag {self.tag}, commit {self.model.commit}",
-                found=f"{found}, tag {tag}, commit {', '.join(commits) or 'unnamed'}", fix="try again",
-            )  # fmt: skip
+                found=f"{found}, tag {tag}, commit {', '.join(commits) or 'unnamed'}",
+                fix="try again",
+            )
         self.tag = tag
 
     def _body(self, response: Any, nbytes: int) -> bytes:
@@ -195,14 +228,18 @@ class _RemoteFile:
                 data += chunk
                 if len(data) > nbytes:
                     break
-        except Exception as error:  # raised here, it would be taken for a failed request, which is tried again
+        except (
+            Exception
+        ) as error:  # raised here, it would be taken for a failed request, which is tried again
             why = f" ({type(error).__name__})"
         if len(data) != nbytes:
             raise CheckpointError(
-                "The hub's answer was cut short, or was too long; nothing was planned.", file=f"{self.model.repo}/{self.name}",
-                expected=f"{nbytes} bytes", found=f"{len(data)} bytes{why}",
+                "The hub's answer was cut short, or was too long; nothing was planned.",
+                file=f"{self.model.repo}/{self.name}",
+                expected=f"{nbytes} bytes",
+                found=f"{len(data)} bytes{why}",
                 fix="try again; check the network, and a proxy in between",
-            )  # fmt: skip
+            )
         return bytes(data)
 
 

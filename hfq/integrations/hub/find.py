@@ -1,7 +1,8 @@
-"""A checkpoint by its folder or by its name on the hub, for what reads headers alone: nothing is downloaded but headers.
+"""A checkpoint by its folder or by its name on the hub, for what reads headers alone: nothing is downloaded
+but headers.
 
-A model that is in the cache of the hub is taken from there. Of another one headers are fetched and kept in hfq's own cache, as an
-archive that nobody can take for a checkpoint, under the commit that they belong to.
+A model that is in the cache of the hub is taken from there. Of another one headers are fetched and kept in
+hfq's own cache, as an archive that nobody can take for a checkpoint, under the commit that they belong to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class FoundCheckpoint:
     """A folder that can be opened.
 
     Attributes:
-        folder: The folder; where headers were fetched it has no weights, and goes when the block that asked for it ends.
+        folder: The folder; where headers were fetched it has no weights, and goes when the block that asked
+            for it ends.
         name: What the checkpoint is called: its name on the hub where headers were fetched, else the folder.
         commit: The commit of fetched headers, else None.
         fetched_nbytes: The bytes that were fetched now; 0 where hfq's cache had them.
@@ -51,12 +53,20 @@ class FoundCheckpoint:
     def __str__(self) -> str:
         if self.commit is None:
             return self.name
-        fetched = f"{self.fetched_nbytes:,} B fetched" if self.fetched_nbytes else "nothing fetched, hfq's cache had them"
-        return f"headers of {self.name} at commit {self.commit[:8]}: {fetched}; the files have {self.nbytes:,} B"
+        fetched = (
+            f"{self.fetched_nbytes:,} B fetched"
+            if self.fetched_nbytes
+            else "nothing fetched, hfq's cache had them"
+        )
+        return (
+            f"headers of {self.name} at commit {self.commit[:8]}: {fetched}; the files have {self.nbytes:,} B"
+        )
 
 
 def split_name(path: str) -> tuple[str, str | None] | None:
-    """(repository, revision) of `organisation/model` or `organisation/model@revision`; None for what is a local path."""
+    """(repository, revision) of `organisation/model` or `organisation/model@revision`; None for what is a
+    local path.
+    """
     found = None if os.path.lexists(path) else _NAME.fullmatch(path)
     return (found["repo"], found["revision"]) if found else None
 
@@ -69,7 +79,8 @@ def find_checkpoint(path: str | os.PathLike) -> Iterator[FoundCheckpoint]:
         path: A folder; or a model of the hub, as `organisation/model` or `organisation/model@revision`.
 
     Raises:
-        CheckpointError: The hub has no such model, does not give it, or cannot be reached; or its headers are damaged.
+        CheckpointError: The hub has no such model, does not give it, or cannot be reached; or its headers are
+            damaged.
     """
     text = os.fspath(path)
     named = split_name(text)
@@ -104,7 +115,10 @@ def _is_whole(folder: Path) -> bool:
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (folder / SINGLE).exists()
     try:
-        return all((folder / name).exists() for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        return all(
+            (folder / name).exists()
+            for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return True  # opening it says what is wrong
 
@@ -140,7 +154,9 @@ def _keep(hollow: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
     archive = _archive(repo, commit)
     try:
         archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{archive.name}.", suffix=".tmp", dir=archive.parent)
+        descriptor, temporary = tempfile.mkstemp(
+            prefix=f".{archive.name}.", suffix=".tmp", dir=archive.parent
+        )
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(hollow.pack())
@@ -152,6 +168,9 @@ def _keep(hollow: HeadersOnlyCheckpoint, repo: str, commit: str) -> None:
             raise
     except OSError as error:
         raise CheckpointError(
-            "Fetched headers could not be kept; nothing was left behind.", file=archive, expected="a writable folder with free space",
-            found=error.strerror, fix="free space, or set XDG_CACHE_HOME to a folder that can be written",
-        ) from error  # fmt: skip
+            "Fetched headers could not be kept; nothing was left behind.",
+            file=archive,
+            expected="a writable folder with free space",
+            found=error.strerror,
+            fix="free space, or set XDG_CACHE_HOME to a folder that can be written",
+        ) from error

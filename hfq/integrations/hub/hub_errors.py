@@ -7,7 +7,9 @@ from hfq.errors import CheckpointError
 __all__ = ["explain"]
 
 
-def explain(error: Exception, repo: str, revision: str | None = None, name: str | None = None) -> CheckpointError:
+def explain(
+    error: Exception, repo: str, revision: str | None = None, name: str | None = None
+) -> CheckpointError:
     """The error to raise for one of huggingface_hub, of its HTTP client, or of the network.
 
     Args:
@@ -19,32 +21,53 @@ def explain(error: Exception, repo: str, revision: str | None = None, name: str 
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    found = f"status {status}" if status is not None else f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    found = (
+        f"status {status}"
+        if status is not None
+        else f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    )
     file = repo if name is None else f"{repo}/{name}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return CheckpointError(
-            "The model is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE keeps hfq from asking for its headers.",
-            file=file, expected="a folder with config.json and *.safetensors, or a network", found="HF_HUB_OFFLINE",
+            "The model is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE keeps hfq from "
+            "asking for its headers.",
+            file=file,
+            expected="a folder with config.json and *.safetensors, or a network",
+            found="HF_HUB_OFFLINE",
             fix=f"check the path; unset HF_HUB_OFFLINE; or, on a machine that is online: hf download {repo}",
-        )  # fmt: skip
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(
-            "The model on the hub has no such revision.", file=file, expected="a branch, a tag or a commit", found=repr(revision),
+            "The model on the hub has no such revision.",
+            file=file,
+            expected="a branch, a tag or a commit",
+            found=repr(revision),
             fix=f"name one that is listed with the files of {repo}, as {repo}@main",
-        )  # fmt: skip
-    is_missing = isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError)
+        )
+    is_missing = isinstance(error, errors.RepositoryNotFoundError) and not isinstance(
+        error, errors.GatedRepoError
+    )
     if is_missing or isinstance(error, errors.HFValidationError) or (status == 404 and name is None):
         return CheckpointError(
-            "The model is neither a folder nor a model of the hub that may be seen.", file=file, found=found,
+            "The model is neither a folder nor a model of the hub that may be seen.",
+            file=file,
+            found=found,
             expected="a folder with config.json and *.safetensors, or organisation/model",
             fix="check the path or the name; for a private model: hf auth login, or set HF_TOKEN",
-        )  # fmt: skip
+        )
     if status in (401, 403):
         return CheckpointError(
-            "The hub does not give this model without leave.", file=file, expected="a token that may read it", found=found,
+            "The hub does not give this model without leave.",
+            file=file,
+            expected="a token that may read it",
+            found=found,
             fix="accept the terms on the model's page, then: hf auth login, or set HF_TOKEN",
-        )  # fmt: skip
+        )
     return CheckpointError(
-        "The headers of the model could not be had from the hub; nothing was planned.", file=file, expected="an answer",
-        found=found, fix=f"check the name, the network and HF_ENDPOINT, and try again; or download the model: hf download {repo}",
-    )  # fmt: skip
+        "The headers of the model could not be had from the hub; nothing was planned.",
+        file=file,
+        expected="an answer",
+        found=found,
+        fix=f"check the name, the network and HF_ENDPOINT, and try again; or download the model: hf download "
+        f"{repo}",
+    )

@@ -1,4 +1,5 @@
-"""LoRA on packed modules: adapters beside a base that is read and never written; what would write it is refused by name.
+"""LoRA on packed modules: adapters beside a base that is read and never written; what would write it is
+refused by name.
 
 Imported by `patches` once PEFT is imported, never before. Tested with peft 0.21.2.
 """
@@ -25,9 +26,16 @@ from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
 
 __all__ = [
-    "FixedLoraEmbedding", "FixedLoraLinear", "dispatching", "gathering", "including", "keeping_devices", "refuse_merge",
-    "refuse_replication", "without_homes",
-]  # fmt: skip
+    "FixedLoraEmbedding",
+    "FixedLoraLinear",
+    "dispatching",
+    "gathering",
+    "including",
+    "keeping_devices",
+    "refuse_merge",
+    "refuse_replication",
+    "without_homes",
+]
 
 _OLDEST = "0.21"
 
@@ -35,8 +43,8 @@ _OLDEST = "0.21"
 class _Fixed:
     """What both layers share: where their adapters are put, and that the base weight is not written.
 
-    PEFT asks the base's `weight` for its device and dtype: reading it dequantizes a packed one, and of one on disk the device is
-    meta, to which adapters would be lost.
+    PEFT asks the base's `weight` for its device and dtype: reading it dequantizes a packed one, and of one on
+    disk the device is meta, to which adapters would be lost.
     """
 
     get_base_layer: Callable[[], nn.Module]
@@ -96,18 +104,27 @@ def dispatching(original: Callable) -> Callable:
             return FixedLoraEmbedding(target, adapter_name, config=lora_config, **kwargs)
         is_transposed = base.is_transposed if isinstance(base, QuantizedLinear) else isinstance(base, Conv1D)
         if lora_config.fan_in_fan_out != is_transposed:
-            warnings.warn(f"fan_in_fan_out is set to {is_transposed}, as the layers of this model are stored.", stacklevel=2)
+            warnings.warn(
+                f"fan_in_fan_out is set to {is_transposed}, as the layers of this model are stored.",
+                stacklevel=2,
+            )
             lora_config.fan_in_fan_out = is_transposed
-        return FixedLoraLinear(target, adapter_name, config=lora_config, is_target_conv_1d_layer=is_transposed, **kwargs)
+        return FixedLoraLinear(
+            target, adapter_name, config=lora_config, is_target_conv_1d_layer=is_transposed, **kwargs
+        )
 
     return create_new_module
 
 
 def keeping_devices(original: Callable) -> Callable:
-    """`LoraModel._replace_module` that leaves adapters where they were put, and not where a packed base rests."""
+    """`LoraModel._replace_module` that leaves adapters where they were put, and not where a packed base
+    rests.
+    """
 
     @functools.wraps(original)
-    def replace_module(self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+    def replace_module(
+        self: Any, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
         base = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
         if is_fixed(base):
             setattr(parent, child_name, new_module)
@@ -118,7 +135,9 @@ def keeping_devices(original: Callable) -> Callable:
 
 
 def including(original: Callable) -> Callable:
-    """`_maybe_include_all_linear_layers` that counts packed layers, too, and checks the adapter before a layer is replaced."""
+    """`_maybe_include_all_linear_layers` that counts packed layers, too, and checks the adapter before a
+    layer is replaced.
+    """
 
     @functools.wraps(original)
     def maybe_include_all_linear_layers(peft_config: Any, model: nn.Module) -> Any:
@@ -126,14 +145,19 @@ def including(original: Callable) -> Callable:
             return original(peft_config, model)
         if Version(peft.__version__) < Version(_OLDEST):
             raise SetupError(
-                "hfq does not support this version of PEFT.", expected=f"peft {_OLDEST} or newer", found=peft.__version__,
+                "hfq does not support this version of PEFT.",
+                expected=f"peft {_OLDEST} or newer",
+                found=peft.__version__,
                 fix=f"pip install 'peft>={_OLDEST}'",
-            )  # fmt: skip
+            )
         target = getattr(peft_config, "target_modules", None)
         is_all = isinstance(target, str) and target.lower() == "all-linear"
         peft_config = original(peft_config, model)
         if is_all:
-            peft_config.target_modules = {*peft_config.target_modules, *linears_of(model, peft_config.task_type)}
+            peft_config.target_modules = {
+                *peft_config.target_modules,
+                *linears_of(model, peft_config.task_type),
+            }
         check_adapter(peft_config, model)
         return peft_config
 
@@ -141,7 +165,9 @@ def including(original: Callable) -> Callable:
 
 
 def refuse_replication(original: Callable) -> Callable:
-    """`LoraModel._prepare_model`, which replicates layers before any adapter is looked at, that refuses models it cannot copy."""
+    """`LoraModel._prepare_model`, which replicates layers before any adapter is looked at, that refuses
+    models it cannot copy.
+    """
 
     @functools.wraps(original)
     def prepare_model(self: Any, peft_config: Any, model: nn.Module) -> None:
@@ -153,11 +179,15 @@ def refuse_replication(original: Callable) -> Callable:
 
 
 def refuse_merge(original: Callable) -> Callable:
-    """`LoraModel._check_merge_allowed`, which comes before the first layer is merged, that refuses packed layers."""
+    """`LoraModel._check_merge_allowed`, which comes before the first layer is merged, that refuses packed
+    layers.
+    """
 
     @functools.wraps(original)
     def check_merge_allowed(self: Any) -> None:
-        fixed = next((name for name, module in self.model.named_modules() if isinstance(module, _Fixed)), None)
+        fixed = next(
+            (name for name, module in self.model.named_modules() if isinstance(module, _Fixed)), None
+        )
         if fixed is not None:
             raise _no_merge(fixed)
         original(self)
@@ -166,7 +196,9 @@ def refuse_merge(original: Callable) -> Callable:
 
 
 def without_homes(original: Callable) -> Callable:
-    """`load_adapter` of a model that does not see `cpu` and `disk` homes: PEFT would hand the model to accelerate's hooks."""
+    """`load_adapter` of a model that does not see `cpu` and `disk` homes: PEFT would hand the model to
+    accelerate's hooks.
+    """
 
     @functools.wraps(original)
     def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,15 +213,21 @@ def without_homes(original: Callable) -> Callable:
 
 
 def gathering(original: Callable) -> Callable:
-    """`PeftModel.save_pretrained` that gathers what ranks of ZeRO-3 share out; all ranks must call it, and rank 0 writes.
+    """`PeftModel.save_pretrained` that gathers what ranks of ZeRO-3 share out; all ranks must call it, and
+    rank 0 writes.
 
-    PEFT asks the model for its tensors, of which each rank has an empty one: it would write them without a word.
+    PEFT asks the model for its tensors, of which each rank has an empty one: it would write them without a
+    word.
     """
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
         is_sharded = any(hasattr(parameter, "ds_id") for parameter in self.parameters())
-        if kwargs.get("state_dict") is not None or not is_sharded or not any(is_fixed(module) for module in self.modules()):
+        if (
+            kwargs.get("state_dict") is not None
+            or not is_sharded
+            or not any(is_fixed(module) for module in self.modules())
+        ):
             return original(self, save_directory, *args, **kwargs)
         from hfq.integrations.deepspeed.private_api import gather_state
         from hfq.loading.ranks import raise_together
@@ -216,14 +254,21 @@ def _loaded_by_hfq(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _leave_out(module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, _: Any) -> None:
-    """Leaves a base on disk out of the state: PEFT writes the base of an embedding beside its adapter, and meta has no values."""
-    for key in [key for key, tensor in state_dict.items() if key.startswith(f"{prefix}base_layer.") and tensor.is_meta]:
+    """Leaves a base on disk out of the state: PEFT writes the base of an embedding beside its adapter, and
+    meta has no values.
+    """
+    for key in [
+        key for key, tensor in state_dict.items() if key.startswith(f"{prefix}base_layer.") and tensor.is_meta
+    ]:
         del state_dict[key]
 
 
 def _no_merge(found: str) -> SetupError:
     return SetupError(
-        "Adapters cannot be merged into packed weights, or into weights that rest on disk: they are never rewritten.",
-        expected="adapters that stay beside the model", found=found,
-        fix="keep the adapter (save_pretrained writes it alone), or load it onto the unquantized model and merge it there",
-    )  # fmt: skip
+        "Adapters cannot be merged into packed weights, or into weights that rest on disk: they are never "
+        "rewritten.",
+        expected="adapters that stay beside the model",
+        found=found,
+        fix="keep the adapter (save_pretrained writes it alone), or load it onto the unquantized model and "
+        "merge it there",
+    )

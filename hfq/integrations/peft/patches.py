@@ -2,8 +2,8 @@
 
 Tested with peft 0.21.2.
 
-`LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layers. `_replace_module` there moves
-adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model` and
+`LoraModel._create_new_module` (tuners/lora/model.py) has a fixed list of layers. `_replace_module` there
+moves adapters to the device of `qweight`, which is meta for a layer on disk. `_prepare_model` and
 `_check_merge_allowed` run before the first layer of a replication and of a merge; hfq supports neither.
 `_maybe_include_all_linear_layers` (tuners/tuners_utils.py) finds the layers of "all-linear" by class.
 `PeftModel.load_adapter` (peft_model.py) gives a model with `cpu` or `disk` entries in its device map to

@@ -14,7 +14,9 @@ __all__ = ["prepare_for_training"]
 
 
 def prepare_for_training(
-    model: PreTrainedModel, gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Freezes a model and lets gradients reach its adapters; to be called before `peft.get_peft_model`.
 
@@ -22,8 +24,10 @@ def prepare_for_training(
 
     Args:
         model: A model loaded with `HfqConfig`.
-        gradient_checkpointing: Whether each layer is computed again in the backward, so that its activations are not kept.
-        gradient_checkpointing_kwargs: What `torch.utils.checkpoint.checkpoint` is passed, as `{"use_reentrant": False}`.
+        gradient_checkpointing: Whether each layer is computed again in the backward, so that its activations
+            are not kept.
+        gradient_checkpointing_kwargs: What `torch.utils.checkpoint.checkpoint` is passed, as
+            `{"use_reentrant": False}`.
 
     Returns:
         The same model.
@@ -35,13 +39,16 @@ def prepare_for_training(
     if getattr(model, "peft_config", None):
         raise SetupError(
             "prepare_for_training was called on a model that has adapters, which it would freeze.",
-            expected="a model without adapters", found=", ".join(model.peft_config),
+            expected="a model without adapters",
+            found=", ".join(model.peft_config),
             fix="call prepare_model_for_kbit_training before get_peft_model",
-        )  # fmt: skip
+        )
     for parameter in model.parameters():
         parameter.requires_grad = False
     if gradient_checkpointing:
         model.enable_input_require_grads()
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable(gradient_checkpointing_kwargs)
     return model

@@ -1,24 +1,28 @@
-"""Every patch of another project, each with the upstream line it answers. All act only on models of an `HfqConfig`.
+"""Every patch of another project, each with the upstream line it answers. All act only on models of an
+`HfqConfig`.
 
 Tested with transformers 5.17.0 and 5.23.0.
 
-1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the checkpoint's
-   ("The model is quantized with X but you are passing a HfqConfig config", `merge_quantization_configs`), and skips methods
-   it does not know with a warning. hfq takes the checkpoint's config as its `source` instead. `hfq.pretrained_config` needs no patch.
-2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before any quantizer is
-   asked, so that a wrong path, a damaged shard or an impossible size surfaces as an error of another library, or as the end
-   of the process. hfq validates a local folder first, and refuses by name the arguments it does not support. Loads wait for
-   each other: upstream swaps class attributes while it builds a model (`init.no_tie_weights`), which two threads at once
-   leave swapped for good, so that later models are not tied.
-3. `modeling_utils._get_resolved_checkpoint_files`. Where a model comes from the hub its files are known only here, before the
-   model is built: they are validated as those of a local folder.
-4. `PreTrainedModel.device`, of a streamed model alone. Upstream answers with the device of the first parameter, which is `meta`
-   for one that rests on disk, so that `inputs.to(model.device)` fails.
-5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which files are written: the
-   side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost, and a config.json that named no
-   quantization would name one.
-6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel load before anything is
-   opened. A rank that fails must take part before it can tell the others why, and hfq has to know whether it has.
+1. `modeling_utils.get_hf_quantizer` (quantizers/auto.py). Upstream refuses a config of another class than the
+   checkpoint's ("The model is quantized with X but you are passing a HfqConfig config",
+   `merge_quantization_configs`), and skips methods it does not know with a warning. hfq takes the
+   checkpoint's config as its `source` instead. `hfq.pretrained_config` needs no patch.
+2. `PreTrainedModel.from_pretrained` and `_BaseAutoModelClass.from_pretrained`. Upstream opens files before
+   any quantizer is asked, so that a wrong path, a damaged shard or an impossible size surfaces as an error of
+   another library, or as the end of the process. hfq validates a local folder first, and refuses by name the
+   arguments it does not support. Loads wait for each other: upstream swaps class attributes while it builds a
+   model (`init.no_tie_weights`), which two threads at once leave swapped for good, so that later models are
+   not tied.
+3. `modeling_utils._get_resolved_checkpoint_files`. Where a model comes from the hub its files are known only
+   here, before the model is built: they are validated as those of a local folder.
+4. `PreTrainedModel.device`, of a streamed model alone. Upstream answers with the device of the first
+   parameter, which is `meta` for one that rests on disk, so that `inputs.to(model.device)` fails.
+5. `PreTrainedModel.save_pretrained`, of models that hfq loaded. Upstream gives a quantizer no say in which
+   files are written: the side files of other tools (quanto_qmap.json, quantize_config.json, …) would be lost,
+   and a config.json that named no quantization would name one.
+6. `PreTrainedModel.prepare_distribute_model` (distributed/mixin.py) makes the meshes of a tensor parallel
+   load before anything is opened. A rank that fails must take part before it can tell the others why, and hfq
+   has to know whether it has.
 """
 
 from __future__ import annotations
@@ -61,11 +65,15 @@ def patch_modeling_utils(module: Any) -> None:
 
 
 def patch_auto_factory(module: Any) -> None:
-    """Patch 2 for the auto classes: those to come copy the base's method, those that are there have copied it."""
+    """Patch 2 for the auto classes: those to come copy the base's method, those that are there have copied
+    it.
+    """
     owners = [module._BaseAutoModelClass]
     for owner in owners:
         owners += owner.__subclasses__()
-        if "from_pretrained" in owner.__dict__ and not hasattr(owner.__dict__["from_pretrained"].__func__, "_hfq_guards"):
+        if "from_pretrained" in owner.__dict__ and not hasattr(
+            owner.__dict__["from_pretrained"].__func__, "_hfq_guards"
+        ):
             _guard(owner)
 
 
@@ -103,10 +111,15 @@ def _completing(original):
             return original(self, save_directory, *args, **kwargs)
         if kwargs.get("distributed_checkpoint"):
             raise SetupError(
-                "save_pretrained(distributed_checkpoint=True) cannot write packed layers; nothing was saved.", file=save_directory,
-                expected="distributed_checkpoint=False", found="True", fix="leave it out: rank 0 writes the whole model, packed",
-            )  # fmt: skip
-        with loading.saved_like_source(self, save_directory, kwargs.get("is_main_process", True)) as is_written_here:
+                "save_pretrained(distributed_checkpoint=True) cannot write packed layers; nothing was saved.",
+                file=save_directory,
+                expected="distributed_checkpoint=False",
+                found="True",
+                fix="leave it out: rank 0 writes the whole model, packed",
+            )
+        with loading.saved_like_source(
+            self, save_directory, kwargs.get("is_main_process", True)
+        ) as is_written_here:
             return original(self, save_directory, *args, **kwargs) if is_written_here else None
 
     return save_pretrained
@@ -119,7 +132,9 @@ def _as_hfq(config: Any) -> HfqConfig | None:
 
 
 def _take_source(config: Any) -> dict | None:
-    """Removes the checkpoint's own quantization_config from a model config (a private copy), and returns it."""
+    """Removes the checkpoint's own quantization_config from a model config (a private copy), and returns
+    it.
+    """
     for owner in (config, config.get_text_config(decoder=True)):
         stored = getattr(owner, "quantization_config", None)
         if stored is not None:
@@ -155,12 +170,17 @@ def _guard(owner: type) -> None:
         if load_context().is_active or chosen is None:
             return load(pretrained_model_name_or_path)
         if chosen.reader_ranks == "rank0" and is_zero3():
-            with described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path, failing_together(start_distributed):
+            with (
+                described_folder(pretrained_model_name_or_path, kwargs.get("variant")) as path,
+                failing_together(start_distributed),
+            ):
                 return _guarded(load, path, kwargs, chosen)
         if is_zero3():
             together: contextlib.AbstractContextManager = failing_together(start_distributed)
         else:
-            together = failing_together(joining(kwargs)) if asks_for_ranks(kwargs) else contextlib.nullcontext()
+            together = (
+                failing_together(joining(kwargs)) if asks_for_ranks(kwargs) else contextlib.nullcontext()
+            )
         with together:
             return _guarded(load, pretrained_model_name_or_path, kwargs, chosen)
 
@@ -194,20 +214,24 @@ def _guarded(load: Callable[[Any], Any], path: Any, kwargs: dict[str, Any], chos
         if checkpoint is not None:
             raise _failed(path, error) from error
         raise CheckpointError(
-            "The model could not be found.", file=path, found=str(error).partition("\n")[0],
+            "The model could not be found.",
+            file=path,
+            found=str(error).partition("\n")[0],
             expected="a local folder, or a model of the hub that is online or cached",
             fix=f"check the name; on a machine that is online: hf download {path}",
-        ) from error  # fmt: skip
+        ) from error
     except Exception as error:
         raise _failed(path, error) from error
 
 
 def _failed(path: Any, error: Exception) -> SetupError:
     return SetupError(
-        "transformers could not load this checkpoint; no model was returned.", file=path, found=f"{type(error).__name__}: {error}",
+        "transformers could not load this checkpoint; no model was returned.",
+        file=path,
+        found=f"{type(error).__name__}: {error}",
         expected="a config and arguments that transformers accepts",
         fix="read the cause above: most often a wrong value in config.json, or an argument of a wrong type",
-    )  # fmt: skip
+    )
 
 
 run_pending()

@@ -48,8 +48,8 @@ class HfqQuantizer(HfQuantizer):
         """Places every tensor, and gives transformers the map of the devices that compute.
 
         Args:
-            device_map: The user's map, or the one that transformers inferred. transformers keeps this dict, so
-                its entries are replaced.
+            device_map: The user's map, or the one that transformers inferred. transformers keeps this dict,
+                so its entries are replaced.
         """
         execution_map = self.loading.place(device_map, self._max_memory)  # type: ignore[union-attr]
         if device_map is not None and execution_map is not None:
@@ -57,10 +57,11 @@ class HfqQuantizer(HfQuantizer):
             device_map.update(execution_map)
 
     def adjust_max_memory(self, max_memory: dict) -> dict:
-        """Called for an automatic device_map: keeps what each device may hold, to plan with once a map is inferred.
+        """Called for an automatic device_map: keeps what each device may hold, to plan with once a map is
+        inferred.
 
-        transformers' own plan knows no ring. It is told that everything fits where it computes, so that it has nothing to plan
-        and to warn of; several accelerators without offload are left to it.
+        transformers' own plan knows no ring. It is told that everything fits where it computes, so that it
+        has nothing to plan and to warn of; several accelerators without offload are left to it.
         """
         from hfq.loading.automatic_map import computing_device
 
@@ -71,7 +72,9 @@ class HfqQuantizer(HfQuantizer):
         return {computing: _UNLIMITED}
 
     def update_device_map(self, device_map: Any) -> Any:
-        """A copy of the user's map: hfq hands transformers the devices that compute, in place of the homes that rest."""
+        """A copy of the user's map: hfq hands transformers the devices that compute, in place of the homes
+        that rest.
+        """
         return dict(device_map) if isinstance(device_map, dict) else device_map
 
     def preprocess_model(self, model, dtype=None, **kwargs):
@@ -99,7 +102,9 @@ class HfqQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model):
-        """Every tensor that rests in memory as it is, every tensor that rests on disk as a view of the checkpoint."""
+        """Every tensor that rests in memory as it is, every tensor that rests on disk as a view of the
+        checkpoint.
+        """
         return self.loading.state_dict(model) if self.loading is not None else (None, {})
 
     def is_serializable(self) -> bool:

@@ -1,7 +1,9 @@
-"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source, headers, compiler and flags.
+"""Compiles kernels.cpp, or int8.cpp, on first use, into a cache of the user's that is keyed by source,
+headers, compiler and flags.
 
-Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the cache is renamed into
-place whole, with its checksum beside it, so that a file that was cut short is built again and never loaded.
+Many ranks may start at once: one compiles under a file lock, the others wait for it. What is put into the
+cache is renamed into place whole, with its checksum beside it, so that a file that was cut short is built
+again and never loaded.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def build(source: Path | None = None) -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler, as the first words of a command: `$CXX`, what is found under the usual names, or that of the package ziglang.
+    """The C++ compiler, as the first words of a command: `$CXX`, what is found under the usual names, or that
+    of the package ziglang.
 
     Raises:
         CompilerNotFoundError: There is none.
@@ -79,8 +82,14 @@ def find_compiler() -> list[str]:
     if words:
         raise BuildError(f"CXX={wanted!r} names a compiler that is not there")
     if (zig := _find_zig()) is None:
-        raise CompilerNotFoundError("there is no C++ compiler (install g++ or clang++, or pip install 'hfq[compiler]')")
-    return [zig, "c++", "-mcpu=baseline"]  # its own choice is the processor's, while the cache may be of several machines
+        raise CompilerNotFoundError(
+            "there is no C++ compiler (install g++ or clang++, or pip install 'hfq[compiler]')"
+        )
+    return [
+        zig,
+        "c++",
+        "-mcpu=baseline",
+    ]  # its own choice is the processor's, while the cache may be of several machines
 
 
 def _find_zig() -> str | None:
@@ -141,13 +150,18 @@ def _checksum(file: Path) -> str:
 
 
 def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
-    for left in target.parent.glob(f"{target.stem}.*.tmp"):  # by a process that ended while it compiled; the lock is ours
+    for left in target.parent.glob(
+        f"{target.stem}.*.tmp"
+    ):  # by a process that ended while it compiled; the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
         try:
             done = subprocess.run(
-                [*compiler, *FLAGS, str(source), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS
+                [*compiler, *FLAGS, str(source), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"{' '.join(compiler)} took longer than {SECONDS:g} s") from error
@@ -163,8 +177,8 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
 def _locked(file: Path) -> Iterator[None]:
     """Holds an exclusive lock of the system's on a file; it is gone when its process is.
 
-    A child that is forked meanwhile has the file open, too, and with it the lock: it closes the file, and the lock is given back by
-    name, should a child be forked before that is seen to.
+    A child that is forked meanwhile has the file open, too, and with it the lock: it closes the file, and the
+    lock is given back by name, should a child be forked before that is seen to.
     """
     try:
         import fcntl

@@ -1,4 +1,6 @@
-"""Loads int8.cpp: built and cached as kernels.cpp is, once for a process, where an int8 layer first asks for it."""
+"""Loads int8.cpp: built and cached as kernels.cpp is, once for a process, where an int8 layer first asks for
+it.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,15 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor, most: Engine = En
     (rows, in_features), out_features = codes.shape, weight.shape[0]
     result = torch.empty(rows, out_features, dtype=torch.int32)
     status = _library().hfq_int8_product(  # type: ignore[union-attr]
-        weight.data_ptr(), codes.data_ptr(), result.data_ptr(), rows, in_features, out_features, torch.get_num_threads(), most,
-    )  # fmt: skip
+        weight.data_ptr(),
+        codes.data_ptr(),
+        result.data_ptr(),
+        rows,
+        in_features,
+        out_features,
+        torch.get_num_threads(),
+        most,
+    )
     _check(status)
     return result
 
@@ -92,7 +101,8 @@ class RoundedWeight:
 
     Args:
         weight: int8 [out_features, in_features], contiguous, at any address; fewer than 2**17 inputs.
-        steps: float32, bfloat16 or float16 [out_features] or [1], contiguous: the scales of the weight, but for a factor.
+        steps: float32, bfloat16 or float16 [out_features] or [1], contiguous: the scales of the weight, but
+            for a factor.
         multiplier: That factor.
         top: What the amplitude of a row is divided by for its scale.
         bound: Amplitudes count as at most this.
@@ -100,7 +110,9 @@ class RoundedWeight:
 
     __slots__ = ("_tensors", "in_features", "out_features", "packed")
 
-    def __init__(self, weight: torch.Tensor, steps: torch.Tensor, multiplier: float, top: float, bound: float) -> None:
+    def __init__(
+        self, weight: torch.Tensor, steps: torch.Tensor, multiplier: float, top: float, bound: float
+    ) -> None:
         self._tensors = weight, steps
         self.out_features, self.in_features = weight.shape
         self.packed = _WEIGHT.pack(
@@ -115,8 +127,11 @@ class RoundedWeight:
         )
 
 
-def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES) -> None:
-    """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit what torch computes.
+def rounded_linear(
+    rows: torch.Tensor, weight: RoundedWeight, result: torch.Tensor, most: Engine = Engine.TILES
+) -> None:
+    """`rows`, each rounded to int8 under its own scale, times a weight; `is_built` must hold. Bit for bit
+    what torch computes.
 
     Args:
         rows: float32 or bfloat16 [rows, in_features], each row contiguous.
@@ -130,10 +145,15 @@ def rounded_linear(rows: torch.Tensor, weight: RoundedWeight, result: torch.Tens
     status = _library().hfq_int8_linear(  # type: ignore[union-attr]
         weight.packed,
         _PRODUCT.pack(
-            rows.data_ptr(), rows.stride(0), result.data_ptr(), rows.dtype == torch.bfloat16, rows.shape[0],
-            torch.get_num_threads(), most,
+            rows.data_ptr(),
+            rows.stride(0),
+            result.data_ptr(),
+            rows.dtype == torch.bfloat16,
+            rows.shape[0],
+            torch.get_num_threads(),
+            most,
         ),
-    )  # fmt: skip
+    )
     _check(status)
 
 
@@ -153,7 +173,16 @@ def _library() -> ctypes.CDLL | None:
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    loaded.hfq_int8_product.argtypes = [pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int]
+    loaded.hfq_int8_product.argtypes = [
+        pointer,
+        pointer,
+        pointer,
+        size,
+        size,
+        size,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
     loaded.hfq_int8_linear.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     loaded.hfq_int8_use_team.argtypes = [pointer]
     loaded.hfq_int8_use_team(team())

@@ -1,11 +1,13 @@
-"""The compiled kernel: multiplies on a CPU straight from the checkpoint's bytes, wherever and however they lie.
+"""The compiled kernel: multiplies on a CPU straight from the checkpoint's bytes, wherever and however they
+lie.
 
-Few activation rows are multiplied as the codes are decoded, in float32 or as integers: nothing of the weight is written to
-memory. Where a processor multiplies bfloat16, any number of rows in it are, by parts of the weight that the first cache keeps, and
-more than 8 rows of float16, each as the sum of two.
-Other many rows are multiplied by torch with panels that the compiled part dequantizes, bit for bit as the reference does. The
-result is a function of the values, the sizes and the processor alone: not of the memory that the bytes rest in, their
-alignment, or the number of threads (torch's own product of panels is as deterministic as torch makes it).
+Few activation rows are multiplied as the codes are decoded, in float32 or as integers: nothing of the weight
+is written to memory. Where a processor multiplies bfloat16, any number of rows in it are, by parts of the
+weight that the first cache keeps, and more than 8 rows of float16, each as the sum of two.
+Other many rows are multiplied by torch with panels that the compiled part dequantizes, bit for bit as the
+reference does. The result is a function of the values, the sizes and the processor alone: not of the memory
+that the bytes rest in, their alignment, or the number of threads (torch's own product of panels is as
+deterministic as torch makes it).
 """
 
 from __future__ import annotations
@@ -29,19 +31,29 @@ from hfq.kernels.cpu import panels
 __all__ = ["FUSED_ROWS", "grouped_linear", "linear", "linear_grad", "panel_linear"]
 
 FUSED_ROWS = {torch.float32: 64, torch.bfloat16: 8}
-"""The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels in."""
+"""The most activation rows that are multiplied while decoding, by the dtype that torch would multiply panels
+in.
+"""
 
 _ALWAYS_FUSED = min(FUSED_ROWS.values())
 
 
-def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
-    """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled part cannot read."""
+def linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
+    """As `reference.linear`, with the weight in float32; `panels.linear` takes over for what the compiled
+    part cannot read.
+    """
     native, layer = library(), _layer(activations, tensors, weight_format)
     *leading, width = activations.shape
     if native is None or layer is None or width != layer.sizes[1]:
         return panels.linear(activations, tensors, weight_format)
     count, dtype, out_features, stride = math.prod(leading), DTYPES[activations.dtype], layer.sizes[0], width
-    if count > _ALWAYS_FUSED and count > _most_fused(activations.dtype) and not native.hfq_is_tiled(layer.here, count, dtype):
+    if (
+        count > _ALWAYS_FUSED
+        and count > _most_fused(activations.dtype)
+        and not native.hfq_is_tiled(layer.here, count, dtype)
+    ):
         fill = _filler(native, layer, tensors, weight_format)
         return panels.multiply(activations, tensors, weight_format, fill)
     rows = activations
@@ -50,7 +62,9 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         stride = rows.stride(0)
     result = activations.new_empty(*leading, out_features)  # no view, as in panels.multiply
-    product = PRODUCT.pack(layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), torch.get_num_threads())
+    product = PRODUCT.pack(
+        layer.here, rows.data_ptr(), dtype, count, stride, result.data_ptr(), torch.get_num_threads()
+    )
     status = native.hfq_linear(product)
     if status != 0:
         _refuse(status, layer, tensors)
@@ -61,9 +75,12 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
 
 
 def grouped_linear(
-    activations: torch.Tensor, counts: Sequence[int], layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]]
+    activations: torch.Tensor,
+    counts: Sequence[int],
+    layers: Sequence[tuple[Mapping[str, torch.Tensor], Format]],
 ) -> torch.Tensor | None:
-    """`linear` of one layer after the other, each for its own rows, in one call and bit for bit: the experts of a layer.
+    """`linear` of one layer after the other, each for its own rows, in one call and bit for bit: the experts
+    of a layer.
 
     Args:
         activations: [rows, in_features], sorted by layer.
@@ -71,14 +88,17 @@ def grouped_linear(
         layers: (tensors, format) of each, all of one size.
 
     Returns:
-        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this, or sizes do not match.
+        [rows, out_features] in the activations' dtype; None where a layer, or so many rows, is not for this,
+        or sizes do not match.
     """
     native = library()
     if native is None or not layers or max(counts) > _most_fused(activations.dtype):
         return None
     described = [_layer(activations, tensors, weight_format) for tensors, weight_format in layers]
     found = [layer for layer in described if layer is not None]
-    if len(found) < len(layers) or {layer.sizes for layer in found} != {(found[0].sizes[0], activations.shape[1])}:
+    if len(found) < len(layers) or {layer.sizes for layer in found} != {
+        (found[0].sizes[0], activations.shape[1])
+    }:
         return None
     if sum(counts) != activations.shape[0] or len(counts) != len(layers):
         return None
@@ -86,9 +106,17 @@ def grouped_linear(
     result = rows.new_empty(rows.shape[0], out_features)
     here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
     status = native.hfq_grouped(
-        here, sizes, number, rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), result.data_ptr(), DTYPES[result.dtype],
-        out_features, torch.get_num_threads(),
-    )  # fmt: skip
+        here,
+        sizes,
+        number,
+        rows.data_ptr(),
+        DTYPES[rows.dtype],
+        rows.stride(0),
+        result.data_ptr(),
+        DTYPES[result.dtype],
+        out_features,
+        torch.get_num_threads(),
+    )
     if status != 0:
         return None  # `linear` of the layer that is at fault says what is wrong with it, or goes row by row
     for part, (tensors, _) in zip(result.split(list(counts)), layers, strict=True):
@@ -97,7 +125,9 @@ def grouped_linear(
     return result
 
 
-def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+def linear_grad(
+    grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
     """As `reference.linear_grad`, by panels that the compiled part dequantizes."""
     native, layer = library(), _layer(grad, tensors, weight_format)
     if native is None or layer is None:
@@ -131,9 +161,15 @@ def _most_fused(dtype: torch.dtype) -> int:
     return FUSED_ROWS[panels.product_dtype(dtype)]
 
 
-def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> NativeLayer | None:
-    """The layer as the compiled part reads it; None where it cannot, or where there is nothing to multiply."""
-    if not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr():  # there are none, or stand-ins (FakeTensor)
+def _layer(
+    values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> NativeLayer | None:
+    """The layer as the compiled part reads it; None where it cannot, or where there is nothing to
+    multiply.
+    """
+    if (
+        not values.is_cpu or values.dtype not in DTYPES or not values.data_ptr()
+    ):  # there are none, or stand-ins (FakeTensor)
         return None
     return describe_layer(weight_format, tensors)
 
@@ -141,7 +177,9 @@ def _layer(values: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_for
 def _filler(
     native: ctypes.CDLL, layer: NativeLayer, tensors: Mapping[str, torch.Tensor], weight_format: Format
 ) -> panels.Fill:
-    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of inputs."""
+    """Fills panels in the order that the codes lie in: rows of outputs, or, for GPTQ and AWQ, rows of
+    inputs.
+    """
     is_transposed = layer.kind in (GPTQ, AWQ)
 
     def fill(start: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -157,13 +195,17 @@ def _filler(
 
 
 def _refuse(status: int, layer: NativeLayer, tensors: Mapping[str, torch.Tensor]) -> NoReturn:
-    """Raises for what was not computed: an index that would be followed out of the layer's memory since its file changed."""
+    """Raises for what was not computed: an index that would be followed out of the layer's memory since its
+    file changed.
+    """
     if status == -3:
         raise MemoryError("no memory for the activations of a product")
     name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
     index = tensors[name]
     raise CheckpointError(
-        "The groups of a layer changed after the model was loaded.", tensor=name, expected=f"0 to {layer.groups - 1}",
+        "The groups of a layer changed after the model was loaded.",
+        tensor=name,
+        expected=f"0 to {layer.groups - 1}",
         found=f"{int(index.min())} to {int(index.max())}",
         fix="leave a checkpoint's files alone while a model uses them; restore the file and load again",
-    )  # fmt: skip
+    )

@@ -17,13 +17,27 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.mlx.float_modes import MlxFp8
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.cpp import nibble_layers
-from hfq.kernels.cpp.layer_struct import AWQ, BYTES, DTYPES, E4M3, E5M2, GPTQ, INT8, NONE, SCALES, ZERO_READINGS, NativeLayer
+from hfq.kernels.cpp.layer_struct import (
+    AWQ,
+    BYTES,
+    DTYPES,
+    E4M3,
+    E5M2,
+    GPTQ,
+    INT8,
+    NONE,
+    SCALES,
+    ZERO_READINGS,
+    NativeLayer,
+)
 from hfq.kernels.layer_tensors import LayerTensors
 
 __all__ = ["DTYPES", "MOST_GROUPS", "NativeLayer", "describe_layer", "reason_against"]
 
 MOST_GROUPS = 1024
-"""The most groups of an input: their scales for a few columns must fit into the memory that each thread keeps."""
+"""The most groups of an input: their scales for a few columns must fit into the memory that each thread
+keeps.
+"""
 
 
 def reason_against(weight_format: Format, in_features: int, out_features: int) -> str | None:
@@ -46,7 +60,11 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
 def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
     if isinstance(weight_format, Awq) and weight_format.num_bits != 4:
         return f"it does not read awq of {weight_format.num_bits} bits"
-    if isinstance(weight_format, Awq) and weight_format.version == "gemv_fast" and weight_format.group_size % 32:
+    if (
+        isinstance(weight_format, Awq)
+        and weight_format.version == "gemv_fast"
+        and weight_format.group_size % 32
+    ):
         return None if weight_format.group_size == -1 else "a group ends within 32 interleaved channels"
     if isinstance(weight_format, Gptq) and weight_format.is_planar:
         return "it does not read gptq's bit planes"
@@ -55,11 +73,12 @@ def _against_groups(weight_format: Gptq | Awq, in_features: int) -> str | None:
 
 
 def describe_layer(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> NativeLayer | None:
-    """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part cannot read.
+    """Where the tensors of a layer lie; they must outlive what is returned. None for what the compiled part
+    cannot read.
 
-    It is kept with the tensors that a module holds, and else by their places and kinds, and found again where they are the same: to
-    describe a layer takes longer than to multiply by a small one. Formats of which a layer's numbers are read, and not only their
-    places, are described anew each time.
+    It is kept with the tensors that a module holds, and else by their places and kinds, and found again where
+    they are the same: to describe a layer takes longer than to multiply by a small one. Formats of which a
+    layer's numbers are read, and not only their places, are described anew each time.
     """
     if type(tensors) is not LayerTensors:
         return _found_again(weight_format, tensors)
@@ -104,8 +123,16 @@ def _describe(weight_format: Format, tensors: Mapping[str, torch.Tensor]) -> Nat
     if not out_features or not in_features:
         return None
     is_strided = not all(tensor.is_contiguous() for name, tensor in tensors.items() if name != "bias")
-    describe, is_held = _describer(weight_format), all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
-    if describe is None or is_strided or not is_held or reason_against(weight_format, in_features, out_features) is not None:
+    describe, is_held = (
+        _describer(weight_format),
+        all(tensor.data_ptr() for tensor in tensors.values() if tensor.numel()),
+    )
+    if (
+        describe is None
+        or is_strided
+        or not is_held
+        or reason_against(weight_format, in_features, out_features) is not None
+    ):
         return None
     return describe(weight_format, tensors, out_features, in_features)
 
@@ -116,18 +143,26 @@ def _describer(weight_format: Format) -> Callable[..., NativeLayer] | None:
         return _awq if weight_format.version == "gemm" else nibble_layers.awq_rows
     if isinstance(weight_format, ScaledCodes):
         kind = type(weight_format)
-        is_plain = kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
+        is_plain = (
+            kind.dequantize_into is ScaledCodes.dequantize_into and kind._rows_of is ScaledCodes._rows_of
+        )
         return _scaled if is_plain and weight_format.zero_dtype in (None, "I8") else None
     if nibble_layers.is_fp4(weight_format):
         return nibble_layers.fp4
     describers: dict[type, Callable[..., NativeLayer]] = {
-        Fp8: _fp8, Gptq: _gptq, PackQuantized: nibble_layers.pack_quantized, Bnb4Bit: nibble_layers.bnb,
-        Mlx: nibble_layers.mlx_affine, MlxFp8: nibble_layers.mlx_fp8,
-    }  # fmt: skip
+        Fp8: _fp8,
+        Gptq: _gptq,
+        PackQuantized: nibble_layers.pack_quantized,
+        Bnb4Bit: nibble_layers.bnb,
+        Mlx: nibble_layers.mlx_affine,
+        MlxFp8: nibble_layers.mlx_fp8,
+    }
     return describers.get(type(weight_format))
 
 
-def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def _fp8(
+    weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     scale = tensors[weight_format.scale_name]
     block_out, block_in, stride = {
         "tensor": (max(out_features, 1), max(in_features, 1), 0),
@@ -139,48 +174,91 @@ def _fp8(weight_format: Fp8, tensors: Mapping[str, torch.Tensor], out_features: 
         ),
     }[weight_format.strategy]
     return NativeLayer(
-        codes=tensors["weight"].data_ptr(), scales=scale.data_ptr(), in_features=in_features, out_features=out_features,
-        row_nbytes=in_features, block_out=block_out, block_in=block_in, scale_stride=stride, scale_step=1,
-        scale_dtype=SCALES[scale.dtype], kind=E4M3 if weight_format.codes_dtype == "F8_E4M3" else E5M2,
+        codes=tensors["weight"].data_ptr(),
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        row_nbytes=in_features,
+        block_out=block_out,
+        block_in=block_in,
+        scale_stride=stride,
+        scale_step=1,
+        scale_dtype=SCALES[scale.dtype],
+        kind=E4M3 if weight_format.codes_dtype == "F8_E4M3" else E5M2,
         divides=weight_format.reciprocal,
-    )  # fmt: skip
+    )
 
 
 def _scaled(
     weight_format: ScaledCodes, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
     """int8, or FP8 under another dialect's names."""
-    scale, zero = tensors[weight_format.scale], tensors.get(weight_format.zero) if weight_format.zero_dtype else None
+    scale, zero = (
+        tensors[weight_format.scale],
+        tensors.get(weight_format.zero) if weight_format.zero_dtype else None,
+    )
     groups = scale.shape[1] if scale.dim() == 2 else 1
-    block_out = weight_format.block[0] if weight_format.block else max(out_features, 1) if scale.numel() == 1 else 1
+    block_out = (
+        weight_format.block[0] if weight_format.block else max(out_features, 1) if scale.numel() == 1 else 1
+    )
     return NativeLayer(
-        codes=tensors[weight_format.codes].data_ptr(), scales=scale.data_ptr(), in_features=in_features, out_features=out_features,
-        row_nbytes=in_features, block_out=block_out, scale_stride=groups, scale_step=1, groups=groups,
-        block_in=weight_format.block[1] if weight_format.block else -(-in_features // groups), scale_dtype=SCALES[scale.dtype],
-        kind={"I8": INT8, "F8_E4M3": E4M3, "F8_E5M2": E5M2}[weight_format.codes_dtype], shared=weight_format.multiplier,
-        row_zeros=BYTES if zero is not None else NONE, zeros=zero.data_ptr() if zero is not None else None,
-    )  # fmt: skip
+        codes=tensors[weight_format.codes].data_ptr(),
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        row_nbytes=in_features,
+        block_out=block_out,
+        scale_stride=groups,
+        scale_step=1,
+        groups=groups,
+        block_in=weight_format.block[1] if weight_format.block else -(-in_features // groups),
+        scale_dtype=SCALES[scale.dtype],
+        kind={"I8": INT8, "F8_E4M3": E4M3, "F8_E5M2": E5M2}[weight_format.codes_dtype],
+        shared=weight_format.multiplier,
+        row_zeros=BYTES if zero is not None else NONE,
+        zeros=zero.data_ptr() if zero is not None else None,
+    )
 
 
-def _gptq(weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def _gptq(
+    weight_format: Gptq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     scales, zeros = tensors["scales"], tensors["qzeros"]
     index = tensors["g_idx"] if weight_format.act_order else None
     return NativeLayer(
-        codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(),
-        index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
-        in_features=in_features, out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1],
+        codes=tensors["qweight"].data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=zeros.data_ptr(),
+        index=index.data_ptr() if index is not None else None,
+        index_nbytes=index.element_size() if index is not None else 0,
+        in_features=in_features,
+        out_features=out_features,
+        groups=scales.shape[0],
+        zero_words=zeros.shape[1],
         row_nbytes=4 * out_features,
-        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, kind=GPTQ,
-        bits=weight_format.num_bits, scale_dtype=SCALES[scales.dtype],
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size,
+        kind=GPTQ,
+        bits=weight_format.num_bits,
+        scale_dtype=SCALES[scales.dtype],
         zero_reading=ZERO_READINGS.index(weight_format.zero_reading),
-    )  # fmt: skip
+    )
 
 
-def _awq(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def _awq(
+    weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     scales, zeros = tensors["scales"], tensors[weight_format.zeros_name]
     return NativeLayer(
-        codes=tensors["qweight"].data_ptr(), scales=scales.data_ptr(), zeros=zeros.data_ptr(), in_features=in_features,
-        out_features=out_features, groups=scales.shape[0], zero_words=zeros.shape[1], bits=weight_format.num_bits, kind=AWQ,
+        codes=tensors["qweight"].data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=zeros.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        groups=scales.shape[0],
+        zero_words=zeros.shape[1],
+        bits=weight_format.num_bits,
+        kind=AWQ,
         row_nbytes=4 * zeros.shape[1],
-        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size, scale_dtype=SCALES[scales.dtype],
-    )  # fmt: skip
+        block_in=in_features if weight_format.group_size == -1 else weight_format.group_size,
+        scale_dtype=SCALES[scales.dtype],
+    )

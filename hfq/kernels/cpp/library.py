@@ -1,7 +1,8 @@
-"""Loads the compiled part, once for a process: whether it is there is settled before the first model is, and never changes.
+"""Loads the compiled part, once for a process: whether it is there is settled before the first model is, and
+never changes.
 
-`HFQ_DISABLE_CPP=1` switches it off. The build begins in the background with the first `HfqConfig` and is waited for where the first model
-chooses its kernels, so that all models of a process multiply alike.
+`HFQ_DISABLE_CPP=1` switches it off. The build begins in the background with the first `HfqConfig` and is
+waited for where the first model chooses its kernels, so that all models of a process multiply alike.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class _Once:
             except BuildError as error:
                 self.reason = str(error)
                 if is_wanted():
-                    logger.warning("hfq multiplies in plain torch, which is slower: %s. (%s=1 silences this.)", error, SWITCH)
+                    logger.warning(
+                        "hfq multiplies in plain torch, which is slower: %s. (%s=1 silences this.)",
+                        error,
+                        SWITCH,
+                    )
             self.is_settled = True
 
 
@@ -110,8 +115,17 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.hfq_is_tiled.argtypes = [pointer, int64, int32]
     loaded.hfq_linear.argtypes = [ctypes.c_char_p]
     loaded.hfq_grouped.argtypes = [
-        pointer, pointer, int64, pointer, int32, int64, pointer, int32, int64, ctypes.c_int,
-    ]  # fmt: skip
+        pointer,
+        pointer,
+        int64,
+        pointer,
+        int32,
+        int64,
+        pointer,
+        int32,
+        int64,
+        ctypes.c_int,
+    ]
     loaded.hfq_dequantize.argtypes = [pointer, int64, int64, pointer, int32, ctypes.c_int]
     loaded.hfq_use_team.argtypes = [pointer]
     loaded.hfq_use_team(team())

@@ -1,4 +1,6 @@
-"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast, bitsandbytes."""
+"""Layers of rows of 4-bit codes: MXFP4, NVFP4, MLX, pack-quantized, AWQ's gemv and gemv_fast,
+bitsandbytes.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ _INTEGERS = {
 _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
 
-def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def fp4(
+    weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """MXFP4, MXINT4, NVFP4, MLX's of both, and the experts of gpt-oss."""
     codes = tensors[weight_format.codes_name]
     scale = tensors["scales" if isinstance(weight_format, GptOssMxfp4 | MlxFp4) else "weight_scale"]
@@ -73,33 +77,72 @@ def fp4(weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_featu
     divides = isinstance(weight_format, Nvfp4) and weight_format.global_name == "weight_global_scale"
     integers, unit, offset = _INTEGERS[weight_format.values]
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scale.data_ptr(), in_features=in_features,
-        out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=in_features // scale.shape[1],
-        scale_stride=scale.shape[1], scale_step=1, groups=scale.shape[1], shared=shared, divides=divides,
-        scale_dtype=E4M3_SCALED if is_e4m3 else SCALES[scale.dtype], values=ctypes.addressof(_VALUES[weight_format.values]),
-        integers=ctypes.addressof(integers), unit=unit, offset=offset,
-    )  # fmt: skip
+        codes=codes.data_ptr(),
+        row_nbytes=in_features // 2,
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=NIBBLES,
+        bits=4,
+        block_out=1,
+        block_in=in_features // scale.shape[1],
+        scale_stride=scale.shape[1],
+        scale_step=1,
+        groups=scale.shape[1],
+        shared=shared,
+        divides=divides,
+        scale_dtype=E4M3_SCALED if is_e4m3 else SCALES[scale.dtype],
+        values=ctypes.addressof(_VALUES[weight_format.values]),
+        integers=ctypes.addressof(integers),
+        unit=unit,
+        offset=offset,
+    )
 
 
-def mlx_affine(weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def mlx_affine(
+    weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """MLX's affine codes of four bits, to whose products with a scale a float is added."""
     codes, scales, biases = tensors["weight"], tensors["scales"], tensors[weight_format.biases_name]
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=codes.shape[1] * 4, scales=scales.data_ptr(), zeros=biases.data_ptr(),
-        in_features=in_features, out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=weight_format.group_size,
-        scale_stride=scales.shape[1], scale_step=1, groups=scales.shape[1], scale_dtype=SCALES[scales.dtype], row_zeros=ADDED,
-        zero_dtype=DTYPES[biases.dtype], values=ctypes.addressof(_VALUES[_CODES]),
-    )  # fmt: skip
+        codes=codes.data_ptr(),
+        row_nbytes=codes.shape[1] * 4,
+        scales=scales.data_ptr(),
+        zeros=biases.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=NIBBLES,
+        bits=4,
+        block_out=1,
+        block_in=weight_format.group_size,
+        scale_stride=scales.shape[1],
+        scale_step=1,
+        groups=scales.shape[1],
+        scale_dtype=SCALES[scales.dtype],
+        row_zeros=ADDED,
+        zero_dtype=DTYPES[biases.dtype],
+        values=ctypes.addressof(_VALUES[_CODES]),
+    )
 
 
-def mlx_fp8(weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def mlx_fp8(
+    weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """MLX's mxfp8, whose codes are bytes."""
     scales = tensors["scales"]
     return NativeLayer(
-        codes=tensors["weight"].data_ptr(), row_nbytes=in_features, scales=scales.data_ptr(), in_features=in_features,
-        out_features=out_features, kind=E4M3, block_out=1, block_in=weight_format.group_size, scale_stride=scales.shape[1],
-        scale_step=1, scale_dtype=SCALES[scales.dtype],
-    )  # fmt: skip
+        codes=tensors["weight"].data_ptr(),
+        row_nbytes=in_features,
+        scales=scales.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=E4M3,
+        block_out=1,
+        block_in=weight_format.group_size,
+        scale_stride=scales.shape[1],
+        scale_step=1,
+        scale_dtype=SCALES[scales.dtype],
+    )
 
 
 def against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
@@ -121,29 +164,61 @@ def pack_quantized(
     row_zeros = NONE if zero is None else OUTPUT_WORDS if weight_format.zero_dtype == "I32" else BYTES
     integers, unit, offset = _ASYMMETRIC if row_zeros == OUTPUT_WORDS else _INTEGERS[_OFFSET]
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=codes.shape[1] * 4, scales=scale.data_ptr(), in_features=in_features,
-        out_features=out_features, kind=NIBBLES, bits=4, block_out=out_features if is_shared else 1,
-        block_in=-(-in_features // groups), scale_stride=groups, scale_step=1, groups=groups, scale_dtype=SCALES[scale.dtype],
-        row_zeros=row_zeros, zeros=zero.data_ptr() if zero is not None else None, values=ctypes.addressof(_VALUES[_OFFSET]),
-        integers=ctypes.addressof(integers), unit=unit, offset=offset,
-        index=index.data_ptr() if index is not None else None, index_nbytes=index.element_size() if index is not None else 0,
-    )  # fmt: skip
+        codes=codes.data_ptr(),
+        row_nbytes=codes.shape[1] * 4,
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=NIBBLES,
+        bits=4,
+        block_out=out_features if is_shared else 1,
+        block_in=-(-in_features // groups),
+        scale_stride=groups,
+        scale_step=1,
+        groups=groups,
+        scale_dtype=SCALES[scale.dtype],
+        row_zeros=row_zeros,
+        zeros=zero.data_ptr() if zero is not None else None,
+        values=ctypes.addressof(_VALUES[_OFFSET]),
+        integers=ctypes.addressof(integers),
+        unit=unit,
+        offset=offset,
+        index=index.data_ptr() if index is not None else None,
+        index_nbytes=index.element_size() if index is not None else 0,
+    )
 
 
-def awq_rows(weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def awq_rows(
+    weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """gemv, and gemv_fast, whose scales and zero points lie with the outputs side by side."""
     codes, scales, zeros = tensors["qweight"], tensors["scales"], tensors[weight_format.zeros_name]
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     is_fast = weight_format.version == "gemv_fast"
     integers, unit, offset = _ASYMMETRIC
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scales.data_ptr(), zeros=zeros.data_ptr(),
-        in_features=in_features, out_features=out_features, kind=QUADS if is_fast else NIBBLES, bits=4, block_out=1, block_in=span,
-        scale_stride=1 if is_fast else scales.shape[1], scale_step=scales.shape[1] if is_fast else 1, groups=in_features // span,
-        scale_dtype=SCALES[scales.dtype], row_zeros=ADDED if is_fast else GROUP_WORDS, zero_words=zeros.shape[1],
-        zero_dtype=DTYPES[zeros.dtype] if is_fast else 0, values=ctypes.addressof(_VALUES[_CODES]),
-        integers=ctypes.addressof(integers), unit=unit, offset=offset,
-    )  # fmt: skip
+        codes=codes.data_ptr(),
+        row_nbytes=in_features // 2,
+        scales=scales.data_ptr(),
+        zeros=zeros.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=QUADS if is_fast else NIBBLES,
+        bits=4,
+        block_out=1,
+        block_in=span,
+        scale_stride=1 if is_fast else scales.shape[1],
+        scale_step=scales.shape[1] if is_fast else 1,
+        groups=in_features // span,
+        scale_dtype=SCALES[scales.dtype],
+        row_zeros=ADDED if is_fast else GROUP_WORDS,
+        zero_words=zeros.shape[1],
+        zero_dtype=DTYPES[zeros.dtype] if is_fast else 0,
+        values=ctypes.addressof(_VALUES[_CODES]),
+        integers=ctypes.addressof(integers),
+        unit=unit,
+        offset=offset,
+    )
 
 
 def against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
@@ -153,18 +228,33 @@ def against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
     return None
 
 
-def bnb(weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> NativeLayer:
+def bnb(
+    weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+) -> NativeLayer:
     """nf4 and fp4, with plain or double-quantized scales."""
     codes, scale, groups = tensors["weight"], tensors["weight.absmax"], in_features // weight_format.blocksize
     nested = tensors.get("weight.nested_absmax")
     return NativeLayer(
-        codes=codes.data_ptr(), row_nbytes=in_features // 2, scales=scale.data_ptr(), in_features=in_features,
-        out_features=out_features, kind=NIBBLES, bits=4, block_out=1, block_in=weight_format.blocksize, scale_stride=groups,
-        scale_step=1, groups=groups, scale_dtype=SCALES[scale.dtype] if nested is None else NESTED,
-        values=tensors["weight.quant_map"].data_ptr(), high_first=1, shared=weight_format.nested_offset,
-        nested_size=weight_format.nested_blocksize, nested_scales=nested.data_ptr() if nested is not None else None,
+        codes=codes.data_ptr(),
+        row_nbytes=in_features // 2,
+        scales=scale.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        kind=NIBBLES,
+        bits=4,
+        block_out=1,
+        block_in=weight_format.blocksize,
+        scale_stride=groups,
+        scale_step=1,
+        groups=groups,
+        scale_dtype=SCALES[scale.dtype] if nested is None else NESTED,
+        values=tensors["weight.quant_map"].data_ptr(),
+        high_first=1,
+        shared=weight_format.nested_offset,
+        nested_size=weight_format.nested_blocksize,
+        nested_scales=nested.data_ptr() if nested is not None else None,
         nested_values=tensors["weight.nested_quant_map"].data_ptr() if nested is not None else None,
-    )  # fmt: skip
+    )
 
 
 def is_fp4(weight_format: object) -> bool:

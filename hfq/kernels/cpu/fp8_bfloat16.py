@@ -1,12 +1,14 @@
-"""e4m3 codes as bfloat16 in plain torch, for processors that multiply bfloat16: no panel of float32 on the way.
+"""e4m3 codes as bfloat16 in plain torch, for processors that multiply bfloat16: no panel of float32 on the
+way.
 
-The bits of e4m3, shifted by four and without those that its sign was copied to, are a bfloat16 of 2^-120 of its value, subnormal
-values included. bfloat16's instructions take subnormal numbers for zeros, so one multiplication follows: by the scale of each block,
-which rounds the weight once, as the copy of a float32 panel does, or by a power of two, where the sums are scaled. torch's batch norm
-multiplies bfloat16 by float32 in one pass, with blocks for channels; to multiply block by block takes three times as long.
+The bits of e4m3, shifted by four and without those that its sign was copied to, are a bfloat16 of 2^-120 of
+its value, subnormal values included. bfloat16's instructions take subnormal numbers for zeros, so one
+multiplication follows: by the scale of each block, which rounds the weight once, as the copy of a float32
+panel does, or by a power of two, where the sums are scaled. torch's batch norm multiplies bfloat16 by float32
+in one pass, with blocks for channels; to multiply block by block takes three times as long.
 
-To multiply a vector with a subnormal number in it takes Intel's processors twenty times as long. Weights have one such code in
-ten thousand; codes that have many go through float32, to the same bits.
+To multiply a vector with a subnormal number in it takes Intel's processors twenty times as long. Weights have
+one such code in ten thousand; codes that have many go through float32, to the same bits.
 """
 
 from __future__ import annotations
@@ -21,10 +23,21 @@ from hfq.formats.codecs.fp8_codes import has_nan, scale_as_float, widen_into
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.fp8 import Fp8
 
-__all__ = ["PART_NUMEL", "block_factors", "fill_blocks", "fill_codes", "is_in_blocks", "is_shifted", "is_summed", "scale_sums"]
+__all__ = [
+    "PART_NUMEL",
+    "block_factors",
+    "fill_blocks",
+    "fill_codes",
+    "is_in_blocks",
+    "is_shifted",
+    "is_summed",
+    "scale_sums",
+]
 
 PART_NUMEL = 1 << 20
-"""Sums that are scaled at once, and four times the codes that go through float32 at once, unless a row has more."""
+"""Sums that are scaled at once, and four times the codes that go through float32 at once, unless a row has
+more.
+"""
 
 _UNIT = 2.0**120
 _LEAST_BLOCK = 32  # each row of blocks is a call, and each row of one a loop
@@ -49,7 +62,9 @@ def is_in_blocks(weight_format: object) -> TypeGuard[Fp8]:
 
 
 def is_shifted(codes: torch.Tensor) -> bool:
-    """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of them."""
+    """Whether few of the codes are subnormal, by a sample; `torch.set_flush_denormal` would make zeros of
+    them.
+    """
     if not codes.numel() or _flushes_subnormals():
         return False
     rows = codes.view(torch.uint8)[:: max(codes.shape[0] // 8, 1)]
@@ -59,7 +74,9 @@ def is_shifted(codes: torch.Tensor) -> bool:
 
 
 def fill_codes(codes: torch.Tensor, shifts: bool) -> torch.Tensor:
-    """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for speed alone."""
+    """1/256 of codes: bfloat16 [rows, in_features], in a kept buffer; `shifts` as `is_shifted` says, for
+    speed alone.
+    """
     panel, bits = _panel(codes), codes.view(torch.int8)
     if shifts and not _flushes_subnormals() and _shift(bits, bits.view(torch.uint8), panel.view(torch.int16)):
         return panel.mul_(_UNIT / _SUM_UNIT)
@@ -82,19 +99,25 @@ def scale_sums(sums: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_f
 
 
 def block_factors(tensors: Mapping[str, torch.Tensor], weight_format: Fp8) -> torch.Tensor | None:
-    """What the bits of each block are multiplied by: float32 [rows, columns] of blocks; None for scales that are too large."""
+    """What the bits of each block are multiplied by: float32 [rows, columns] of blocks; None for scales that
+    are too large.
+    """
     scale = scale_as_float(tensors[weight_format.scale_name])
     return scale.reshape(scale.shape[0], -1) * _UNIT if float(scale.abs().amax()) < _SCALE_LIMIT else None
 
 
-def fill_blocks(codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int) -> torch.Tensor | None:
+def fill_blocks(
+    codes: torch.Tensor, factors: torch.Tensor, weight_format: Fp8, start: int, rows: int
+) -> torch.Tensor | None:
     """Some rows of the weight, rounded once: bfloat16 [rows, in_features], in a kept buffer; None for NaN."""
     bits, (above, before) = codes[start : start + rows].view(torch.int8), weight_format.block_offset
     if not bits.numel() or _flushes_subnormals():
         return None
     block_out, block_in = weight_format.block_structure or (128, 128)
     count = factors.shape[1]
-    whole = thread_buffer("panel", torch.bfloat16, codes.device, rows * count * block_in).view(rows, count * block_in)
+    whole = thread_buffer("panel", torch.bfloat16, codes.device, rows * count * block_in).view(
+        rows, count * block_in
+    )
     inside = slice(before, before + codes.shape[1])  # beside it, where blocks go on, is anything
     if not _shift(bits, bits.view(torch.uint8), whole.view(torch.int16)[:, inside]):
         return None
@@ -124,7 +147,17 @@ def _scale_blocks(
     for block in range(first // block_out, (stop + block_out - 1) // block_out):
         some = panel[max(block * block_out - first, 0) : min((block + 1) * block_out, stop) - first]
         torch.ops.aten.native_batch_norm(
-            some, factors[block], None, mean, variance, False, 0.0, 0.0, out=some, save_mean=none, save_invstd=none
+            some,
+            factors[block],
+            None,
+            mean,
+            variance,
+            False,
+            0.0,
+            0.0,
+            out=some,
+            save_mean=none,
+            save_invstd=none,
         )
 
 
@@ -143,7 +176,9 @@ def _flushes_subnormals() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _unused(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The statistics of a batch norm that leave its channels as they are, and a place for those that it does not write."""
+    """The statistics of a batch norm that leave its channels as they are, and a place for those that it does
+    not write.
+    """
     with torch.inference_mode(False):
         zeros = torch.zeros(count, dtype=torch.float32, device="cpu")
         return zeros, zeros + 1, zeros[:0]

@@ -2,11 +2,13 @@
 
     y[m, n] = (sum of q[m, k] * (w[n, k] - zero_point[n]) over k) * activation_scale[m] * weight_scale[n]
 
-The compiled part (native/src/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512 VNNI) or tiles (AMX), it
-rounds, multiplies and scales any number of rows in one call. Without a compiler torch's `_int_mm` does so for many rows, where there
-are dot products, and `_weight_int8pack_mm` multiplies few rows of bfloat16 activations: it takes their codes as bfloat16, which holds
-every one of them, sums in float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of
-oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on AVX2).
+The compiled part (native/src/int8.cpp) sums in integers, exactly; where it has dot products of bytes (AVX-512
+VNNI) or tiles (AMX), it rounds, multiplies and scales any number of rows in one call. Without a compiler
+torch's `_int_mm` does so for many rows, where there are dot products, and `_weight_int8pack_mm` multiplies
+few rows of bfloat16 activations: it takes their codes as bfloat16, which holds every one of them, sums in
+float32 and rounds the sum to bfloat16. Everything else goes through panels. torch's prepacked linear of
+oneDNN is not used: its 16-bit sums saturate, silently, on a processor without VNNI (seen with torch 2.13 on
+AVX2).
 """
 
 from __future__ import annotations
@@ -22,8 +24,20 @@ from hfq.formats.bitsandbytes import BnbInt8
 from hfq.formats.codecs.thread_buffers import thread_buffer
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.formats.layouts.scaled import ScaledCodes
-from hfq.kernels.activations import TOPS, activation_codes, outlier_channels, quantize_activations, shared_scale
-from hfq.kernels.cpp.int8_library import RoundedWeight, integer_product, is_built, rounded_linear, takes_any_rows
+from hfq.kernels.activations import (
+    TOPS,
+    activation_codes,
+    outlier_channels,
+    quantize_activations,
+    shared_scale,
+)
+from hfq.kernels.cpp.int8_library import (
+    RoundedWeight,
+    integer_product,
+    is_built,
+    rounded_linear,
+    takes_any_rows,
+)
 from hfq.kernels.cpp.layer_struct import DTYPES
 from hfq.kernels.cpu import panels
 from hfq.kernels.layer_tensors import LayerTensors
@@ -37,30 +51,42 @@ BATCH_NBYTES = 4 << 20
 """The most bytes of activations or sums, in float32, that are made at once."""
 
 _MOST_OUTLIERS = 1 / 32
-"""The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels are used."""
+"""The largest share of input channels that are multiplied apart as LLM.int8()'s outliers; beyond it panels
+are used.
+"""
 
 _OUTLIER_ROWS = 16
-"""So many rows at once, filled up with zeros, are multiplied by outlier channels: torch's order of sums depends on their number."""
+"""So many rows at once, filled up with zeros, are multiplied by outlier channels: torch's order of sums
+depends on their number.
+"""
 
 _VNNI_ROWS = 32
-"""Without a compiler, `_int_mm` multiplies so many rows and more where there is VNNI; below, it was measured at half of bfloat16's
-speed (8 rows, Zen 4). The number between is unmeasured."""
+"""Without a compiler, `_int_mm` multiplies so many rows and more where there is VNNI; below, it was measured
+at half of bfloat16's speed (8 rows, Zen 4). The number between is unmeasured.
+"""
 
 _FUSED_ROWS, _FUSED_DTYPES = 64, (torch.float32, torch.bfloat16)
-"""The most rows that are rounded, multiplied and scaled in one call where there are neither dot products nor tiles, and of which
-dtypes."""
+"""The most rows that are rounded, multiplied and scaled in one call where there are neither dot products nor
+tiles, and of which dtypes.
+"""
 
 _PACK_ROWS, _PACK_MULTIPLE = 16, 32
-"""`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what in_features must be a
-multiple of, since it reads whole vectors, past the end of a row (torch 2.13)."""
+"""`_weight_int8pack_mm`: the most rows for which it is faster than panels, as measured on Zen 3; and what
+in_features must be a multiple of, since it reads whole vectors, past the end of a row (torch 2.13).
+"""
 
 _PACK_ALIGNMENT, _PACK_PART = 16, 1 << 18
-"""What its weight must be aligned to: with AVX-512 it ends the process where four rows or more find another (torch 2.13), and files
-align tensors to 8 bytes. Such weights are copied by parts of about so many codes."""
+"""What its weight must be aligned to: with AVX-512 it ends the process where four rows or more find another
+(torch 2.13), and files align tensors to 8 bytes. Such weights are copied by parts of about so many codes.
+"""
 
 
-def reason_against(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
-    """Why a layer under a scheme cannot be multiplied, or None where it can; the first call may wait for a build."""
+def reason_against(
+    weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
+) -> str | None:
+    """Why a layer under a scheme cannot be multiplied, or None where it can; the first call may wait for a
+    build.
+    """
     if type(weight_format) not in (IntQuantized, BnbInt8) or not isinstance(weight_format, ScaledCodes):
         return f"it does not read {weight_format.name}"
     if scheme.dtype != "int8" or scheme.strategy == "group":
@@ -77,12 +103,17 @@ def reason_against(weight_format: Format, scheme: ActivationScheme, in_features:
 
 
 def linear(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: ScaledCodes,
+    scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in float32.
+    """`quantize_activations(activations) @ W.T (+ bias)`, with the scales applied to sums of codes, in
+    float32.
 
-    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight and `_OUTLIER_ROWS` of their sums.
-    Without a compiler, `_PACK_PART` codes of a weight that is not aligned are kept as well, or 64 rows where those are more.
+    What it makes on the way is bounded by `BATCH_NBYTES`, beside the outlier channels of the weight and
+    `_OUTLIER_ROWS` of their sums. Without a compiler, `_PACK_PART` codes of a weight that is not aligned are
+    kept as well, or 64 rows where those are more.
     """
     rows = activations if activations.dim() == 2 else activations.reshape(-1, activations.shape[-1])
     weight = tensors[weight_format.codes]
@@ -104,7 +135,9 @@ def linear(
         batch = max(batch // _OUTLIER_ROWS, 1) * _OUTLIER_ROWS
     for first in range(0, rows.shape[0], batch):
         part = rows[first : first + batch]
-        codes, scale = activation_codes(part if outliers is None else part.masked_fill(outliers, 0), scheme, tensors, shared)
+        codes, scale = activation_codes(
+            part if outliers is None else part.masked_fill(outliers, 0), scheme, tensors, shared
+        )
         product = multiply(codes, weight)
         if weight_format.zero_dtype:
             zeros = tensors[weight_format.zero].reshape(-1).to(torch.int32)
@@ -120,7 +153,9 @@ def linear(
 
 
 def _is_for_fused(rows: torch.Tensor) -> bool:
-    """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as long as the product."""
+    """Whether the compiled part rounds, multiplies and scales: for few rows torch's operations would take as
+    long as the product.
+    """
     count = rows.shape[0]
     if not count or rows.dtype not in _FUSED_DTYPES or not rows.data_ptr():
         return False
@@ -130,7 +165,9 @@ def _is_for_fused(rows: torch.Tensor) -> bool:
 def _fused_weight(
     tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, scheme: ActivationScheme
 ) -> RoundedWeight | None:
-    """The weight as `rounded_linear` reads it, kept with tensors that a module holds; None where it cannot."""
+    """The weight as `rounded_linear` reads it, kept with tensors that a module holds; None where it
+    cannot.
+    """
     answers = tensors.answers if type(tensors) is LayerTensors else {}
     answer = answers.get("int8")
     if isinstance(answer, tuple) and answer[0] is weight_format and answer[1] is scheme:
@@ -155,7 +192,9 @@ def _fused(
     *leading, _ = activations.shape
     result = activations.new_empty(*leading, weight.out_features)  # no view, as in the reference
     count, in_features = rows.shape
-    kept = (in_features + 63) // 64 * 64 + 8 if takes_any_rows() else 4 * (weight.out_features + in_features + 1)
+    kept = (
+        (in_features + 63) // 64 * 64 + 8 if takes_any_rows() else 4 * (weight.out_features + in_features + 1)
+    )
     if count * kept <= BATCH_NBYTES:
         rounded_linear(rows, weight, result)
     else:
@@ -192,7 +231,10 @@ def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ones = _ones(weight.shape[0])
     if weight.data_ptr() % _PACK_ALIGNMENT == 0:
         return torch._weight_int8pack_mm(codes, weight, ones)
-    product, step = codes.new_empty(codes.shape[0], weight.shape[0]), max(_PACK_PART // weight.shape[1] // 64, 1) * 64
+    product, step = (
+        codes.new_empty(codes.shape[0], weight.shape[0]),
+        max(_PACK_PART // weight.shape[1] // 64, 1) * 64,
+    )
     for start in range(0, weight.shape[0], step):
         part = weight[start : start + step]
         aligned = thread_buffer("int8", torch.int8, part.device, part.numel()).view(part.shape).copy_(part)
@@ -201,19 +243,25 @@ def _multiply_packed(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _add_outliers(product: torch.Tensor, values: torch.Tensor, floats: torch.Tensor) -> None:
-    """`product += values @ floats.T`, a row's bits the same whatever rows are beside it: always as many are multiplied."""
+    """`product += values @ floats.T`, a row's bits the same whatever rows are beside it: always as many are
+    multiplied.
+    """
     for part, target in zip(values.split(_OUTLIER_ROWS), product.split(_OUTLIER_ROWS), strict=True):
         filled = floats.new_zeros(_OUTLIER_ROWS, floats.shape[1])
         filled[: part.shape[0]] = part
         target += (filled @ floats.t())[: part.shape[0]]
 
 
-def _floats(tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, columns: torch.Tensor) -> torch.Tensor:
+def _floats(
+    tensors: Mapping[str, torch.Tensor], weight_format: ScaledCodes, columns: torch.Tensor
+) -> torch.Tensor:
     """These input channels of the weight: float32 [out_features, channels]."""
     codes = tensors[weight_format.codes][:, columns].to(torch.float32)
     if weight_format.zero_dtype:
         codes.sub_(tensors[weight_format.zero].reshape(-1, 1).to(torch.float32))
-    return codes.mul_(tensors[weight_format.scale].reshape(-1, 1).to(torch.float32)).mul_(weight_format.multiplier)
+    return codes.mul_(tensors[weight_format.scale].reshape(-1, 1).to(torch.float32)).mul_(
+        weight_format.multiplier
+    )
 
 
 @functools.cache

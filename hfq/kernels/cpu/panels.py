@@ -1,8 +1,10 @@
-"""Plain torch on a CPU for every format: large panels in kept buffers, multiplied in the dtype that the processor is fast in.
+"""Plain torch on a CPU for every format: large panels in kept buffers, multiplied in the dtype that the
+processor is fast in.
 
-A panel is dequantized as for the reference kernel, bit for bit. Where a processor has no bfloat16 instructions, torch multiplies
-bfloat16 several times slower than float32; there, and for float16 everywhere, the panel stays in float32 and the result alone is
-rounded to the activations' dtype. So results differ from the reference's in their last bits, and are no less exact.
+A panel is dequantized as for the reference kernel, bit for bit. Where a processor has no bfloat16
+instructions, torch multiplies bfloat16 several times slower than float32; there, and for float16 everywhere,
+the panel stays in float32 and the result alone is rounded to the activations' dtype. So results differ from
+the reference's in their last bits, and are no less exact.
 """
 
 from __future__ import annotations
@@ -34,23 +36,33 @@ __all__ = [
 ]
 
 PANEL_NBYTES = 11 << 19
-"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16, which share the
-reading of the activations."""
+"""The most bytes of a panel, unless `row_multiple` rows need more: enough for 256 rows of a 7B in bfloat16,
+which share the reading of the activations.
+"""
 
 _ALIGNED_ROWS = (128, 32)
-"""Panels are multiples of so many rows where they may have as many: the usual rows of a block, or what libraries take at once."""
+"""Panels are multiples of so many rows where they may have as many: the usual rows of a block, or what
+libraries take at once.
+"""
 
 BATCH_NBYTES = 16 << 20
 """The most bytes of activations that are converted at once."""
 
 Fill = Callable[[int, int, torch.dtype], torch.Tensor]
-"""(first output row, rows, dtype) → that part of the weight, [rows, in_features], valid until the next call."""
+"""(first output row, rows, dtype) → that part of the weight, [rows, in_features], valid until the next
+call.
+"""
 
 
 def linear(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, panel_nbytes: int | None = None
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Format,
+    panel_nbytes: int | None = None,
 ) -> torch.Tensor:
-    """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of `PANEL_NBYTES`, or of others."""
+    """As `reference.linear`, which takes over for activations that are not on a CPU; by panels of
+    `PANEL_NBYTES`, or of others.
+    """
     if activations.device.type != "cpu":
         return reference.linear(activations, tensors, weight_format)
     if scales_sums(weight_format, activations.dtype):
@@ -59,11 +71,15 @@ def linear(
     return multiply(activations, tensors, weight_format, fill, panel_nbytes)
 
 
-def linear_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+def linear_grad(
+    grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
     """As `reference.linear_grad`, which takes over for gradients that are not on a CPU."""
     if grad.device.type != "cpu":
         return reference.linear_grad(grad, tensors, weight_format)
-    return multiply_grad(grad, tensors, weight_format, _filler(tensors, weight_format, product_dtype(grad.dtype)))
+    return multiply_grad(
+        grad, tensors, weight_format, _filler(tensors, weight_format, product_dtype(grad.dtype))
+    )
 
 
 def multiply(
@@ -87,7 +103,9 @@ def multiply(
     """
     rows = activations.reshape(-1, activations.shape[-1])
     out_features, in_features = weight_format.shape(tensors)
-    result = rows.new_empty(*activations.shape[:-1], out_features)  # no view: code after a layer may write into its output
+    result = rows.new_empty(
+        *activations.shape[:-1], out_features
+    )  # no view: code after a layer may write into its output
     flat, dtype = result.view(rows.shape[0], out_features), product_dtype(activations.dtype)
     batch = max(rows.shape[0] if dtype == result.dtype else BATCH_NBYTES // (4 * max(in_features, 1)), 1)
     spans = _spans(weight_format, out_features, in_features, dtype, panel_nbytes)
@@ -109,7 +127,10 @@ def _multiply_panel(rows: torch.Tensor, fill: Fill, result: torch.Tensor, span: 
 
 
 def _multiply_codes(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Fp8, panel_nbytes: int | None
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Fp8,
+    panel_nbytes: int | None,
 ) -> torch.Tensor:
     """bfloat16 times e4m3 codes by themselves; then the sums are scaled."""
     codes = tensors["weight"]
@@ -131,8 +152,12 @@ def _add_bias(result: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torc
     return result
 
 
-def multiply_grad(grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill) -> torch.Tensor:
-    """`grad @ W` by panels, summed in float32: [..., out_features] → [..., in_features] in the gradient's dtype."""
+def multiply_grad(
+    grad: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, fill: Fill
+) -> torch.Tensor:
+    """`grad @ W` by panels, summed in float32: [..., out_features] → [..., in_features] in the gradient's
+    dtype.
+    """
     rows = grad.reshape(-1, grad.shape[-1])
     out_features, in_features = weight_format.shape(tensors)
     dtype = product_dtype(grad.dtype)
@@ -152,7 +177,9 @@ def scales_sums(weight_format: Format, dtype: torch.dtype) -> TypeGuard[Fp8]:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that this processor multiplies activations of a dtype in: float32 for those that it has no instructions for."""
+    """The dtype that this processor multiplies activations of a dtype in: float32 for those that it has no
+    instructions for.
+    """
     if dtype == torch.float16 or (dtype == torch.bfloat16 and not _has_bfloat16()):
         return torch.float32
     return dtype
@@ -179,9 +206,14 @@ def _divide(count: int, most: int, multiples: Sequence[int]) -> list[range]:
     Args:
         count: The rows.
         most: The most rows of a part, unless the last of the multiples is more.
-        multiples: Parts but the last are multiples of the first of these that is not too coarse for `count` and `most`.
+        multiples: Parts but the last are multiples of the first of these that is not too coarse for `count`
+            and `most`.
     """
-    fine = [multiple for multiple in multiples if multiple <= most and (count % multiple == 0 or count >= 4 * multiple)]
+    fine = [
+        multiple
+        for multiple in multiples
+        if multiple <= most and (count % multiple == 0 or count >= 4 * multiple)
+    ]
     multiple = (fine or multiples[-1:])[0]
     blocks = -(-count // multiple)
     parts = -(-blocks // max(most // multiple, 1))

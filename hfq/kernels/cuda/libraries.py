@@ -1,7 +1,7 @@
 """Kernels of other libraries for a CUDA device: whether each can run here, asked once, and why not.
 
-What is asked are facts of the machine (the device's compute capability, torch's version of CUDA, installed packages); nothing is
-downloaded, imported or run for an answer.
+What is asked are facts of the machine (the device's compute capability, torch's version of CUDA, installed
+packages); nothing is downloaded, imported or run for an answer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ LIBRARIES = {
     "scaled_mm tensorwise": Library((8, 9)),
     "scaled_mm rowwise": Library((9, 0)),
     "scaled_mm blockwise": Library(
-        (9, 0), (9, 0), (12, 9), unused="hfq does not call it: no machine was at hand to test the layout of its scales on"
+        (9, 0),
+        (9, 0),
+        (12, 9),
+        unused="hfq does not call it: no machine was at hand to test the layout of its scales on",
     ),
     "marlin": Library((7, 5), package="gptqmodel", unused=_GPTQMODEL),
     "machete": Library((9, 0), (9, 0), package="gptqmodel", unused=_GPTQMODEL),
-    "kernels hub": Library((7, 5), package="kernels", unused="hfq does not call it: it runs code from the network"),
+    "kernels hub": Library(
+        (7, 5), package="kernels", unused="hfq does not call it: it runs code from the network"
+    ),
 }
 """Sources: torch's documentation of `scaled_mm` and pytorch#153555, #158037; gptqmodel 7.7's declarations."""
 

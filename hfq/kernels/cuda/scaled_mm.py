@@ -1,7 +1,9 @@
-"""torch's own product of FP8 activations by FP8 weights, where a checkpoint asks for FP8 activations and the device has it.
+"""torch's own product of FP8 activations by FP8 weights, where a checkpoint asks for FP8 activations and the
+device has it.
 
-Activations are rounded to codes as `quantize_activations` rounds them, under a scale for the tensor or one for each token, and
-multiplied as codes; the scales follow. Sums are the device's own (torch's `use_fast_accum=False`).
+Activations are rounded to codes as `quantize_activations` rounds them, under a scale for the tensor or one
+for each token, and multiplied as codes; the scales follow. Sums are the device's own (torch's
+`use_fast_accum=False`).
 
 Tested with torch's CPU implementation of the same call; neither run nor measured on a GPU.
 """
@@ -24,7 +26,9 @@ _MULTIPLE = 16
 """What cuBLAS and CUTLASS want both sizes of the weight to be a multiple of."""
 
 
-def reason_against(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
+def reason_against(
+    weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
+) -> str | None:
     """Why a layer under a scheme cannot be multiplied here, or None where it can."""
     recipe = _recipe(weight_format, scheme)
     if recipe is None:
@@ -36,9 +40,13 @@ def reason_against(weight_format: Format, scheme: ActivationScheme, in_features:
 
 
 def linear(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, scheme: ActivationScheme
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Format,
+    scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`quantize_activations(activations) @ W.T (+ bias)`; the Triton kernel takes over for what torch's product cannot return exactly.
+    """`quantize_activations(activations) @ W.T (+ bias)`; the Triton kernel takes over for what torch's
+    product cannot return exactly.
 
     Scales of rows give bfloat16 alone.
     """
@@ -65,12 +73,20 @@ def linear(
 
 def _recipe(weight_format: Format, scheme: ActivationScheme) -> str | None:
     """Which of torch's recipes multiplies by a layer."""
-    if type(weight_format) is not Fp8 or weight_format.codes_dtype != "F8_E4M3" or weight_format.scale_dtype != "F32":
+    if (
+        type(weight_format) is not Fp8
+        or weight_format.codes_dtype != "F8_E4M3"
+        or weight_format.scale_dtype != "F32"
+    ):
         return None
     if weight_format.strategy == "tensor" and scheme.strategy == "tensor":
         return "tensorwise"
     if weight_format.strategy in ("tensor", "channel") and scheme.strategy in ("tensor", "token"):
         return "rowwise"
-    if weight_format.strategy == "block" and weight_format.block_structure == (128, 128) and scheme.group_size == 128:
+    if (
+        weight_format.strategy == "block"
+        and weight_format.block_structure == (128, 128)
+        and scheme.group_size == 128
+    ):
         return "blockwise"
     return None

@@ -1,9 +1,9 @@
 """The parts of the Triton kernels that run on the device; imported only where Triton is installed.
 
-Triton's interpreter computes wrong products of bfloat16, cuts off where it should round to it, and says nothing
-(triton-lang/triton#4972, #11584), so what is multiplied is of the type `DOT`: the activations' own on a device, float32 in the
-interpreter. With numpy 2.4 it cannot loop to a bound that is no constant, so that the bounds here are. FP8 is decoded and encoded by
-integer operations, which every device has.
+Triton's interpreter computes wrong products of bfloat16, cuts off where it should round to it, and says
+nothing (triton-lang/triton#4972, #11584), so what is multiplied is of the type `DOT`: the activations' own on
+a device, float32 in the interpreter. With numpy 2.4 it cannot loop to a bound that is no constant, so that
+the bounds here are. FP8 is decoded and encoded by integer operations, which every device has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def _field(words, following, shift, BITS: tl.constexpr):
 
 @triton.jit
 def _rounded(values, DTYPE: tl.constexpr, DOT: tl.constexpr):
-    """float32 values rounded to `DTYPE`, as `DOT`; by integers where the interpreter would cut bfloat16 off."""
+    """float32 values rounded to `DTYPE`, as `DOT`; by integers where the interpreter would cut bfloat16
+    off.
+    """
     if DTYPE == tl.bfloat16 and DOT == tl.float32:  # noqa: SIM300
         bits = values.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -38,7 +40,9 @@ def _words(pointers, mask):
 
 
 @triton.jit
-def _zero_points(qzeros, group, n, zero_words, mask, BITS: tl.constexpr, READING: tl.constexpr, ONES: tl.constexpr):
+def _zero_points(
+    qzeros, group, n, zero_words, mask, BITS: tl.constexpr, READING: tl.constexpr, ONES: tl.constexpr
+):
     """The zero points of (group, output) pairs: see `Gptq.zero_points`."""
     shift = (n * BITS) % 32
     places = qzeros + group * zero_words + (n * BITS) // 32
@@ -58,11 +62,32 @@ def _zero_points(qzeros, group, n, zero_words, mask, BITS: tl.constexpr, READING
 
 @triton.jit
 def gptq_linear(
-    x, qweight, qzeros, scales, index, partial, rows, out_features, in_features, span, x_stride, zero_words,
-    BITS: tl.constexpr, READING: tl.constexpr, ONES: tl.constexpr, HAS_INDEX: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """One tile of one share of the input's sum: partial[split, m, n] = sum of x[m, k] * W[n, k] over k of the split."""
+    x,
+    qweight,
+    qzeros,
+    scales,
+    index,
+    partial,
+    rows,
+    out_features,
+    in_features,
+    span,
+    x_stride,
+    zero_words,
+    BITS: tl.constexpr,
+    READING: tl.constexpr,
+    ONES: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """One tile of one share of the input's sum: partial[split, m, n] = sum of x[m, k] * W[n, k] over k of the
+    split.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -72,8 +97,9 @@ def gptq_linear(
         inside = (k < in_features)[:, None] & (n < out_features)[None, :]
         values = tl.load(
             x + m[:, None].to(tl.int64) * x_stride + k[None, :],
-            mask=(m < rows)[:, None] & (k < in_features)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(m < rows)[:, None] & (k < in_features)[None, :],
+            other=0.0,
+        )
         shift = ((k * BITS) % 32)[:, None]
         places = qweight + ((k * BITS) // 32)[:, None].to(tl.int64) * out_features + n[None, :]
         words = _words(places, inside)
@@ -85,7 +111,9 @@ def gptq_linear(
         if HAS_INDEX:
             group = tl.load(index + k, mask=k < in_features, other=0).to(tl.int32)
         zeros = _zero_points(qzeros, group[:, None], n[None, :], zero_words, inside, BITS, READING, ONES)
-        steps = tl.load(scales + group[:, None] * out_features + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        steps = tl.load(scales + group[:, None] * out_features + n[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         weight = _rounded((codes - zeros).to(tl.float32) * steps, DTYPE, DOT)
         total = tl.dot(values.to(DOT), weight, total, input_precision="ieee")
     target = partial + (split * rows + m[:, None]).to(tl.int64) * out_features + n[None, :]
@@ -94,7 +122,9 @@ def gptq_linear(
 
 @triton.jit
 def _decode(codes, IS_E4M3: tl.constexpr):
-    """FP8 codes (int8) as float32: a code of e4m3, shifted by seven, is a float16 of 1/256 of its value; e5m2 is half a float16."""
+    """FP8 codes (int8) as float32: a code of e4m3, shifted by seven, is a float16 of 1/256 of its value; e5m2
+    is half a float16.
+    """
     bits = codes.to(tl.int16)
     if IS_E4M3:
         values = ((bits << 7) & -16385).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -117,9 +147,17 @@ def _encode(values):
 
 @triton.jit
 def quantize_e4m3(
-    x, codes, scales, in_features, group_size, x_stride, upper_bound, HAS_BOUND: tl.constexpr, BLOCK: tl.constexpr,
+    x,
+    codes,
+    scales,
+    in_features,
+    group_size,
+    x_stride,
+    upper_bound,
+    HAS_BOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
-):  # fmt: skip
+):
     """One scale and its codes: program (row, group)."""
     row, group = tl.program_id(0), tl.program_id(1)
     first, last = group * group_size, tl.minimum((group + 1) * group_size, in_features)
@@ -152,11 +190,34 @@ def _scale(pointers, mask, IS_POWER: tl.constexpr):
 
 @triton.jit
 def fp8_linear(
-    x, x_scales, weight, scales, partial, rows, out_features, in_features, x_stride, x_group, x_groups, block_out, block_in,
-    scale_stride, IS_QUANTIZED: tl.constexpr, IS_E4M3: tl.constexpr, IS_POWER: tl.constexpr, DIVIDES: tl.constexpr,
-    DTYPE: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """As `gptq_linear`, for FP8 weights [out_features, in_features] and activations that are floats or codes under scales."""
+    x,
+    x_scales,
+    weight,
+    scales,
+    partial,
+    rows,
+    out_features,
+    in_features,
+    x_stride,
+    x_group,
+    x_groups,
+    block_out,
+    block_in,
+    scale_stride,
+    IS_QUANTIZED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    IS_POWER: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """As `gptq_linear`, for FP8 weights [out_features, in_features] and activations that are floats or codes
+    under scales.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -166,7 +227,9 @@ def fp8_linear(
         within = (m < rows)[:, None] & (k < in_features)[None, :]
         values = tl.load(x + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=within, other=0)
         if IS_QUANTIZED:
-            steps = tl.load(x_scales + m[:, None] * x_groups + (k // x_group)[None, :], mask=within, other=0.0)
+            steps = tl.load(
+                x_scales + m[:, None] * x_groups + (k // x_group)[None, :], mask=within, other=0.0
+            )
             values = _rounded(_decode(values, True) * steps, DTYPE, DOT)
         inside = (k < in_features)[:, None] & (n < out_features)[None, :]
         codes = tl.load(weight + n[None, :].to(tl.int64) * in_features + k[:, None], mask=inside, other=0)

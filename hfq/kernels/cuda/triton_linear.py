@@ -1,8 +1,10 @@
-"""Triton kernels for a CUDA device: GPTQ of 2, 3, 4 and 8 bits and FP8, multiplied straight from the checkpoint's bytes.
+"""Triton kernels for a CUDA device: GPTQ of 2, 3, 4 and 8 bits and FP8, multiplied straight from the
+checkpoint's bytes.
 
-Few activation rows are multiplied as the codes are decoded, tile by tile; more rows by the reference kernel, which dequantizes
-panels for the device's own product. A tile of the weight is rounded once to the activations' dtype and summed in float32, as there.
-Where there are few tiles, the input is split and the parts are added in one order, so that results are the same from call to call.
+Few activation rows are multiplied as the codes are decoded, tile by tile; more rows by the reference kernel,
+which dequantizes panels for the device's own product. A tile of the weight is rounded once to the
+activations' dtype and summed in float32, as there. Where there are few tiles, the input is split and the
+parts are added in one order, so that results are the same from call to call.
 
 Tested in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`); neither run nor measured on a GPU.
 """
@@ -33,8 +35,9 @@ __all__ = [
 ]
 
 FUSED_ROWS = 64
-"""The most activation rows that are multiplied while decoding; more go through panels. Unmeasured: published crossovers of such
-kernels lie between 64 and 128 rows (vllm#2497)."""
+"""The most activation rows that are multiplied while decoding; more go through panels. Unmeasured: published
+crossovers of such kernels lie between 64 and 128 rows (vllm#2497).
+"""
 
 _PROGRAMS = 256
 """How many programs are wanted at once, about two for each multiprocessor of a large GPU. Unmeasured."""
@@ -60,7 +63,9 @@ def reason_against(weight_format: Format, in_features: int, out_features: int) -
     return f"it does not read {weight_format.name}"
 
 
-def reason_against_scheme(weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int) -> str | None:
+def reason_against_scheme(
+    weight_format: Format, scheme: ActivationScheme, in_features: int, out_features: int
+) -> str | None:
     """Why `quantized_linear` cannot multiply by a layer under a scheme, or None where it can."""
     if type(weight_format) is not Fp8:
         return f"it does not read {weight_format.name}"
@@ -69,7 +74,9 @@ def reason_against_scheme(weight_format: Format, scheme: ActivationScheme, in_fe
     return reason_against(weight_format, in_features, out_features)
 
 
-def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> torch.Tensor:
+def linear(
+    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format
+) -> torch.Tensor:
     """As `reference.linear`, which takes over for more than `FUSED_ROWS` rows."""
     rows = activations.reshape(-1, activations.shape[-1])
     if not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1] or rows.dtype not in _DTYPES:
@@ -83,9 +90,14 @@ def linear(activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weigh
 
 
 def quantized_linear(
-    activations: torch.Tensor, tensors: Mapping[str, torch.Tensor], weight_format: Format, scheme: ActivationScheme
+    activations: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Format,
+    scheme: ActivationScheme,
 ) -> torch.Tensor:
-    """`linear` of activations rounded as `quantize_activations` rounds them; in one kernel where each token or group has a scale."""
+    """`linear` of activations rounded as `quantize_activations` rounds them; in one kernel where each token
+    or group has a scale.
+    """
     rows = activations.reshape(-1, activations.shape[-1])
     is_fused = scheme.scale_name is None and scheme.strategy != "tensor"
     if not is_fused or not 0 < rows.shape[0] <= FUSED_ROWS or not rows.shape[1]:
@@ -104,7 +116,8 @@ def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.T
         scheme: Dynamic, of strategy token or group.
 
     Returns:
-        float8_e4m3fn [tokens, in_features] and float32 [tokens, groups], whose products are what `quantize_activations` gives.
+        float8_e4m3fn [tokens, in_features] and float32 [tokens, groups], whose products are what
+        `quantize_activations` gives.
     """
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     (count, in_features), group_size = rows.shape, _group_size(rows, scheme)
@@ -114,10 +127,17 @@ def quantize_rows(rows: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.T
     block = min(_QUANTIZED_AT_ONCE, 1 << (group_size - 1).bit_length())
     with torch.cuda.device_of(rows):
         _device().quantize_e4m3[(count, groups)](
-            rows, codes, scales, in_features, group_size, rows.stride(0), scheme.upper_bound or 0.0,
-            HAS_BOUND=scheme.upper_bound is not None, BLOCK=block,
+            rows,
+            codes,
+            scales,
+            in_features,
+            group_size,
+            rows.stride(0),
+            scheme.upper_bound or 0.0,
+            HAS_BOUND=scheme.upper_bound is not None,
+            BLOCK=block,
             STEPS=-(-group_size // block),
-        )  # fmt: skip
+        )
     return codes.view(torch.float8_e4m3fn), scales
 
 
@@ -147,8 +167,14 @@ class _Product:
         """The types and the sizes of the tiles."""
         own = _triton_dtypes()[self.rows.dtype]
         dot = _triton_dtypes()[torch.float32] if _is_interpreted() else own
-        return {"DTYPE": own, "DOT": dot, "BLOCK_M": self.block_m, "BLOCK_N": _BLOCK_N, "BLOCK_K": _BLOCK_K,
-                "STEPS": self.steps}  # fmt: skip
+        return {
+            "DTYPE": own,
+            "DOT": dot,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": _BLOCK_N,
+            "BLOCK_K": _BLOCK_K,
+            "STEPS": self.steps,
+        }
 
 
 def _launch_gptq(product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Gptq) -> None:
@@ -158,17 +184,32 @@ def _launch_gptq(product: _Product, tensors: Mapping[str, torch.Tensor], weight_
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     with torch.cuda.device_of(rows):
         _device().gptq_linear[product.grid](
-            rows, tensors["qweight"].contiguous(), zeros, scales, index, product.partial, rows.shape[0], product.out_features,
-            in_features, span, rows.stride(0), zeros.shape[1], BITS=weight_format.num_bits,
-            READING=weight_format.zero_reading, ONES=WORD_ONES.get(weight_format.num_bits, 0), HAS_INDEX=weight_format.act_order,
+            rows,
+            tensors["qweight"].contiguous(),
+            zeros,
+            scales,
+            index,
+            product.partial,
+            rows.shape[0],
+            product.out_features,
+            in_features,
+            span,
+            rows.stride(0),
+            zeros.shape[1],
+            BITS=weight_format.num_bits,
+            READING=weight_format.zero_reading,
+            ONES=WORD_ONES.get(weight_format.num_bits, 0),
+            HAS_INDEX=weight_format.act_order,
             **product.options(),
-        )  # fmt: skip
+        )
 
 
 def _launch_fp8(
-    product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Fp8,
+    product: _Product,
+    tensors: Mapping[str, torch.Tensor],
+    weight_format: Fp8,
     quantized: tuple[torch.Tensor, torch.Tensor, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     in_features = product.rows.shape[1]
     scale = tensors[weight_format.scale_name]
     is_power = scale.element_size() == 1
@@ -177,15 +218,31 @@ def _launch_fp8(
     rows, row_scales, row_group = quantized or (product.rows, product.partial, in_features)
     with torch.cuda.device_of(product.rows):
         _device().fp8_linear[product.grid](
-            rows.view(torch.int8) if quantized else rows, row_scales, tensors["weight"].contiguous().view(torch.int8), scale,
-            product.partial, rows.shape[0], product.out_features, in_features, rows.stride(0), row_group,
-            -(-in_features // row_group), block_out, block_in, stride, IS_QUANTIZED=quantized is not None,
-            IS_E4M3=weight_format.codes_dtype == "F8_E4M3", IS_POWER=is_power, DIVIDES=weight_format.reciprocal,
+            rows.view(torch.int8) if quantized else rows,
+            row_scales,
+            tensors["weight"].contiguous().view(torch.int8),
+            scale,
+            product.partial,
+            rows.shape[0],
+            product.out_features,
+            in_features,
+            rows.stride(0),
+            row_group,
+            -(-in_features // row_group),
+            block_out,
+            block_in,
+            stride,
+            IS_QUANTIZED=quantized is not None,
+            IS_E4M3=weight_format.codes_dtype == "F8_E4M3",
+            IS_POWER=is_power,
+            DIVIDES=weight_format.reciprocal,
             **product.options(),
-        )  # fmt: skip
+        )
 
 
-def _sharing(weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int) -> tuple[int, int, int]:
+def _sharing(
+    weight_format: Fp8, scale: torch.Tensor, out_features: int, in_features: int
+) -> tuple[int, int, int]:
     """(outputs, inputs) that share a scale, and how many scales one run of outputs has."""
     if weight_format.strategy == "tensor":
         return out_features, in_features, 0
@@ -197,11 +254,17 @@ def _sharing(weight_format: Fp8, scale: torch.Tensor, out_features: int, in_feat
     return *block, scale.shape[2 if scale.dim() == 4 else -1]
 
 
-def _finish(product: _Product, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Adds the parts and the bias; a tensor of its own, since code after a layer may write into its output."""
+def _finish(
+    product: _Product, activations: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Adds the parts and the bias; a tensor of its own, since code after a layer may write into its
+    output.
+    """
     shape = (*activations.shape[:-1], product.out_features)
     result = torch.empty(shape, dtype=activations.dtype, device=activations.device)
-    result.view(-1, product.out_features).copy_(product.partial[0] if product.splits == 1 else product.partial.sum(0))
+    result.view(-1, product.out_features).copy_(
+        product.partial[0] if product.splits == 1 else product.partial.sum(0)
+    )
     bias = tensors.get("bias")
     if bias is not None:
         result += bias.to(result.dtype)

@@ -1,4 +1,6 @@
-"""Matches a model's skeleton with a checkpoint's tensors, by headers alone: all have one place, or one error says what."""
+"""Matches a model's skeleton with a checkpoint's tensors, by headers alone: all have one place, or one error
+says what.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from hfq.tensor_spec import DTYPE_BITS, TensorInfo
 
 __all__ = ["CheckpointMatch", "QuantizedModuleMatch", "match_model"]
 
-_CACHE_SCALES = re.compile(r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$")
+_CACHE_SCALES = re.compile(
+    r"\.(kv_scale|(k|v|q|prob|prob_output)_(scale|zero_point|global_scale)|(k|v)_bias)$"
+)
 _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
@@ -38,9 +42,10 @@ _DENSE_DTYPES = ("F16", "BF16", "F32", "F64")
 class CheckpointMatch:
     """What is packed, and what is dense: name in the model → where it is stored.
 
-    `merged` are dense parameters that transformers makes of several stored tensors; `experts` the fused experts that the
-    checkpoint stores one by one, and `halved` the linear layers that it stores as two; `unused` stored tensors that the model has
-    no place for, and `kept` those of them that a save writes back, as the scales of a quantized KV cache.
+    `merged` are dense parameters that transformers makes of several stored tensors; `experts` the fused
+    experts that the checkpoint stores one by one, and `halved` the linear layers that it stores as two;
+    `unused` stored tensors that the model has no place for, and `kept` those of them that a save writes back,
+    as the scales of a quantized KV cache.
     """
 
     packed: dict[str, QuantizedModuleMatch] = field(default_factory=dict)
@@ -87,7 +92,8 @@ def match_model(
     try:
         formats = detect_formats(modules, hints)
     except UnquantizedError:
-        formats = {}  # placed and streamed like any other; the summary of the load says that nothing is packed
+        # placed and streamed like any other; the summary of the load says that nothing is packed
+        formats = {}
     matcher = _Matcher(model, names, formats, halves_experts(hints))
     for module, tensors in modules.items():
         matcher.add(module, tensors)
@@ -100,15 +106,19 @@ def match_model(
     if match.problems:
         unused = ", ".join(match.unused[:8])
         raise FormatError(
-            f"The checkpoint does not match {type(model).__name__}; nothing was loaded.", file=checkpoint.root,
-            problems=match.problems, found=f"tensors without a place: {unused}" if unused else None,
+            f"The checkpoint does not match {type(model).__name__}; nothing was loaded.",
+            file=checkpoint.root,
+            problems=match.problems,
+            found=f"tensors without a place: {unused}" if unused else None,
             fix="download the checkpoint again, or load it with the class and config it was saved from",
-        )  # fmt: skip
+        )
     return match
 
 
 def _by_stored_names(metadata: Mapping[str, str], modules: Iterable[str], names: Names) -> dict[str, str]:
-    """The files' metadata, whose entries for weights (torchao's) may have their names in the model where the file has others."""
+    """The files' metadata, whose entries for weights (torchao's) may have their names in the model where the
+    file has others.
+    """
     entries = {name: text for name, text in metadata.items() if name.endswith(".weight")}
     stored = [f"{module}.weight" for module in modules] if entries else []
     found = {name: entries.get(names.in_model(name)[0]) for name in stored if name not in entries}
@@ -118,13 +128,16 @@ def _by_stored_names(metadata: Mapping[str, str], modules: Iterable[str], names:
 class _Matcher:
     """Places one stored module after the other."""
 
-    def __init__(self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool
+    ) -> None:
         self.match, self._names, self._formats = CheckpointMatch(), names, formats
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
         self._experts = find_experts(self._submodules)
         if has_halves:
             self._experts = {
-                name: replace(experts, is_halved=experts.is_interleaved) for name, experts in self._experts.items()
+                name: replace(experts, is_halved=experts.is_interleaved)
+                for name, experts in self._experts.items()
             }
 
     def add(self, module: str, tensors: Mapping[str, TensorInfo]) -> None:
@@ -141,7 +154,9 @@ class _Matcher:
             self._add_dense(tensors)
 
     def find_missing_layers(self) -> None:
-        """Every expert of a layer whose experts are stored one by one must have all its projections; what is halved, both halves."""
+        """Every expert of a layer whose experts are stored one by one must have all its projections; what is
+        halved, both halves.
+        """
         for name in self.match.halved:
             halves = (f"{name}.{local}" for local in HALVES)
             self.match.problems += [f"{half}: missing" for half in halves if half not in self.match.packed]
@@ -155,16 +170,22 @@ class _Matcher:
                         self.match.problems.append(f"{name}.{expert}.{projection}: missing")
                 for projection in ("gate_proj", "up_proj"):
                     if is_fused and f"{name}.{expert}.{projection}" in self.match.packed:
-                        self.match.problems.append(f"{name}.{expert}.{projection}: unexpected beside gate_up_proj")
+                        self.match.problems.append(
+                            f"{name}.{expert}.{projection}: unexpected beside gate_up_proj"
+                        )
 
     def find_doubles(self) -> None:
         """No place may be stored packed and dense."""
         for name, info in self.match.dense.items():
             if self.match.is_packed(name):
-                self.match.problems.append(f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed")
+                self.match.problems.append(
+                    f"{info.name}: stored a second time, as {name.rpartition('.')[0]} is stored packed"
+                )
 
     def _half(self, module: str) -> TargetModule | None:
-        """The place of a stored layer that is a half of one of the model, as gptqmodel 7.7 writes those of Phi-3 and GLM."""
+        """The place of a stored layer that is a half of one of the model, as gptqmodel 7.7 writes those of
+        Phi-3 and GLM.
+        """
         owner, _, local = module.rpartition(".")
         if local not in HALVES:
             return None
@@ -175,7 +196,13 @@ class _Matcher:
         return half_of(fused, self._submodules.get(fused), local)
 
     def _add_expert(
-        self, module: str, experts: FusedExperts, expert: int, projection: str, found: Format, tensors: Mapping
+        self,
+        module: str,
+        experts: FusedExperts,
+        expert: int,
+        projection: str,
+        found: Format,
+        tensors: Mapping,
     ) -> None:
         if expert >= experts.count:
             self.match.problems.append(f"{module}: unexpected, {experts.name} has {experts.count} experts")
@@ -192,7 +219,8 @@ class _Matcher:
             match.unused += [info.part_of or info.name for info in tensors.values()]
         elif merged or (target is None and names.is_within(name, self._submodules)):
             match.problems.append(
-                f"{module}: packed {found.describe()}, but {owner_of(name, self._submodules)} has no layer of its own for it"
+                f"{module}: packed {found.describe()}, but {owner_of(name, self._submodules)} has no layer "
+                f"of its own for it"
             )
         elif target is None:
             match.unused += [info.name for info in tensors.values()]
@@ -211,9 +239,13 @@ class _Matcher:
                 }
                 own.pop("weight", None)
                 self._add_dense(own)
-                self._place(module, slot, found, {local: info for local, info in tensors.items() if local not in own})
+                self._place(
+                    module, slot, found, {local: info for local, info in tensors.items() if local not in own}
+                )
 
-    def _place(self, module: str, slot: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]) -> None:
+    def _place(
+        self, module: str, slot: TargetModule, found: Format, tensors: Mapping[str, TensorInfo]
+    ) -> None:
         """Puts a stored module into its slot, and lists what does not fit."""
         match = self.match
         if slot.name in match.packed:
@@ -228,15 +260,21 @@ class _Matcher:
         for spec in specs.values():
             info = tensors.get(spec.name)
             if info is None and (not spec.optional or (spec.role == "bias" and slot.has_bias)):
-                match.problems.append(f"{module}.{spec.name}: missing, expected {spec}{match.hint(spec.name, tensors)}")
+                match.problems.append(
+                    f"{module}.{spec.name}: missing, expected {spec}{match.hint(spec.name, tensors)}"
+                )
             elif info is not None and (info.dtype not in spec.dtypes or info.shape != spec.shape):
                 match.problems.append(f"{info.name}: expected {spec}, found {info}")
         for local, info in tensors.items():
             if _CACHE_SCALES.search(info.name):
                 match.kept.append(info.name)
             elif local not in specs:
-                match.problems.append(f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}")
-        match.packed[slot.name] = QuantizedModuleMatch(slot, found, {local: tensors[local] for local in specs if local in tensors})
+                match.problems.append(
+                    f"{info.name}: unexpected beside a {found.describe()} layer{match.hint(local, specs)}"
+                )
+        match.packed[slot.name] = QuantizedModuleMatch(
+            slot, found, {local: tensors[local] for local in specs if local in tensors}
+        )
 
     def _add_dense(self, tensors: Mapping[str, TensorInfo]) -> None:
         match, names = self.match, self._names
@@ -258,7 +296,9 @@ class _Matcher:
                 match.merged.setdefault(name, []).append(info.name)
             is_float = place.is_floating_point()
             if is_float and info.dtype not in _DENSE_DTYPES:
-                match.problems.append(f"{info.name}: expected a float weight, found {info} that no dialect explains")
+                match.problems.append(
+                    f"{info.name}: expected a float weight, found {info} that no dialect explains"
+                )
             elif not is_float and DTYPE_BITS[info.dtype] != place.element_size() * 8:
                 match.problems.append(f"{info.name}: expected {place.dtype}, found {info}")
             elif not merged and tuple(place.shape) != info.shape:
@@ -270,14 +310,21 @@ def _check_ties(match: CheckpointMatch, model: PreTrainedModel) -> None:
         for name in (target, source):
             if name.rpartition(".")[0] in match.packed:
                 match.problems.append(
-                    f"{name}: stored packed, but the config ties {target} to {source} (set tie_word_embeddings to false)"
+                    f"{name}: stored packed, but the config ties {target} to {source} (set "
+                    f"tie_word_embeddings to false)"
                 )
 
 
-def _find_missing(match: CheckpointMatch, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures) -> None:
-    """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is new."""
+def _find_missing(
+    match: CheckpointMatch, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures
+) -> None:
+    """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is
+    new.
+    """
     ties = model.all_tied_weights_keys
-    groups = [{source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())]
+    groups = [
+        {source, *(name for name, other in ties.items() if other == source)} for source in set(ties.values())
+    ]
     tied = {name for group in groups if group & match.dense.keys() for name in group}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     prefix = f"{model.base_model_prefix}."

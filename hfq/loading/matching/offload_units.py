@@ -16,14 +16,19 @@ __all__ = ["find_offload_units", "stored_place"]
 
 
 def find_offload_units(
-    model: PreTrainedModel, match: CheckpointMatch, packed: Mapping[str, QuantizedModule], hidden: Iterable[str], devices: Mapping[str, str]
+    model: PreTrainedModel,
+    match: CheckpointMatch,
+    packed: Mapping[str, QuantizedModule],
+    hidden: Iterable[str],
+    devices: Mapping[str, str],
 ) -> list[OffloadUnit]:
     """The blocks of a model, each with its parts that do not rest where they compute.
 
     Args:
         model: The loaded model; the classes in its `_no_split_modules` are blocks.
         match: Where its tensors are stored.
-        packed: The packed modules that move, by name; experts among them are read when they are routed to, and not before.
+        packed: The packed modules that move, by name; experts among them are read when they are routed to,
+            and not before.
         hidden: The dense tensors that transformers did not load, by name.
         devices: Where every tensor rests.
     """
@@ -43,7 +48,9 @@ def stored_place(name: str, model: PreTrainedModel, match: CheckpointMatch) -> T
     if name in match.dense:
         return match.dense[name]
     ties = model.all_tied_weights_keys
-    group = {ties.get(name, name)} | {target for target, source in ties.items() if source == ties.get(name, name)}
+    group = {ties.get(name, name)} | {
+        target for target, source in ties.items() if source == ties.get(name, name)
+    }
     return next((match.dense[other] for other in sorted(group) if other in match.dense), None)
 
 

@@ -12,9 +12,16 @@ from transformers import PreTrainedModel
 from hfq.errors import SetupError, nearest
 
 __all__ = [
-    "check_unfused", "find_blocks", "find_linears", "find_skipped", "is_expert", "optimum_gptq", "size_of", "with_number_of",
+    "check_unfused",
+    "find_blocks",
+    "find_linears",
+    "find_skipped",
+    "is_expert",
+    "optimum_gptq",
+    "size_of",
+    "with_number_of",
     "without_number",
-]  # fmt: skip
+]
 
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
@@ -31,9 +38,11 @@ def optimum_gptq(module: str) -> ModuleType:
         return importlib.import_module(f"optimum.gptq.{module}")
     except ImportError as error:
         raise SetupError(
-            "Quantizing a model needs optimum, which finds its blocks and calibration sets.", expected="optimum 2.0 or later",
-            found=str(error), fix="pip install 'hfq[optimum]'",
-        ) from error  # fmt: skip
+            "Quantizing a model needs optimum, which finds its blocks and calibration sets.",
+            expected="optimum 2.0 or later",
+            found=str(error),
+            fix="pip install 'hfq[optimum]'",
+        ) from error
 
 
 def find_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -47,14 +56,18 @@ def find_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
         blocks = model.get_submodule(name)
     except (ValueError, AttributeError) as error:
         raise SetupError(
-            f"optimum does not know where the blocks of {type(model).__name__} are; it cannot be quantized.", found=str(error),
-            expected=", ".join(optimum_gptq("constants").BLOCK_PATTERNS), fix="quantize a decoder-only language model",
-        ) from error  # fmt: skip
+            f"optimum does not know where the blocks of {type(model).__name__} are; it cannot be quantized.",
+            found=str(error),
+            expected=", ".join(optimum_gptq("constants").BLOCK_PATTERNS),
+            fix="quantize a decoder-only language model",
+        ) from error
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)) or not len(blocks):
         raise SetupError(
-            f"The blocks of {type(model).__name__} are no list; it cannot be quantized.", expected=f"a ModuleList at {name}",
-            found=type(blocks).__name__, fix="quantize a decoder-only language model",
-        )  # fmt: skip
+            f"The blocks of {type(model).__name__} are no list; it cannot be quantized.",
+            expected=f"a ModuleList at {name}",
+            found=type(blocks).__name__,
+            fix="quantize a decoder-only language model",
+        )
     return {f"{name}.{local}": block for local, block in blocks.named_children()}
 
 
@@ -73,7 +86,8 @@ def find_linears(block: nn.Module, name: str, skipped: Iterable[str] = ()) -> di
 
 
 def find_skipped(model: nn.Module, patterns: Sequence[str] | None, within: Iterable[str] = ()) -> list[str]:
-    """The linear layers that `modules_to_not_convert` names: by whole name, or by their own or a parent's last names.
+    """The linear layers that `modules_to_not_convert` names: by whole name, or by their own or a parent's
+    last names.
 
     Args:
         model: The model.
@@ -90,9 +104,12 @@ def find_skipped(model: nn.Module, patterns: Sequence[str] | None, within: Itera
         found = [name for name in known if named.fullmatch(name)]
         if not found:
             raise SetupError(
-                f"modules_to_not_convert names {pattern!r}, which matches nothing in the model{nearest(pattern, known)}.",
-                expected="names of modules", found=pattern, fix="correct modules_to_not_convert",
-            )  # fmt: skip
+                f"modules_to_not_convert names {pattern!r}, which matches nothing in the "
+                f"model{nearest(pattern, known)}.",
+                expected="names of modules",
+                found=pattern,
+                fix="correct modules_to_not_convert",
+            )
         skipped.update(found)
     return sorted(skipped)
 
@@ -114,10 +131,12 @@ def check_unfused(block: nn.Module, name: str, skipped: Iterable[str]) -> None:
         is_of_torch = type(block.get_submodule(local.rpartition(".")[0])).__module__.startswith("torch.nn.")
         if parameter.dim() > 2 and not is_of_torch and owner not in left:
             raise SetupError(
-                "A model stores experts as one tensor, which hfq does not quantize; nothing was done.", tensor=f"{owner}.{last}",
-                expected="linear layers", found=str(list(parameter.shape)),
+                "A model stores experts as one tensor, which hfq does not quantize; nothing was done.",
+                tensor=f"{owner}.{last}",
+                expected="linear layers",
+                found=str(list(parameter.shape)),
                 fix=f"leave them dense with modules_to_not_convert=[{owner.removeprefix(f'{name}.')!r}]",
-            )  # fmt: skip
+            )
 
 
 def is_expert(name: str) -> bool:

@@ -30,27 +30,39 @@ class Names:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._experts: dict[str, str] = {}
         self._prefix, self._tensors = model.base_model_prefix, model.state_dict()
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS, *_predicting_layers(model)}
+        ignored = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *_OLD_BUFFERS,
+            *_predicting_layers(model),
+        }
         if not any("lm_head" in name for name in self._tensors):
             ignored.add(r"(^|\.)lm_head\.")  # of the class with a head, wherever that keeps it
         self._ignored = re.compile("|".join(f"({pattern})" for pattern in ignored))
 
     def in_model(self, stored: str) -> tuple[str, bool]:
         """The name in the model, and whether transformers would merge or split the tensor on the way."""
-        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._tensors)
+        name, pattern = rename_source_key(
+            stored, self._renamings, self._converters, self._prefix, self._tensors
+        )
         if name not in self._tensors and stored in self._tensors:
             name, pattern = stored, None
         return name, pattern is not None
 
     def experts(self, stored: str) -> str:
-        """The name in the model of the fused experts whose path in the checkpoint this is; all experts of a layer share it."""
+        """The name in the model of the fused experts whose path in the checkpoint this is; all experts of a
+        layer share it.
+        """
         if stored not in self._experts:
             names = [self.in_model(f"{stored}.{local}")[0] for local in ("gate_up_proj", "up_proj")]
-            self._experts[stored] = next((name for name in names if name in self._tensors), names[0]).rpartition(".")[0]
+            self._experts[stored] = next(
+                (name for name in names if name in self._tensors), names[0]
+            ).rpartition(".")[0]
         return self._experts[stored]
 
     def is_ignored(self, stored: str) -> bool:
-        """Whether the model's class, or its config, says that this tensor may stand in a checkpoint without a place."""
+        """Whether the model's class, or its config, says that this tensor may stand in a checkpoint without a
+        place.
+        """
         return self._ignored.search(stored) is not None
 
     def is_within(self, name: str, submodules: Mapping[str, nn.Module]) -> bool:
@@ -59,9 +71,14 @@ class Names:
 
 
 def _predicting_layers(model: PreTrainedModel) -> list[str]:
-    """Patterns of layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5); transformers has none of them."""
+    """Patterns of layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5); transformers
+    has none of them.
+    """
     config = model.config.get_text_config()
-    count, more = getattr(config, "num_hidden_layers", None), getattr(config, "num_nextn_predict_layers", None)
+    count, more = (
+        getattr(config, "num_hidden_layers", None),
+        getattr(config, "num_nextn_predict_layers", None),
+    )
     if not isinstance(count, int) or not isinstance(more, int):
         return []
     return [rf"(^|\.)layers\.{layer}\." for layer in range(count, count + more)]

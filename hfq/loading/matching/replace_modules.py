@@ -72,7 +72,9 @@ def replace_modules(
             }
             for expert in range(experts.count)
         ]
-        takes_turns = experts.is_interleaved and not experts.is_halved  # halves are what was cut, one after the other
+        takes_turns = (
+            experts.is_interleaved and not experts.is_halved
+        )  # halves are what was cut, one after the other
         kind = SortedExperts if experts.is_sorted else QuantizedExperts
         swapped = kind(layers, gate_of(experts), takes_turns).train(experts.module.training)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], swapped)
@@ -81,7 +83,9 @@ def replace_modules(
 
 
 def _stand_for(replaced: nn.Module, module: nn.Module) -> None:
-    """Makes a module that was replaced call its successor: model code may hold it in a list of its own, as Mask2Former's does."""
+    """Makes a module that was replaced call its successor: model code may hold it in a list of its own, as
+    Mask2Former's does.
+    """
     replaced._parameters.clear()
     replaced.__dict__["forward"] = module.__call__
 
@@ -97,8 +101,14 @@ def _tell_of_others(packed: Mapping[str, QuantizedModule], asked: str) -> None:
         first, module = next(iter(left.items()))
         layer = module.weight_format, module.in_features, module.out_features
         reason = explain_kernels(asked, *layer, scheme=module.scheme)[asked]
-        logger.warning("hfq: kernel=%r cannot multiply %d packed layers, which %s does (%s: %s)", asked, len(left),
-                       ", ".join(sorted({other.kernel.name for other in left.values()})), first, reason)  # fmt: skip
+        logger.warning(
+            "hfq: kernel=%r cannot multiply %d packed layers, which %s does (%s: %s)",
+            asked,
+            len(left),
+            ", ".join(sorted({other.kernel.name for other in left.values()})),
+            first,
+            reason,
+        )
 
 
 def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> QuantizedModule:
@@ -118,18 +128,24 @@ def build_packed(name: str, found: QuantizedModuleMatch, config: HfqConfig) -> Q
     scheme = _scheme(found.format, config)
     if scheme is not None and scheme.dtype not in READABLE_DTYPES:
         raise SetupError(
-            'HfqConfig(quantize_activations=True) cannot be used with this checkpoint; nothing was loaded.', found=scheme.dtype,
+            "HfqConfig(quantize_activations=True) cannot be used with this checkpoint; nothing was loaded.",
+            found=scheme.dtype,
             expected=f"activations quantized to {' or '.join(READABLE_DTYPES)}",
-            fix='pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations as they are',
-        )  # fmt: skip
+            fix="pass HfqConfig(quantize_activations=False): the weights are used exactly, the activations "
+            "as they are",
+        )
     layer = found.format, slot.in_features, slot.out_features
     kernel = choose_kernel(config.kernel, *layer, scheme=scheme)
     accelerated = choose_kernel(config.kernel, *layer, "cuda", scheme) if torch.cuda.is_available() else None
-    return QuantizedLinear(name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated)
+    return QuantizedLinear(
+        name, slot.in_features, slot.out_features, found.format, found.infos, kernel, scheme, accelerated
+    )
 
 
 def _scheme(weight_format: Format, config: HfqConfig) -> ActivationScheme | None:
-    """How a layer's activations are rounded: not at all, or as the checkpoint asks, with the user's threshold of outliers."""
+    """How a layer's activations are rounded: not at all, or as the checkpoint asks, with the user's threshold
+    of outliers.
+    """
     scheme = weight_format.activation_scheme if config.quantize_activations else None
     if scheme is None or scheme.outlier_threshold is None or config.llm_int8_threshold is None:
         return scheme

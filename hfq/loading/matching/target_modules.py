@@ -1,4 +1,6 @@
-"""What in a transformers model can hold a packed layer: linear layers, Conv1D, embeddings, and the experts of a mixture."""
+"""What in a transformers model can hold a packed layer: linear layers, Conv1D, embeddings, and the experts of
+a mixture.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,14 @@ _UP_FIRST = ("Phi4MultimodalAudioMLP",)
 
 _EXPERT = re.compile(r"^(?:(.*)\.)?experts\.(\d+)\.(\w+)$")
 _PROJECTIONS = {
-    "gate_proj": "gate_proj", "w1": "gate_proj", "up_proj": "up_proj", "w3": "up_proj", "down_proj": "down_proj", "w2": "down_proj",
+    "gate_proj": "gate_proj",
+    "w1": "gate_proj",
+    "up_proj": "up_proj",
+    "w3": "up_proj",
+    "down_proj": "down_proj",
+    "w2": "down_proj",
     "gate_up_proj": "gate_up_proj",
-}  # fmt: skip
+}
 """The names that checkpoints give to the projections of an expert."""
 
 
@@ -57,8 +64,9 @@ class TargetModule:
 
     Attributes:
         name: Its name in the model.
-        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way, as a router; `half`
-            one of two layers that together give the outputs of one linear layer of the model.
+        kind: What is replaced; `weight` is the weight alone of a module that computes with it in its own way,
+            as a router; `half` one of two layers that together give the outputs of one linear layer of the
+            model.
         in_features: The size of an input.
         out_features: The size of an output.
         has_bias: Whether the model has a bias there.
@@ -92,9 +100,11 @@ class FusedExperts:
         intermediate: The size of an expert's inner state.
         has_bias: Whether its projections have biases.
         is_interleaved: Whether gate and up channels alternate.
-        is_halved: Whether the checkpoint's `gate_proj` and `up_proj` are halves of these all the same (`halves_experts`).
+        is_halved: Whether the checkpoint's `gate_proj` and `up_proj` are halves of these all the same
+            (`halves_experts`).
         has_gate: Whether they have gate channels; Nemotron-H's have not.
-        is_sorted: Whether they are given every token once for each expert, weighted, and add nothing up, as Llama 4's are.
+        is_sorted: Whether they are given every token once for each expert, weighted, and add nothing up, as
+            Llama 4's are.
     """
 
     name: str
@@ -110,9 +120,14 @@ class FusedExperts:
 
     def slot(self, expert: int, projection: str) -> TargetModule:
         """The place of one projection of one expert."""
-        sizes = {"gate_up_proj": (self.hidden, 2 * self.intermediate), "down_proj": (self.intermediate, self.hidden)}
+        sizes = {
+            "gate_up_proj": (self.hidden, 2 * self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
         in_features, out_features = sizes.get(projection, (self.hidden, self.intermediate))
-        return TargetModule(f"{self.name}.{expert}.{projection}", "expert", in_features, out_features, self.has_bias)
+        return TargetModule(
+            f"{self.name}.{expert}.{projection}", "expert", in_features, out_features, self.has_bias
+        )
 
     def projections(self, is_fused: bool) -> tuple[str, ...]:
         """The names of an expert's layers."""
@@ -170,28 +185,49 @@ def pack_weight(module: nn.Module, packed: nn.Module) -> None:
 
 
 def find_experts(submodules: Mapping[str, nn.Module]) -> dict[str, FusedExperts]:
-    """Every module that fuses experts in the way of transformers' `use_experts_implementation`, or of Llama 4, by name."""
+    """Every module that fuses experts in the way of transformers' `use_experts_implementation`, or of Llama
+    4, by name.
+    """
     found = {name: _experts(name, module) for name, module in submodules.items()}
     return {name: experts for name, experts in found.items() if experts is not None}
 
 
 def _experts(name: str, module: nn.Module) -> FusedExperts | None:
     is_sorted, has_gate = type(module).__name__ == "Llama4TextExperts", getattr(module, "has_gate", True)
-    first, down = (module._parameters.get(local) for local in ("gate_up_proj" if has_gate else "up_proj", "down_proj"))
-    if first is None or down is None or first.dim() != 3 or down.dim() != 3 or getattr(module, "has_post_expert_norm", False):
+    first, down = (
+        module._parameters.get(local) for local in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    )
+    if (
+        first is None
+        or down is None
+        or first.dim() != 3
+        or down.dim() != 3
+        or getattr(module, "has_post_expert_norm", False)
+    ):
         return None
     if not is_sorted and not callable(getattr(module, "_apply_gate", None)):
         return None
     is_transposed = is_sorted or bool(getattr(module, "is_transposed", False))
-    hidden, intermediate = (first.shape[1], down.shape[1]) if is_transposed else (first.shape[2], down.shape[2])
+    hidden, intermediate = (
+        (first.shape[1], down.shape[1]) if is_transposed else (first.shape[2], down.shape[2])
+    )
     return FusedExperts(
-        name, module, first.shape[0], hidden, intermediate, "gate_up_proj_bias" in module._parameters,
-        not getattr(module, "is_concatenated", True), has_gate=has_gate, is_sorted=is_sorted,
-    )  # fmt: skip
+        name,
+        module,
+        first.shape[0],
+        hidden,
+        intermediate,
+        "gate_up_proj_bias" in module._parameters,
+        not getattr(module, "is_concatenated", True),
+        has_gate=has_gate,
+        is_sorted=is_sorted,
+    )
 
 
 def expert_of(stored: str) -> tuple[str, int, str] | None:
-    """(the path of the experts, expert, projection) of a stored module that is one projection of one expert."""
+    """(the path of the experts, expert, projection) of a stored module that is one projection of one
+    expert.
+    """
     found = _EXPERT.match(stored)
     if found is None or found[3] not in _PROJECTIONS:
         return None

@@ -1,4 +1,6 @@
-"""Heads that are tied to an embedding which the checkpoint stores packed: two modules that read the same bytes."""
+"""Heads that are tied to an embedding which the checkpoint stores packed: two modules that read the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ __all__ = ["shared_heads"]
 def shared_heads(
     model: PreTrainedModel, packed: Mapping[str, QuantizedModuleMatch], dense: Mapping[str, object]
 ) -> dict[str, QuantizedModuleMatch]:
-    """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is left to share.
+    """The layers that are not stored, but tied to one that is stored packed, and unties them: no parameter is
+    left to share.
 
     A multiplication with the head reads the rows that a lookup takes: what is stored once is saved once.
 
     Args:
         model: The skeleton, before any module was replaced; forgets these ties.
         packed: What is stored packed, by name in the model.
-        dense: What is stored as it is, by name in the model; a head among it stays the contradiction that it is.
+        dense: What is stored as it is, by name in the model; a head among it stays the contradiction that it
+            is.
 
     Returns:
         The layers by name, each of the tensors of the one that it is tied to.
@@ -43,5 +47,7 @@ def shared_heads(
         found[missing] = dataclasses.replace(match, slot=slot)
         del model.all_tied_weights_keys[pair[0]]
         ties = model._tied_weights_keys or {}
-        model._tied_weights_keys = {name: other for name, other in ties.items() if name != pair[0]}  # transformers asks again
+        model._tied_weights_keys = {
+            name: other for name, other in ties.items() if name != pair[0]
+        }  # transformers asks again
     return found

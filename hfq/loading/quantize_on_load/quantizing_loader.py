@@ -1,8 +1,10 @@
-"""A load of a float checkpoint that packs its layers: one float weight is in memory at any time, and nothing but packed bytes stays.
+"""A load of a float checkpoint that packs its layers: one float weight is in memory at any time, and nothing
+but packed bytes stays.
 
-Once homes are settled, each home gets a private file without a name: in `offload_folder` for `disk`, in memory for every other. What
-is written to it is read, mapped and streamed as the files of a checkpoint are. Where no row is used as it lies there, as on an
-accelerator, the memory is given back when the rows have been read.
+Once homes are settled, each home gets a private file without a name: in `offload_folder` for `disk`, in
+memory for every other. What is written to it is read, mapped and streamed as the files of a checkpoint are.
+Where no row is used as it lies there, as on an accelerator, the memory is given back when the rows have been
+read.
 """
 
 from __future__ import annotations
@@ -52,23 +54,34 @@ class QuantizingLoader(ModelLoader):
 
     packing: VirtualCheckpoint
 
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
+    def saved_like_source(
+        self, model: nn.Module, folder: Any, is_main_process: bool
+    ) -> AbstractContextManager[bool]:
         return self._saved(model, folder, is_main_process)
 
     def _open(self, config: HfqConfig, files: list[str] | None) -> tuple[Checkpoint, dict[str, Any] | None]:
         if config._source is not None:
             raise FormatError(
-                "The config says that the model is quantized already; nothing was loaded.", file="config.json",
-                expected="a model of floats", found=f"quant_method={config._source.get('quant_method')!r}",
+                "The config says that the model is quantized already; nothing was loaded.",
+                file="config.json",
+                expected="a model of floats",
+                found=f"quant_method={config._source.get('quant_method')!r}",
                 fix="leave quantize_weights out to load it, or pass the float checkpoint that it was made of",
-            )  # fmt: skip
-        self.packing = plan_virtual_checkpoint(self.model, open_files(files), config, load_context().key_mapping)
+            )
+        self.packing = plan_virtual_checkpoint(
+            self.model, open_files(files), config, load_context().key_mapping
+        )
         return self.packing.checkpoint, self.packing.source
 
     def _load_rows(self) -> None:
         files = self._pack()
         super()._load_rows()
-        mapped = {info.range.file for row in self.read_plan.rows if row.how == "mapped" for info in row.infos.values()}
+        mapped = {
+            info.range.file
+            for row in self.read_plan.rows
+            if row.how == "mapped"
+            for info in row.infos.values()
+        }
         for home, file in files.items():
             if home != "disk" and file.label not in mapped:
                 file.empty()
@@ -77,7 +90,11 @@ class QuantizingLoader(ModelLoader):
     def _saved(self, model: nn.Module, folder: Any, is_main_process: bool) -> Iterator[bool]:
         with super().saved_like_source(model, folder, is_main_process) as is_written_here:
             yield is_written_here
-        is_whole = is_main_process and not getattr(model, "_hf_peft_config_loaded", False) and not Path(folder).is_file()
+        is_whole = (
+            is_main_process
+            and not getattr(model, "_hf_peft_config_loaded", False)
+            and not Path(folder).is_file()
+        )
         if is_whole and isinstance(self.packing.format, Gptq):  # which is what older readers of GPTQ look for
             text = json.dumps(self.packing.source, indent=2) + "\n"
             Path(folder, "quantize_config.json").write_text(text, encoding="utf-8")
@@ -90,23 +107,31 @@ class QuantizingLoader(ModelLoader):
             layers = [layer for _, layer in modules]
             label = _label(home)
             placed, nbytes = lay_out_layers(layers, self.packing.format, label)
-            files[home] = TemporaryFile(self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None)
+            files[home] = TemporaryFile(
+                self.reader, label, nbytes, load_context().offload_folder if home == "disk" else None
+            )
             for module, layer in modules:
                 self._rebind(module, layer, placed)
-        with progress_bar(sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing") as progress:
+        with progress_bar(
+            sum(layer.weight.nbytes for layer in self.packing.layers.values()), "packing"
+        ) as progress:
             for home, modules in by_home.items():
                 for module, layer in modules:
                     self._pack_layer(module, layer, files[home])
                     progress(layer.weight.nbytes)
                 files[home].finish()
         logger.info(
-            "hfq: packed %d layers as %s in %.2f s", len(self.packing.layers), self.packing.format.describe(),
+            "hfq: packed %d layers as %s in %.2f s",
+            len(self.packing.layers),
+            self.packing.format.describe(),
             time.perf_counter() - started,
-        )  # fmt: skip
+        )
         return files
 
     def _by_home(self) -> dict[str, list[tuple[QuantizedModule, FloatLayer]]]:
-        """The packed modules of each home with the layers that they are made of, in the order of the model."""
+        """The packed modules of each home with the layers that they are made of, in the order of the
+        model.
+        """
         made = {}
         for name, module in self.packed.items():
             stored = next(iter(module.infos.values())).name.rpartition(".")[0]
@@ -118,10 +143,14 @@ class QuantizingLoader(ModelLoader):
             home = self.devices[f"{name}.{next(iter(module.infos))}"]
             if home == "disk" and load_context().offload_folder is None:
                 raise PlacementError(
-                    "A layer that is packed while loading rests on disk, and nothing says in which folder; nothing was loaded.",
-                    tensor=layer.name, expected="offload_folder", found="None",
-                    fix="pass from_pretrained(offload_folder=…): a folder with room for the packed layers, on a fast disk",
-                )  # fmt: skip
+                    "A layer that is packed while loading rests on disk, and nothing says in which folder; "
+                    "nothing was loaded.",
+                    tensor=layer.name,
+                    expected="offload_folder",
+                    found="None",
+                    fix="pass from_pretrained(offload_folder=…): a folder with room for the packed layers, "
+                    "on a fast disk",
+                )
             found.setdefault(home, []).append((module, layer))
         return found
 
@@ -142,14 +171,20 @@ class QuantizingLoader(ModelLoader):
             flat = tensors[local].contiguous().reshape(-1).view(torch.uint8)
             if flat.numel() != info.nbytes:
                 raise FormatError(
-                    "A layer was packed into other bytes than planned; nothing was loaded.", tensor=info.name,
-                    expected=f"{info.nbytes} bytes", found=f"{flat.numel()} bytes", fix="this is a fault in hfq: report it",
-                )  # fmt: skip
-            file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy arrays are buffers
+                    "A layer was packed into other bytes than planned; nothing was loaded.",
+                    tensor=info.name,
+                    expected=f"{info.nbytes} bytes",
+                    found=f"{flat.numel()} bytes",
+                    fix="this is a fault in hfq: report it",
+                )
+            # numpy arrays are buffers
+            file.write(info.range.offset, memoryview(flat.numpy()))  # type: ignore[arg-type]
 
 
 def _label(home: str) -> str:
-    """What a home's file is called in messages and byte ranges; the folder before it tells on which file system it lies."""
+    """What a home's file is called in messages and byte ranges; the folder before it tells on which file
+    system it lies.
+    """
     if home == "disk":
         return f"{Path(load_context().offload_folder or '').absolute()}/(packed while loading)"
     return f"/dev/shm/(packed while loading, {home})"

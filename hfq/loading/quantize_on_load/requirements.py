@@ -29,15 +29,18 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
         "an active ZeRO-3 config": (is_zero3(), _WRITTEN),
         "tensor parallelism": (has_ranks, _WRITTEN),
         f"cpu_memory={config.cpu_memory!r}": (
-            config.cpu_memory in ("private", "shared"), "leave cpu_memory out: what is packed lies in memory of this process",
+            config.cpu_memory in ("private", "shared"),
+            "leave cpu_memory out: what is packed lies in memory of this process",
         ),
-    }  # fmt: skip
+    }
     for what, (is_so, fix) in problems.items():
         if is_so:
             raise SetupError(
-                f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.", found=what,
-                expected="a method that rounds to nearest, and a load of one process", fix=fix,
-            )  # fmt: skip
+                f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.",
+                found=what,
+                expected="a method that rounds to nearest, and a load of one process",
+                fix=fix,
+            )
 
 
 def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
@@ -48,6 +51,9 @@ def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:
     """
     if config.recipe is not None:
         raise SetupError(
-            f"{caller} loads what is quantized already, and the config says how to quantize; nothing was loaded.",
-            expected="no quantize_weights", found=f"method={config.recipe.method!r}", fix=_WRITTEN,
-        )  # fmt: skip
+            f"{caller} loads what is quantized already, and the config says how to quantize; nothing was "
+            f"loaded.",
+            expected="no quantize_weights",
+            found=f"method={config.recipe.method!r}",
+            fix=_WRITTEN,
+        )

@@ -1,7 +1,9 @@
-"""Which layers of a float checkpoint are packed while it is loaded, and the quantized checkpoint that it is then matched as.
+"""Which layers of a float checkpoint are packed while it is loaded, and the quantized checkpoint that it is
+then matched as.
 
-That checkpoint has the tensors that `hfq.quantize` would write, with the same names, dtypes and shapes, so that everything which comes
-after (matching, plan, homes, streaming, saving) is as of a quantized checkpoint on disk.
+That checkpoint has the tensors that `hfq.quantize` would write, with the same names, dtypes and shapes, so
+that everything which comes after (matching, plan, homes, streaming, saving) is as of a quantized checkpoint
+on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from hfq.formats.configs.source_config import check_floats
 from hfq.formats.layouts.rounding import rounded_tensors
 from hfq.loading.config import HfqConfig
 from hfq.loading.matching.match import CheckpointMatch, match_model
-from hfq.loading.matching.quantizable_layers import check_unfused, find_blocks, find_linears, find_skipped, size_of
+from hfq.loading.matching.quantizable_layers import (
+    check_unfused,
+    find_blocks,
+    find_linears,
+    find_skipped,
+    size_of,
+)
 from hfq.recipes.recipe import Recipe
 from hfq.tensor_spec import ByteRange, TensorInfo
 from hfq.version import __version__
@@ -91,21 +99,29 @@ def plan_virtual_checkpoint(
     layers = {layer.stored: layer for layer in _layers(model, match, floats, config.modules_to_not_convert)}
     if not layers:
         raise SetupError(
-            "No layer is left to pack; nothing was loaded.", expected="linear layers in the model's blocks", found="none",
+            "No layer is left to pack; nothing was loaded.",
+            expected="linear layers in the model's blocks",
+            found="none",
             fix="correct modules_to_not_convert",
-        )  # fmt: skip
+        )
     weight_format = recipe.weight_format(layer.size for layer in layers.values())
     for layer in layers.values():
         recipe.check_size(layer.name, *layer.size)
     source = recipe.quantization_config(weight_format, _dense(model, match, layers), __version__)
-    replaced = {info.name for layer in layers.values() for info in (layer.weight, layer.bias) if info is not None}
+    replaced = {
+        info.name for layer in layers.values() for info in (layer.weight, layer.bias) if info is not None
+    }
     tensors = {name: info for name, info in floats.tensors.items() if name not in replaced}
     tensors |= lay_out_layers(layers.values(), weight_format, _UNPLACED)[0]
-    made = Checkpoint(floats.root, {**floats.config, "quantization_config": source}, dict(floats.headers), tensors)
+    made = Checkpoint(
+        floats.root, {**floats.config, "quantization_config": source}, dict(floats.headers), tensors
+    )
     return VirtualCheckpoint(recipe, weight_format, layers, made, source)
 
 
-def lay_out_layers(layers: Iterable[FloatLayer], weight_format: Format, file: str) -> tuple[dict[str, TensorInfo], int]:
+def lay_out_layers(
+    layers: Iterable[FloatLayer], weight_format: Format, file: str
+) -> tuple[dict[str, TensorInfo], int]:
     """Where the tensors of packed layers lie in a file of their own: by stored name, and the file's bytes.
 
     Raises:
@@ -124,7 +140,9 @@ def lay_out_layers(layers: Iterable[FloatLayer], weight_format: Format, file: st
     return placed, end
 
 
-def _layers(model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None) -> Iterator[FloatLayer]:
+def _layers(
+    model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, patterns: list[str] | None
+) -> Iterator[FloatLayer]:
     """The linear layers of the blocks, experts that are stored one by one among them."""
     experts = {name: found for name, found in match.packed.items() if found.slot.kind == "expert"}
     skipped = set(find_skipped(model, patterns, _with_parents(experts)))
@@ -134,19 +152,25 @@ def _layers(model: PreTrainedModel, match: CheckpointMatch, floats: Checkpoint, 
             weight = match.dense.get(f"{name}.weight")
             if weight is None or f"{name}.weight" in match.merged or not weight.name.endswith(".weight"):
                 raise FormatError(
-                    "A layer is stored in a way that cannot be packed; nothing was loaded.", tensor=f"{name}.weight",
-                    expected="one tensor named ….weight", found=", ".join(match.merged.get(f"{name}.weight", [str(weight)])),
+                    "A layer is stored in a way that cannot be packed; nothing was loaded.",
+                    tensor=f"{name}.weight",
+                    expected="one tensor named ….weight",
+                    found=", ".join(match.merged.get(f"{name}.weight", [str(weight)])),
                     fix="leave it dense with modules_to_not_convert",
-                )  # fmt: skip
+                )
             size = size_of(linear)
             yield _layer(name, weight, floats, not isinstance(linear, nn.Linear), size)
         for name, found in experts.items():
             if name.startswith(f"{block_name}.") and name not in skipped:
                 slot = found.slot
-                yield _layer(name, found.infos["weight"], floats, False, (slot.out_features, slot.in_features))
+                yield _layer(
+                    name, found.infos["weight"], floats, False, (slot.out_features, slot.in_features)
+                )
 
 
-def _layer(name: str, weight: TensorInfo, floats: Checkpoint, is_transposed: bool, size: tuple[int, int]) -> FloatLayer:
+def _layer(
+    name: str, weight: TensorInfo, floats: Checkpoint, is_transposed: bool, size: tuple[int, int]
+) -> FloatLayer:
     stored = weight.name.removesuffix(".weight")
     return FloatLayer(name, stored, weight, floats.tensors.get(f"{stored}.bias"), is_transposed, size)
 
@@ -163,7 +187,10 @@ def _with_parents(names: Iterable[str]) -> list[str]:
 
 def _dense(model: PreTrainedModel, match: CheckpointMatch, layers: Mapping[str, FloatLayer]) -> list[str]:
     """The stored names of linear layers that stay floats."""
-    names = {*find_linears(model, ""), *(name for name, found in match.packed.items() if found.slot.kind == "expert")}
+    names = {
+        *find_linears(model, ""),
+        *(name for name, found in match.packed.items() if found.slot.kind == "expert"),
+    }
     names -= {layer.name for layer in layers.values()}
     return sorted(_stored_module(name, match) for name in names)
 

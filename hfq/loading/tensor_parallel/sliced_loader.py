@@ -1,7 +1,9 @@
-"""Loading under tensor parallelism: each rank reads its slice of every packed layer that the model's `tp_plan` cuts.
+"""Loading under tensor parallelism: each rank reads its slice of every packed layer that the model's
+`tp_plan` cuts.
 
-transformers cuts the dense parameters itself (DTensors), and installs its hooks on packed layers as on its own: they see a layer that
-computes on plain local tensors (`_hf_quantized_needs_local_tp`). `in_features` and `out_features` stay those of the whole layer, which
+transformers cuts the dense parameters itself (DTensors), and installs its hooks on packed layers as on its
+own: they see a layer that computes on plain local tensors (`_hf_quantized_needs_local_tp`). `in_features` and
+    `out_features` stay those of the whole layer, which
 is what its hooks go by. A slice along the input gives a partial sum, which the hooks add up over the ranks.
 """
 
@@ -51,7 +53,9 @@ class SlicedLoader(ModelLoader):
         parts: What this rank holds of each stored tensor, {layer: {local name: part}}.
     """
 
-    def __init__(self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: HfqConfig, files: list[str] | None, dtype: torch.dtype | None
+    ) -> None:
         super().__init__(model, config, files, dtype)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.slices: dict[str, LayerSlice] = find_slices(self, self.rank, self.world)
@@ -73,7 +77,8 @@ class SlicedLoader(ModelLoader):
     def place(
         self, device_map: dict[str, Any] | None, max_memory: dict[int | str, int] | None = None
     ) -> dict[str, Any] | None:
-        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows alone.
+        """Reads this rank's part of every packed row, and tells transformers' plan to leave packed rows
+        alone.
 
         Where every layer is cut is settled on all ranks before any of them reads a row.
         """
@@ -82,7 +87,9 @@ class SlicedLoader(ModelLoader):
         check_same_plan(meet(self._digests()))
         with torch.device("cpu"):  # transformers builds, and calls this, under torch.device("meta")
             for work in (self._cut, self._read):
-                _, error = attempt(lambda work=work: [work(name, module) for name, module in self.packed.items()])
+                _, error = attempt(
+                    lambda work=work: [work(name, module) for name, module in self.packed.items()]
+                )
                 raise_together(error)
         self._index.clear()
         self._check_settled()
@@ -96,42 +103,68 @@ class SlicedLoader(ModelLoader):
         """After transformers has loaded the rest: as in any load."""
         if getattr(self.model, "_mesh_manager", None) is None:
             raise SetupError(
-                "Packed layers were cut for the ranks of another load; no model was returned.", found="a used distributed_config",
-                expected="from_pretrained(tp_plan=…)", fix="pass a config of its own to each load, without distributed_config",
-            )  # fmt: skip
+                "Packed layers were cut for the ranks of another load; no model was returned.",
+                found="a used distributed_config",
+                expected="from_pretrained(tp_plan=…)",
+                fix="pass a config of its own to each load, without distributed_config",
+            )
         self.model._tp_plan = self._rules
         self.plan = Plan(tuple(self._entries()))
         super().finish()
         whole = sum(info.nbytes for module in self.packed.values() for info in module.infos.values())
         logger.info(
-            "hfq: rank %d of %d holds %s of %s packed bytes", self.rank, self.world, f"{self.held_nbytes:,}", f"{whole:,}"
+            "hfq: rank %d of %d holds %s of %s packed bytes",
+            self.rank,
+            self.world,
+            f"{self.held_nbytes:,}",
+            f"{whole:,}",
         )
 
     def state_dict(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Every tensor by its name in the checkpoint: packed ones from the checkpoint itself, dense ones gathered from all ranks."""
-        state = {name: _gathered(tensor) for name, tensor in model.state_dict().items() if name not in self._packed_names}
+        """Every tensor by its name in the checkpoint: packed ones from the checkpoint itself, dense ones
+        gathered from all ranks.
+        """
+        state = {
+            name: _gathered(tensor)
+            for name, tensor in model.state_dict().items()
+            if name not in self._packed_names
+        }
         for name in self._packed_names:
             state[name] = torch.empty(0, device="meta")  # written from the checkpoint
-        stored = stored_state(model, self.match, self.packed, self.checkpoint, self.reader, self._conversions, state)
+        stored = stored_state(
+            model, self.match, self.packed, self.checkpoint, self.reader, self._conversions, state
+        )
         return stored, {key: value for key, value in self.checkpoint.metadata().items() if key != "format"}
 
-    def saved_like_source(self, model: nn.Module, folder: Any, is_main_process: bool) -> AbstractContextManager[bool]:
+    def saved_like_source(
+        self, model: nn.Module, folder: Any, is_main_process: bool
+    ) -> AbstractContextManager[bool]:
         """All ranks must save together, since dense parameters are gathered; rank 0 alone writes."""
         return super().saved_like_source(model, folder, is_main_process and self.rank == 0)
 
     def _cut(self, name: str, module: QuantizedModule) -> None:
-        """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along the input needs is read."""
+        """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along
+        the input needs is read.
+        """
         slot, part, infos = self.match.packed[name].slot, self.slices.get(name), module.infos
         cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
         if part is not None:
-            specs = module.weight_format.tensor_specs(slot.in_features, slot.out_features) if part.axis == "in" else ()
+            specs = (
+                module.weight_format.tensor_specs(slot.in_features, slot.out_features)
+                if part.axis == "in"
+                else ()
+            )
             wanted = [spec.name for spec in specs if spec.role == "index" and spec.name in infos]
             self._index[name] = {local: read_tensor(self.reader, infos[local]) for local in wanted}
             try:
                 module.weight_format, cuts = module.weight_format.shard(part, infos, self._index[name])
             except FormatError as error:  # a format knows no names
                 raise FormatError(
-                    error.message, tensor=error.tensor or name, expected=error.expected, found=error.found, fix=error.fix
+                    error.message,
+                    tensor=error.tensor or name,
+                    expected=error.expected,
+                    found=error.found,
+                    fix=error.fix,
                 ) from error
         self.parts[name] = {local: TensorPart(infos[local], cut) for local, cut in cuts.items()}
 
@@ -146,13 +179,15 @@ class SlicedLoader(ModelLoader):
         self._settled[name] = _changes(found, module.weight_format)
         if part is not None and isinstance(module, QuantizedLinear):
             module.local_in_features = part.stop - part.start if part.axis == "in" else slot.in_features
-            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # what transformers' hooks ask for
+            # what transformers' hooks ask for
+            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
 
     def _fill(self, parts: Mapping[str, TensorPart], index: Mapping[str, torch.Tensor]) -> FlatBuffer:
         segments, nbytes = row_layout((local, part.info.dtype, part.shape) for local, part in parts.items())
         with torch.inference_mode(False):
             row = FlatBuffer(torch.empty(nbytes, dtype=torch.uint8), segments)
-        memory = memoryview(row.buffer.numpy())  # type: ignore[arg-type]  # numpy arrays have the buffer protocol
+        # numpy arrays have the buffer protocol
+        memory = memoryview(row.buffer.numpy())  # type: ignore[arg-type]
         for local, part in parts.items():
             if local in index:
                 cut = part.cut
@@ -163,31 +198,47 @@ class SlicedLoader(ModelLoader):
         return row
 
     def _check_settled(self) -> None:
-        """What values settle of a dialect must be the same for all slices of a layer, as it is where one process sees them all."""
-        first, *others = exchange({name: found for name, found in self._settled.items() if found and name in self.slices})
+        """What values settle of a dialect must be the same for all slices of a layer, as it is where one
+        process sees them all.
+        """
+        first, *others = exchange(
+            {name: found for name, found in self._settled.items() if found and name in self.slices}
+        )
         for rank, found in enumerate(others, start=1):
             for name in sorted({*first, *found}):
                 if first.get(name) != found.get(name):
                     raise FormatError(
-                        "The slices of a packed layer are to be read in different ways; nothing was loaded.", tensor=name, rank=rank,
-                        expected=f"{first.get(name, {})}, as on rank 0", found=f"{found.get(name, {})}",
-                        fix="restore the checkpoint's own quantization_config; without tp_plan it says what is missing",
-                    )  # fmt: skip
+                        "The slices of a packed layer are to be read in different ways; nothing was loaded.",
+                        tensor=name,
+                        rank=rank,
+                        expected=f"{first.get(name, {})}, as on rank 0",
+                        found=f"{found.get(name, {})}",
+                        fix="restore the checkpoint's own quantization_config; without tp_plan it says what "
+                        "is missing",
+                    )
 
     def _edit_rules(self) -> None:
-        """While transformers applies its plan, no rule may touch a packed row, or name a parameter that packed experts replaced."""
+        """While transformers applies its plan, no rule may touch a packed row, or name a parameter that
+        packed experts replaced.
+        """
         kept, rules = passed_rules(self.model), dict(self.model.tp_plan)
         names = {generic(name) for name, _ in self.model.named_parameters()}
         for experts in {generic(name) for name in self.match.experts}:
             for local in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
                 if f"{experts}.{local}" not in names and f"{experts}.{local}" not in kept:
                     rules.pop(f"{experts}.{local}", None)
-        rules |= {f"{generic(name)}.flat_buffer": "replicate" for name in self.packed if generic(name) in {**rules, **kept}}
+        rules |= {
+            f"{generic(name)}.flat_buffer": "replicate"
+            for name in self.packed
+            if generic(name) in {**rules, **kept}
+        }
         self.model._tp_plan = rules
 
     def _digests(self) -> dict[str, str]:
         """What all ranks must agree on before they read."""
-        files = sorted((file.rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers)
+        files = sorted(
+            (file.rpartition("/")[2], self.reader.identity(file)[1]) for file in self.checkpoint.headers
+        )
         options = {key: value for key, value in self.config._options().items() if key != "_source"}
         cuts = [(name, part.axis, part.size) for name, part in self.slices.items()]
         formats = [(name, repr(module.weight_format)) for name, module in self.packed.items()]
@@ -211,7 +262,8 @@ class SlicedLoader(ModelLoader):
 
 def _changes(before: Format, after: Format) -> dict[str, Any]:
     """The fields of a format in which two differ."""
-    fields = [field.name for field in dataclasses.fields(after)]  # type: ignore[arg-type]  # every format is a dataclass
+    # every format is a dataclass
+    fields = [field.name for field in dataclasses.fields(after)]  # type: ignore[arg-type]
     return {name: getattr(after, name) for name in fields if getattr(before, name) != getattr(after, name)}
 
 

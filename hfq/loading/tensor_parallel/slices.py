@@ -1,7 +1,9 @@
-"""Tensor parallelism as transformers plans it: which arguments ask for it, and which slice of each packed layer a rank then holds.
+"""Tensor parallelism as transformers plans it: which arguments ask for it, and which slice of each packed
+layer a rank then holds.
 
-The plan is the model's own (`base_model_tp_plan`), with the rules that the user adds. Its styles tell the axis that is cut; what comes
-before and after a layer's forward (all-reduce, gather) are transformers' own hooks.
+The plan is the model's own (`base_model_tp_plan`), with the rules that the user adds. Its styles tell the
+axis that is cut; what comes before and after a layer's forward (all-reduce, gather) are transformers' own
+hooks.
 """
 
 from __future__ import annotations
@@ -26,18 +28,29 @@ if TYPE_CHECKING:
     from hfq.loading.state import LoadState
 
 __all__ = [
-    "asks_for_ranks", "check_alone", "check_distributed", "find_slices", "generic", "joining", "noting_meshes", "passed_rules",
+    "asks_for_ranks",
+    "check_alone",
+    "check_distributed",
+    "find_slices",
+    "generic",
+    "joining",
+    "noting_meshes",
+    "passed_rules",
     "tensor_parallel_size",
-]  # fmt: skip
+]
 
 logger = logging.get_logger("hfq")
 
 _ARGUMENTS = ("tp_plan", "tp_size", "distributed_config")
 _OTHER_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _AXES = {
-    "colwise": "out", "colwise_rep": "out", "colwise_gather_output": "out",
-    "rowwise": "in", "rowwise_rep": "in", "rowwise_split_input": "in",
-}  # fmt: skip
+    "colwise": "out",
+    "colwise_rep": "out",
+    "colwise_gather_output": "out",
+    "rowwise": "in",
+    "rowwise_rep": "in",
+    "rowwise_split_input": "in",
+}
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of layers that every rank holds whole."""
 _EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
@@ -51,7 +64,9 @@ def asks_for_ranks(kwargs: Mapping[str, Any]) -> bool:
 
 
 def noting_meshes(original: Callable) -> Callable:
-    """`PreTrainedModel.prepare_distribute_model`, which makes the process group and the meshes of a load, remembered for `joining`."""
+    """`PreTrainedModel.prepare_distribute_model`, which makes the process group and the meshes of a load,
+    remembered for `joining`.
+    """
 
     @functools.wraps(original)
     def prepare_distribute_model(cls, *args: Any, **kwargs: Any):
@@ -63,7 +78,9 @@ def noting_meshes(original: Callable) -> Callable:
 
 
 def joining(kwargs: Mapping[str, Any]) -> Callable[[], None]:
-    """Begins a load with these arguments; gives what makes its meshes on a rank that failed before transformers made them."""
+    """Begins a load with these arguments; gives what makes its meshes on a rank that failed before
+    transformers made them.
+    """
     _has_meshes.set(False)
 
     def join() -> None:
@@ -92,28 +109,42 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
     plan = kwargs.get("tp_plan")
     if plan is not None and plan != "auto" and not isinstance(plan, dict):
         raise SetupError(
-            "from_pretrained(tp_plan=…) was given no plan; nothing was loaded.", expected='"auto", or {layer: style}',
-            found=repr(plan)[:80], fix='pass "auto"',
-        )  # fmt: skip
+            "from_pretrained(tp_plan=…) was given no plan; nothing was loaded.",
+            expected='"auto", or {layer: style}',
+            found=repr(plan)[:80],
+            fix='pass "auto"',
+        )
     config = kwargs.get("distributed_config")
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     others = [name for name in _OTHER_SIZES if (get(name) or 1) != 1]
     problems = {
-        f"{', '.join(others)} of distributed_config": (bool(others), "set tp_size alone; hfq cuts packed layers along no other axis"),
-        "enable_expert_parallel": (bool(get("enable_expert_parallel")), "leave it out; experts are cut like other layers"),
+        f"{', '.join(others)} of distributed_config": (
+            bool(others),
+            "set tp_size alone; hfq cuts packed layers along no other axis",
+        ),
+        "enable_expert_parallel": (
+            bool(get("enable_expert_parallel")),
+            "leave it out; experts are cut like other layers",
+        ),
         "device_map": (kwargs.get("device_map") is not None, f"leave one of device_map and {asked} out"),
         "an active ZeRO-3 config": (is_zero3(), f"leave {asked} out: ZeRO-3 shards the model itself"),
         f'HfqConfig(cpu_memory="{cpu_memory}")': (
-            cpu_memory in ("mmap", "shared"), 'pass cpu_memory="auto": each rank reads its slices into its own memory',
+            cpu_memory in ("mmap", "shared"),
+            'pass cpu_memory="auto": each rank reads its slices into its own memory',
         ),
-        "transformers without transformers.distributed": (not _knows_ranks(), "pip install 'transformers>=5.23'"),
-    }  # fmt: skip
+        "transformers without transformers.distributed": (
+            not _knows_ranks(),
+            "pip install 'transformers>=5.23'",
+        ),
+    }
     for what, (is_so, fix) in problems.items():
         if is_so:
             raise SetupError(
-                f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.", found=what,
-                expected="tensor parallelism alone", fix=fix,
-            )  # fmt: skip
+                f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.",
+                found=what,
+                expected="tensor parallelism alone",
+                fix=fix,
+            )
 
 
 def check_alone() -> None:
@@ -132,7 +163,9 @@ def check_alone() -> None:
 
 
 def _knows_ranks() -> bool:
-    """transformers 5.23 keeps its meshes in `transformers.distributed`; how older versions did it is not supported."""
+    """transformers 5.23 keeps its meshes in `transformers.distributed`; how older versions did it is not
+    supported.
+    """
     try:
         from transformers.distributed import mixin
     except ImportError:
@@ -142,10 +175,14 @@ def _knows_ranks() -> bool:
 
 def tensor_parallel_size(model: Any) -> int:
     """How many ranks share the model that is being loaded; 1 where none do."""
-    config = getattr(model.config, "distributed_config", None)  # an object while a load sets it, a dict when read from a file
+    config = getattr(
+        model.config, "distributed_config", None
+    )  # an object while a load sets it, a dict when read from a file
     size = getattr(config, "tp_size", None)
     if size == 1:
-        logger.warning("hfq: tp_plan was asked for with one rank: the model is loaded whole (start it with torchrun)")
+        logger.warning(
+            "hfq: tp_plan was asked for with one rank: the model is loaded whole (start it with torchrun)"
+        )
     return size if isinstance(size, int) else 1
 
 
@@ -171,7 +208,11 @@ def find_slices(loading: LoadState, rank: int, world: int) -> dict[str, LayerSli
     _check_rules(plan, loading)
     for name, module in loading.packed.items():
         slot = loading.match.packed[name].slot
-        axis = _expert_axis(name, plan, loading.match) if slot.kind == "expert" else _axis(name, module, plan, slot.kind)
+        axis = (
+            _expert_axis(name, plan, loading.match)
+            if slot.kind == "expert"
+            else _axis(name, module, plan, slot.kind)
+        )
         if axis is None:
             continue
         _check_heads(name, plan.get(generic(name)), model.config.get_text_config(decoder=True), world)
@@ -193,19 +234,27 @@ def _axis(name: str, module: Any, plan: Mapping[str, str], kind: str) -> str | N
     if style not in _AXES or isinstance(module, QuantizedEmbedding) or owner != name:
         packed = {"weight": "weight alone", "half": "half of it"}.get(kind, type(module).__name__)
         what = f"tp_plan's {style!r} for a packed {packed}"
-        raise _uncuttable(owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}")
+        raise _uncuttable(
+            owner, what, f"a packed linear layer, and {', '.join(_AXES)} or {', '.join(_WHOLE)}"
+        )
     return _AXES[style]
 
 
 def _expert_axis(name: str, plan: Mapping[str, str], match: CheckpointMatch) -> str | None:
-    """Gate and up projections are cut along the output, down projections along the input; the sum is that of the experts."""
+    """Gate and up projections are cut along the output, down projections along the input; the sum is that of
+    the experts.
+    """
     experts, projection = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
     styles = {local: plan.get(generic(f"{experts}.{local}")) for local in _EXPERTS}
     is_summed = plan.get(generic(experts)) == "moe_tp_experts"
     if not is_summed and not any(styles.values()):
         return None
     if not is_summed or styles != _EXPERTS or projection == "gate_up_proj":
-        what = "gate and up projections fused into one" if projection == "gate_up_proj" else f"tp_plan's {styles}"
+        what = (
+            "gate and up projections fused into one"
+            if projection == "gate_up_proj"
+            else f"tp_plan's {styles}"
+        )
         raise _uncuttable(name, what, f"projections stored one by one, and {_EXPERTS} with 'moe_tp_experts'")
     if match.experts[experts].is_halved:
         raise _uncuttable(name, "halves of gate and up channels that alternate", "gate and up channels apart")
@@ -234,14 +283,20 @@ def _check_scheme(module: QuantizedLinear, part: LayerSlice) -> None:
         is_local = part.is_aligned(scheme.group_size or part.size)
     if not is_local:
         raise SetupError(
-            'HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut; nothing was loaded.',
-            tensor=module.name, expected="static scales, or groups that are not cut", found=f"scales for each {scheme.strategy}",  # type: ignore[union-attr]
-            fix='pass HfqConfig(quantize_activations=False)',
-        )  # fmt: skip
+            "HfqConfig(quantize_activations=True) cannot be used with a layer whose input is cut; nothing "
+            "was loaded.",
+            tensor=module.name,
+            expected="static scales, or groups that are not cut",
+            found=f"scales for each {scheme.strategy}",  # type: ignore[union-attr]
+            fix="pass HfqConfig(quantize_activations=False)",
+        )
 
 
 def _uncuttable(name: str, found: str, expected: str) -> PlacementError:
     return PlacementError(
-        "A packed layer cannot be cut as tp_plan asks; nothing was loaded.", tensor=name, found=found, expected=expected,
+        "A packed layer cannot be cut as tp_plan asks; nothing was loaded.",
+        tensor=name,
+        found=found,
+        expected=expected,
         fix="use another tp_size or tp_plan, or device_map in its place",
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""The best format whose weights fit a budget of memory: a ladder of formats, by what they keep of the weights."""
+"""The best format whose weights fit a budget of memory: a ladder of formats, by what they keep of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ LADDER: Mapping[str, Format | None] = {
     "gptq int3 g128": Gptq(3, 128, False, "stored"),
     "gptq int2 g128": Gptq(2, 128, False, "stored"),
 }
-"""Best first; of formats of one size the better one. What a format loses depends on the model: measure it (`hfq.evaluate`) before
-you rely on a rung."""
+"""Best first; of formats of one size the better one. What a format loses depends on the model: measure it
+(`hfq.evaluate`) before you rely on a rung.
+"""
 
 
 def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget: int) -> dict:
@@ -60,20 +63,30 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
     for name, weight_format in LADDER.items():
         weights = shapes.other_nbytes + sum(_layer_nbytes(weight_format, *shape) for shape in shapes.packed)
         total = weights + adding
-        rungs.append({"name": name, "weights_nbytes": weights, "total_nbytes": total, "fits": total <= budget})
+        rungs.append(
+            {"name": name, "weights_nbytes": weights, "total_nbytes": total, "fits": total <= budget}
+        )
     best = next((rung["name"] for rung in rungs if rung["fits"]), None)
     if best is None:
         least = min(int(rung["total_nbytes"]) for rung in rungs)  # type: ignore[call-overload]
         raise PlacementError(
-            "No format on the ladder fits this budget.", expected=f"at least {least:,} B ({rungs[-1]['name']})", found=f"{budget:,} B",
-            fix=f"pass --budget {least}, a shorter --context, or plan a placement that offloads (leave --budget out)",
-        )  # fmt: skip
-    note = f"This checkpoint has {shapes.bits:.3g} bits a weight: a better rung has to be made from the original weights."
+            "No format on the ladder fits this budget.",
+            expected=f"at least {least:,} B ({rungs[-1]['name']})",
+            found=f"{budget:,} B",
+            fix=f"pass --budget {least}, a shorter --context, or plan a placement that offloads (leave "
+            f"--budget out)",
+        )
+    note = (
+        f"This checkpoint has {shapes.bits:.3g} bits a weight: a better rung has to be made from the "
+        f"original weights."
+    )
     return {"budget": budget, "best": best, "rungs": rungs, "note": note}
 
 
 def _layer_nbytes(weight_format: Format | None, out_features: int, in_features: int) -> int:
-    if weight_format is None or in_features % 128 or out_features % 32:  # what groups of 128 do not divide stays as it is
+    if (
+        weight_format is None or in_features % 128 or out_features % 32
+    ):  # what groups of 128 do not divide stays as it is
         return out_features * in_features * 2
     nbytes = 0
     for spec in weight_format.tensor_specs(in_features, out_features):

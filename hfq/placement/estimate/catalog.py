@@ -77,7 +77,9 @@ def read_catalog(file: str | Path) -> Catalog:
     except (OSError, ImportError, ValueError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}", "a YAML file") from error
     except Exception as error:
-        raise _refused(path, f"{type(error).__name__}: {str(error).splitlines()[0]}", "a YAML file") from error
+        raise _refused(
+            path, f"{type(error).__name__}: {str(error).splitlines()[0]}", "a YAML file"
+        ) from error
     if not isinstance(stored, dict):
         raise _refused(path, type(stored).__name__, "a mapping of date, gpus and machines")
     _check_fields(path, "the catalog", stored, ("date", "gpus", "machines"))
@@ -85,14 +87,18 @@ def read_catalog(file: str | Path) -> Catalog:
         _check_fields(path, f"accelerator {name}", gpu, _GPU_FIELDS)
     memories = {name: parse_size(gpu["memory"], f"memory of {name}") for name, gpu in stored["gpus"].items()}
     machines = tuple(_machine(path, entry, stored["gpus"], memories) for entry in stored["machines"])
-    rates = {name: _rate(path, name, "memory_rate", gpu["memory_rate"]) for name, gpu in stored["gpus"].items()}
+    rates = {
+        name: _rate(path, name, "memory_rate", gpu["memory_rate"]) for name, gpu in stored["gpus"].items()
+    }
     return Catalog(str(stored["date"]), machines, memories, rates)
 
 
 def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> list[dict]:
-    """What the model would cost on each machine, cheapest tokens first; those that it does not fit come last, with the reason.
+    """What the model would cost on each machine, cheapest tokens first; those that it does not fit come last,
+    with the reason.
 
-    A machine of several accelerators is planned as one of them with the host: hfq offloads with one accelerator.
+    A machine of several accelerators is planned as one of them with the host: hfq offloads with one
+    accelerator.
     """
     ranked, refused = [], []
     for machine in catalog.machines:
@@ -103,10 +109,15 @@ def rank_machines(catalog: Catalog, sizes: ModelSizes, workload: Workload) -> li
             refused.append(entry | {"refused": error.found or error.message})
             continue
         rate = found.prediction.tokens_per_second or float("inf")
-        ranked.append(entry | {
-            "tokens_per_second": rate, "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
-            "dominant": TERMS[found.prediction.dominant], "devices": dict(found.budget.resting),
-        })  # fmt: skip
+        ranked.append(
+            entry
+            | {
+                "tokens_per_second": rate,
+                "cost_of_a_million_tokens": machine.cost / 3600 / rate * 1e6,
+                "dominant": TERMS[found.prediction.dominant],
+                "devices": dict(found.budget.resting),
+            }
+        )
     ranked.sort(key=lambda entry: (entry["cost_of_a_million_tokens"], entry["name"]))
     return ranked + refused
 
@@ -127,9 +138,15 @@ def _machine(path: Path, entry: Any, gpus: Mapping[str, Mapping], memories: Mapp
             raise _refused(path, first, f"an accelerator of this file{nearest(first, gpus)}")
         device = _rate(path, kind, "memory_rate", gpus[kind]["memory_rate"])
     source = "published limits of the catalog"
-    profile = Profile(source, rates["disk_rate"], memory / 2, memory, host_to_device=link, device_memory=device)
+    profile = Profile(
+        source, rates["disk_rate"], memory / 2, memory, host_to_device=link, device_memory=device
+    )
     return Machine(
-        name, Hardware(used, parse_size(entry["cpu"], f"cpu of {name}")), profile, float(cost), str(entry["source"])
+        name,
+        Hardware(used, parse_size(entry["cpu"], f"cpu of {name}")),
+        profile,
+        float(cost),
+        str(entry["source"]),
     )
 
 
@@ -150,4 +167,6 @@ def _check_fields(path: Path, what: str, entry: Any, fields: tuple[str, ...]) ->
 
 
 def _refused(path: Path, found: str, expected: str) -> SetupError:
-    return SetupError("The catalog cannot be used.", file=path, expected=expected, found=found, fix="correct the file")
+    return SetupError(
+        "The catalog cannot be used.", file=path, expected=expected, found=found, fix="correct the file"
+    )

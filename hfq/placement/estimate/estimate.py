@@ -1,4 +1,6 @@
-"""What a model takes on a machine, and how fast it is there: bytes in each home, work of a step, prediction. Pure data."""
+"""What a model takes on a machine, and how fast it is there: bytes in each home, work of a step, prediction.
+Pure data.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from hfq.placement.estimate.roofline import Prediction, Work, predict
 __all__ = ["Estimate", "ModelSizes", "Workload", "estimate_placement", "list_stages"]
 
 _SHARE_OF_MEMORY = 0.5
-"""What is streamed is read through the page cache where it takes no more of the free memory (`hfq.offload.byte_source`)."""
+"""What is streamed is read through the page cache where it takes no more of the free memory
+(`hfq.offload.byte_source`).
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class ModelSizes:
         units: The parts that have a home of their own, in the order in which they compute.
         kv: What each layer caches.
         activations: The sizes that decide what a forward holds.
-        weights: {unit: {kind of weight: (weights, bytes)}} that a step multiplies by; of experts, those that are routed to.
+        weights: {unit: {kind of weight: (weights, bytes)}} that a step multiplies by; of experts, those that
+            are routed to.
         routed: The share of its experts that a token is routed to.
         dtype: The dtype that it computes in.
         layers: Its layers.
@@ -86,17 +91,20 @@ class Estimate:
         """{home: {part: bytes}}: `weights`, `ring`, `experts` (their cache), `kv_cache`, `activations`.
 
         Args:
-            resting: The bytes of weights in each home, as the loader's own plan has them; None for the budget's.
+            resting: The bytes of weights in each home, as the loader's own plan has them; None for the
+                budget's.
         """
         budget, found = self.budget, {}
         weights = budget.resting if resting is None else resting
         for home in dict.fromkeys((budget.main, *weights, *self.ring)):
             is_main = home == budget.main
             found[home] = {
-                "weights": weights.get(home, 0), "ring": self.ring.get(home, 0),
-                "experts": budget.expert_cache_nbytes if is_main else 0, "kv_cache": self.kv if is_main else 0,
+                "weights": weights.get(home, 0),
+                "ring": self.ring.get(home, 0),
+                "experts": budget.expert_cache_nbytes if is_main else 0,
+                "kv_cache": self.kv if is_main else 0,
                 "activations": self.activations if is_main else 0,
-            }  # fmt: skip
+            }
         return found
 
 
@@ -136,14 +144,19 @@ def estimate_placement(
 
 
 def _rings(units: Sequence[Unit], budget: Budget) -> dict[str, int]:
-    streamed = [unit.streamed_nbytes for unit in units if unit.is_offloaded and budget.devices[unit.name] != budget.main]
+    streamed = [
+        unit.streamed_nbytes
+        for unit in units
+        if unit.is_offloaded and budget.devices[unit.name] != budget.main
+    ]
     return {home: buffer_nbytes(streamed, budget.read_ahead_nbytes()) for home in budget.rings}
 
 
 def list_stages(
     units: Sequence[Unit], devices: Mapping[str, str], main: str, routed: float = 1.0
 ) -> tuple[tuple[int, int], ...]:
-    """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which they compute.
+    """(bytes that a step computes with, bytes that it streams of them) of each part, in the order in which
+    they compute.
 
     Args:
         units: The parts of the model.
@@ -154,13 +167,21 @@ def list_stages(
     computing = [unit for unit in units if unit.kind in ("block", "other", "experts")]
     shares = {"experts": routed}
     return tuple(
-        (int(unit.nbytes * shares.get(unit.kind, 1.0)), unit.streamed_nbytes if unit.is_offloaded and devices[unit.name] != main else 0)
+        (
+            int(unit.nbytes * shares.get(unit.kind, 1.0)),
+            unit.streamed_nbytes if unit.is_offloaded and devices[unit.name] != main else 0,
+        )
         for unit in computing
-    )  # fmt: skip
+    )
 
 
 def _work(
-    sizes: ModelSizes, budget: Budget, hardware: Hardware, workload: Workload, held: tuple[int, int], free_memory: int | None
+    sizes: ModelSizes,
+    budget: Budget,
+    hardware: Hardware,
+    workload: Workload,
+    held: tuple[int, int],
+    free_memory: int | None,
 ) -> Work:
     kv, ring = held
     away = [unit for unit in sizes.units if budget.devices[unit.name] != budget.main]
@@ -170,10 +191,19 @@ def _work(
     resting = sum(nbytes for home, nbytes in budget.resting.items() if home != "disk")
     is_on_cpu = budget.main == "cpu"
     return Work(
-        sizes.weights, streamed, 0 if is_on_cpu else copied, kv, workload.batch, sizes.layers, resting,
-        is_cached=streamed <= free * _SHARE_OF_MEMORY, is_on_cpu=is_on_cpu, calls=sizes.calls,
-        stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed), ring=ring,
-    )  # fmt: skip
+        sizes.weights,
+        streamed,
+        0 if is_on_cpu else copied,
+        kv,
+        workload.batch,
+        sizes.layers,
+        resting,
+        is_cached=streamed <= free * _SHARE_OF_MEMORY,
+        is_on_cpu=is_on_cpu,
+        calls=sizes.calls,
+        stages=list_stages(sizes.units, budget.devices, budget.main, sizes.routed),
+        ring=ring,
+    )
 
 
 def _moved(units: Sequence[Unit], routed: float, batch: int) -> int:
@@ -189,12 +219,19 @@ def _does_not_fit(
     """The error with ways out, each of which was planned and fits."""
     ways = [what for what, change in _changes(sizes, hardware, workload, sum(taken)) if _fits(sizes, *change)]
     main = hardware.main
-    fix = f"change one of these, each of which was planned and fits: {'; or '.join(ways)}" if ways else "use a smaller model"
+    fix = (
+        f"change one of these, each of which was planned and fits: {'; or '.join(ways)}"
+        if ways
+        else "use a smaller model"
+    )
     return PlacementError(
-        "The model does not fit this machine; nothing was loaded.", expected=error.expected or "room for weights beside these",
-        found=f"{hardware.capacities()[main]:,} B on {main}, of which KV cache {taken[0]:,} B and activations {taken[1]:,} B",
-        problems=[error.message], fix=fix,
-    )  # fmt: skip
+        "The model does not fit this machine; nothing was loaded.",
+        expected=error.expected or "room for weights beside these",
+        found=f"{hardware.capacities()[main]:,} B on {main}, of which KV cache {taken[0]:,} B and "
+        f"activations {taken[1]:,} B",
+        problems=[error.message],
+        fix=fix,
+    )
 
 
 Change = tuple[str, tuple[Hardware, Workload]]
@@ -223,7 +260,9 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
     if enough is not None:
         found.append((f"--cpu {enough.cpu}", (enough, workload)))
     if hardware.gpus:
-        bigger = [replace(hardware, gpus=(need, *hardware.gpus[1:])) for need in _memories(hardware.gpus[0], total)]
+        bigger = [
+            replace(hardware, gpus=(need, *hardware.gpus[1:])) for need in _memories(hardware.gpus[0], total)
+        ]
         enough = next((machine for machine in bigger if _fits(sizes, machine, workload)), None)
         if enough is not None:
             found.append((f"--gpu {enough.gpus[0]}", (enough, workload)))

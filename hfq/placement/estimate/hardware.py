@@ -11,9 +11,17 @@ from hfq.errors import PlacementError, nearest
 __all__ = ["Hardware", "parse_gpus", "parse_size"]
 
 _UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _TIMES = re.compile(r"^(.*\S)\s*(?:[×*]|(?<=[\sA-Za-z])[xX])\s*([0-9]+)$")
 _MOST_NBYTES = 1 << 60
@@ -61,9 +69,11 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
     if nbytes is None or not least <= nbytes <= _MOST_NBYTES:
         hint = nearest(found[2].upper(), _UNITS) if found and unit is None else ""
         raise PlacementError(
-            f"{what} is no size{hint}.", expected=f"{least} B or more, as 24GiB, 64GB or 1.5e9", found=repr(text),
+            f"{what} is no size{hint}.",
+            expected=f"{least} B or more, as 24GiB, 64GB or 1.5e9",
+            found=repr(text),
             fix=f"pass {what} 24GiB, for example",
-        )  # fmt: skip
+        )
     return int(nbytes)
 
 
@@ -84,7 +94,10 @@ def parse_gpus(texts: Sequence[str], known: Mapping[str, int] | None = None) -> 
         kind, count = (times[1], int(times[2])) if times else (text.strip(), 1)
         if not 1 <= count <= 1024:
             raise PlacementError(
-                "--gpu repeats an accelerator too often.", expected="1 to 1024", found=count, fix="pass 24GiB×2"
+                "--gpu repeats an accelerator too often.",
+                expected="1 to 1024",
+                found=count,
+                fix="pass 24GiB×2",
             )
         by_name = {name.casefold(): nbytes for name, nbytes in known.items()}
         if kind.casefold() in by_name:
@@ -93,7 +106,9 @@ def parse_gpus(texts: Sequence[str], known: Mapping[str, int] | None = None) -> 
             gpus += [parse_size(kind, "--gpu")] * count
         else:
             raise PlacementError(
-                f"There is no accelerator {kind!r} in the catalog{nearest(kind, known)}.", found=repr(text),
-                expected=f"memory, as 24GiB×2, or one of: {', '.join(known) or 'none'}", fix="pass its memory: --gpu 24GiB",
-            )  # fmt: skip
+                f"There is no accelerator {kind!r} in the catalog{nearest(kind, known)}.",
+                found=repr(text),
+                expected=f"memory, as 24GiB×2, or one of: {', '.join(known) or 'none'}",
+                fix="pass its memory: --gpu 24GiB",
+            )
     return tuple(gpus)

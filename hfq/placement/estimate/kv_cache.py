@@ -1,9 +1,10 @@
 """The bytes of the KV cache and of activations, by layer, batch and context. Pure data.
 
-A cached token takes two tensors in each layer: its keys [batch, heads, tokens, k] and its values [batch, heads, tokens, v]. Layers
-with grouped queries have fewer heads there than the queries have; with multi-head latent attention (DeepSeek-V2, 2024, section 2.1)
-one head of latents stands for all. A layer with a sliding window of w keeps the last w - 1 tokens, as the token that computes is
-the one more that it sees (transformers, cache_utils.py).
+A cached token takes two tensors in each layer: its keys [batch, heads, tokens, k] and its values [batch,
+heads, tokens, v]. Layers with grouped queries have fewer heads there than the queries have; with multi-head
+latent attention (DeepSeek-V2, 2024, section 2.1) one head of latents stands for all. A layer with a sliding
+window of w keeps the last w - 1 tokens, as the token that computes is the one more that it sees
+(transformers, cache_utils.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from hfq.errors import PlacementError, nearest
 __all__ = ["KV_DTYPES", "Activations", "KvLayer", "activation_nbytes", "kv_nbytes"]
 
 KV_DTYPES = ("auto", "fp8", "int4", "int2")
-"""`auto` is the dtype that the model computes in; `fp8`, `int4` and `int2` are transformers' quantized caches."""
+"""`auto` is the dtype that the model computes in; `fp8`, `int4` and `int2` are transformers' quantized
+caches.
+"""
 
 _FLOAT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GROUP, _RESIDUAL, _FP8_SCALE = 64, 128, 4
@@ -51,8 +54,9 @@ def kv_nbytes(layers: Sequence[KvLayer], batch: int, context: int, dtype: str, k
         batch: Sequences.
         context: Tokens of each.
         dtype: The dtype that the model computes in.
-        kv_dtype: One of `KV_DTYPES`. The quantized ones are exact for `fp8`, a bound for `int4` and `int2`: what is quantized
-            takes its codes, and a scale and a shift for each 64 elements, and up to 127 tokens are not quantized yet.
+        kv_dtype: One of `KV_DTYPES`. The quantized ones are exact for `fp8`, a bound for `int4` and `int2`:
+            what is quantized takes its codes, and a scale and a shift for each 64 elements, and up to 127
+            tokens are not quantized yet.
 
     Raises:
         PlacementError: A size is out of range, a dtype unknown, or the cache cannot be quantized.
@@ -68,15 +72,21 @@ def _layer_nbytes(layer: KvLayer, batch: int, tokens: int, dtype: str, kv_dtype:
         return kept * itemsize
     if layer.window is not None or layer.extra:
         raise PlacementError(
-            "transformers' quantized KV cache takes layers of full attention alone.", found=f"--kv-dtype {kv_dtype}",
-            expected="no sliding windows and no indexers", fix="pass --kv-dtype auto",
-        )  # fmt: skip
+            "transformers' quantized KV cache takes layers of full attention alone.",
+            found=f"--kv-dtype {kv_dtype}",
+            expected="no sliding windows and no indexers",
+            fix="pass --kv-dtype auto",
+        )
     if kv_dtype == "fp8":
         return kept + (2 * _FP8_SCALE if kept else 0)
     bits, elements = int(kv_dtype.removeprefix("int")), layer.keys + layer.values
     recent = min(tokens, _RESIDUAL - 1)
     quantized = batch * (tokens - recent) * elements
-    return -(-quantized * bits // 8) + -(-quantized // _GROUP) * 2 * itemsize + batch * recent * elements * itemsize
+    return (
+        -(-quantized * bits // 8)
+        + -(-quantized // _GROUP) * 2 * itemsize
+        + batch * recent * elements * itemsize
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,8 @@ class Activations:
 
     Attributes:
         hidden: The hidden size.
-        widest: The widest intermediate of one token in a layer: queries, keys and values together, or gate and up.
+        widest: The widest intermediate of one token in a layer: queries, keys and values together, or gate
+            and up.
         vocabulary: The size of the logits.
         layers: The layers.
     """
@@ -99,21 +110,28 @@ class Activations:
 def activation_nbytes(sizes: Activations, batch: int, context: int, dtype: str) -> int:
     """The most bytes that a prefill of `context` tokens holds beside weights and cache: an estimate.
 
-    Counted are three copies of the hidden states (residual, normalized, output), twice the widest intermediate of a layer (before
-    and after its nonlinearity), and, for the last token of each sequence, logits in the model's dtype and in float32. Kernels that
-    materialize attention scores (`attn_implementation="eager"`) take batch × heads × context² more, which is not counted.
+    Counted are three copies of the hidden states (residual, normalized, output), twice the widest
+    intermediate of a layer (before and after its nonlinearity), and, for the last token of each sequence,
+    logits in the model's dtype and in float32. Kernels that materialize attention scores
+    (`attn_implementation="eager"`) take batch × heads × context² more, which is not counted.
     """
     itemsize = _FLOAT_NBYTES.get(dtype, 4)
     tokens = batch * context
-    return tokens * (3 * sizes.hidden + 2 * sizes.widest) * itemsize + batch * sizes.vocabulary * (itemsize + 4)
+    return tokens * (3 * sizes.hidden + 2 * sizes.widest) * itemsize + batch * sizes.vocabulary * (
+        itemsize + 4
+    )
 
 
 def _check(batch: int, context: int, kv_dtype: str) -> None:
     for name, value in (("--batch", batch), ("--context", context)):
         if not 1 <= value <= 1 << 40:
-            raise PlacementError(f"{name} is out of range.", expected="1 or more", found=value, fix=f"pass {name} 1")
+            raise PlacementError(
+                f"{name} is out of range.", expected="1 or more", found=value, fix=f"pass {name} 1"
+            )
     if kv_dtype not in KV_DTYPES:
         raise PlacementError(
-            f"--kv-dtype {kv_dtype} is not a choice{nearest(kv_dtype, KV_DTYPES)}.", expected=", ".join(KV_DTYPES), found=kv_dtype,
+            f"--kv-dtype {kv_dtype} is not a choice{nearest(kv_dtype, KV_DTYPES)}.",
+            expected=", ".join(KV_DTYPES),
+            found=kv_dtype,
             fix="correct --kv-dtype",
-        )  # fmt: skip
+        )

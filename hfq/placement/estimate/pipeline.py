@@ -1,4 +1,6 @@
-"""How long a pass over streamed blocks takes, when reading and computing share a ring and the cores. Pure data."""
+"""How long a pass over streamed blocks takes, when reading and computing share a ring and the cores. Pure
+data.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ FREE = SideBySide()
 def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBySide) -> float:
     """The seconds of a pass, in the steady state in which the end of a pass reads ahead for the next one.
 
-    A stage computes once its bytes are there; its place in the ring is given away when it is done. What the ring has no room for
-    waits, so that stages in memory are not computed beside reading any longer than it takes to fill the ring.
+    A stage computes once its bytes are there; its place in the ring is given away when it is done. What the
+    ring has no room for waits, so that stages in memory are not computed beside reading any longer than it
+    takes to fill the ring.
 
     Args:
         stages: The stages in their order.
@@ -64,7 +67,9 @@ def pass_seconds(stages: Sequence[Stage], ring: int, rate: float, beside: SideBy
             needed += stage.nbytes
             waiting = max(needed - read, 0)
             now, read = now + waiting / rate, read + waiting
-            together = min(stage.seconds / beside.computing, max(freed + ring - read, 0) / (rate * beside.reading))
+            together = min(
+                stage.seconds / beside.computing, max(freed + ring - read, 0) / (rate * beside.reading)
+            )
             read += together * rate * beside.reading
             now += together + (stage.seconds - together * beside.computing)
             freed += stage.nbytes

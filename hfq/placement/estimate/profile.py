@@ -1,4 +1,6 @@
-"""A machine's rates: what `hfq calibrate` measured, or, where it has not run, the limits that public standards state. Pure data."""
+"""A machine's rates: what `hfq calibrate` measured, or, where it has not run, the limits that public
+standards state. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Zero3Rates:
         device: What they computed on: `cpu`, `cuda`, ….
         gathering: Bytes of whole rows per second that every rank gathers, all ranks at once.
         slowdown: How many times as long as alone products take on each rank while all of them compute.
-        layer_seconds: What a layer costs beside its products and its bytes: DeepSpeed's hooks, and the calls of its gathers.
+        layer_seconds: What a layer costs beside its products and its bytes: DeepSpeed's hooks, and the calls
+            of its gathers.
         step_seconds: What a step costs beside its layers.
     """
 
@@ -48,8 +51,10 @@ class Profile:
         page_cache: Reads of files that are in the page cache.
         memory: Reads of the host's memory.
         host_to_device: Copies from the host's memory to an accelerator.
-        products: {kind of weight: {rows of activations: weights per second}}, the kinds as `kind_of_weight` names them.
-        layer_seconds: What one layer's forward costs beside its products: Python, norms, attention of a short context.
+        products: {kind of weight: {rows of activations: weights per second}}, the kinds as `kind_of_weight`
+            names them.
+        layer_seconds: What one layer's forward costs beside its products: Python, norms, attention of a short
+            context.
         load_seconds: What a load costs beside its bytes, and for each layer.
         machine: What was measured: facts as text by what they are.
         device_memory: Reads of an accelerator's memory.
@@ -84,7 +89,9 @@ class Profile:
         return self.source == "measured"
 
     def product_rate(self, kind: str, rows: int) -> float | None:
-        """Weights per second that a product with so many rows of activations goes through; interpolated, None if not known."""
+        """Weights per second that a product with so many rows of activations goes through; interpolated, None
+        if not known.
+        """
         known = sorted(self.products.get(kind, {}).items())
         if not known:
             return None
@@ -105,11 +112,16 @@ class Profile:
 
 
 PUBLISHED = Profile(
-    source="limits of standards (disk on PCIe 4.0 ×4, two channels of DDR4-3200, accelerator on PCIe 4.0 ×16)",
-    disk=16e9 * 4 * 128 / 130 / 8, page_cache=3200e6 * 8, memory=3200e6 * 8 * 2, host_to_device=16e9 * 16 * 128 / 130 / 8,
-)  # fmt: skip
-"""16 GT/s a lane with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC, JESD79-4). A read through
-the page cache is a copy, which reads and writes."""
+    source="limits of standards (disk on PCIe 4.0 ×4, two channels of DDR4-3200, accelerator on PCIe 4.0 "
+    "×16)",
+    disk=16e9 * 4 * 128 / 130 / 8,
+    page_cache=3200e6 * 8,
+    memory=3200e6 * 8 * 2,
+    host_to_device=16e9 * 16 * 128 / 130 / 8,
+)
+"""16 GT/s a lane with 128b/130b coding (PCI-SIG, PCI Express 4.0); 3200 MT/s of 8 bytes a channel (JEDEC,
+JESD79-4). A read through the page cache is a copy, which reads and writes.
+"""
 
 
 def profile_path() -> Path:
@@ -135,15 +147,21 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
         profile = _from_json(stored)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SetupError(
-            "The calibration profile cannot be used.", file=file, expected=f"a profile of version {_VERSION}",
-            found=f"{type(error).__name__}: {error}", fix="run `hfq calibrate` again, or remove the file",
-        ) from error  # fmt: skip
+            "The calibration profile cannot be used.",
+            file=file,
+            expected=f"a profile of version {_VERSION}",
+            found=f"{type(error).__name__}: {error}",
+            fix="run `hfq calibrate` again, or remove the file",
+        ) from error
     for what, value in (machine or {}).items():
         if profile.machine.get(what) != value:
             raise SetupError(
-                "The calibration profile is of another machine.", file=file, expected=f"{what}: {value}",
-                found=profile.machine.get(what), fix="run `hfq calibrate` here, or name another profile with --profile",
-            )  # fmt: skip
+                "The calibration profile is of another machine.",
+                file=file,
+                expected=f"{what}: {value}",
+                found=profile.machine.get(what),
+                fix="run `hfq calibrate` here, or name another profile with --profile",
+            )
     return profile
 
 
@@ -151,14 +169,20 @@ def _from_json(stored: dict) -> Profile:
     if stored.pop("version") != _VERSION:
         raise ValueError("another version")
     products = {
-        kind: {int(rows): _rate(rate) for rows, rate in rates.items()} for kind, rates in stored.pop("products").items()
+        kind: {int(rows): _rate(rate) for rows, rate in rates.items()}
+        for kind, rates in stored.pop("products").items()
     }
     fixed, per_layer = stored.pop("load_seconds")
     disk, cached = (SideBySide(**stored.pop(name)) for name in ("beside_disk", "beside_cached"))
     zero3 = None if (found := stored.pop("zero3")) is None else Zero3Rates(**found)
     profile = Profile(
-        products=products, load_seconds=(float(fixed), float(per_layer)), zero3=zero3, beside_disk=disk, beside_cached=cached, **stored
-    )  # fmt: skip
+        products=products,
+        load_seconds=(float(fixed), float(per_layer)),
+        zero3=zero3,
+        beside_disk=disk,
+        beside_cached=cached,
+        **stored,
+    )
     _check(profile)
     return profile
 
@@ -167,7 +191,11 @@ def _check(profile: Profile) -> None:
     """Every rate is one."""
     for known in (profile.disk, profile.page_cache, profile.memory):
         _rate(known)
-    for rate in (profile.host_to_device, profile.device_memory, *((profile.zero3.gathering,) if profile.zero3 else ())):
+    for rate in (
+        profile.host_to_device,
+        profile.device_memory,
+        *((profile.zero3.gathering,) if profile.zero3 else ()),
+    ):
         if rate is not None:
             _rate(rate)
     for beside in (profile.beside_disk, profile.beside_cached):
@@ -175,7 +203,11 @@ def _check(profile: Profile) -> None:
             if _rate(share) > 1:
                 raise ValueError(f"{share!r} is no share")
     costs = [profile.layer_seconds, profile.step_seconds, profile.block_seconds, *profile.calls.values()]
-    costs += [profile.zero3.slowdown, profile.zero3.layer_seconds, profile.zero3.step_seconds] if profile.zero3 else []
+    costs += (
+        [profile.zero3.slowdown, profile.zero3.layer_seconds, profile.zero3.step_seconds]
+        if profile.zero3
+        else []
+    )
     for seconds in costs:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e6:
             raise ValueError(f"{seconds!r} is no time")

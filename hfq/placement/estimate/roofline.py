@@ -1,10 +1,13 @@
-"""How long a placement takes, by the roofline: every resource works at its rate, the slowest decides. Pure data.
+"""How long a placement takes, by the roofline: every resource works at its rate, the slowest decides. Pure
+data.
 
-One step of a model reads what is streamed (from disk, or over the link to an accelerator) while it computes, and would take the
-longer of the two (Williams et al., "Roofline: an insightful visual performance model", 2009) if they did not share anything. They
-share cores and memory, so that both slow down while they go on together, and a ring, which holds no more than it holds: `pipeline`.
-What it computes goes through every weight once, at the rate of a product with its kind of weight, or of memory, and through the KV
-cache at that of memory; each call of a product, each layer, each block that is streamed and each step has a cost of its own.
+One step of a model reads what is streamed (from disk, or over the link to an accelerator) while it computes,
+and would take the longer of the two (Williams et al., "Roofline: an insightful visual performance model",
+2009) if they did not share anything. They share cores and memory, so that both slow down while they go on
+together, and a ring, which holds no more than it holds: `pipeline`. What it computes goes through every
+weight once, at the rate of a product with its kind of weight, or of memory, and through the KV cache at that
+of memory; each call of a product, each layer, each block that is streamed and each step has a cost of its
+own.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Work:
         is_cached: Whether what is streamed stays in the page cache from one step to the next.
         is_on_cpu: Whether the CPU computes.
         calls: {kind of weight: products} of a step.
-        stages: (bytes, bytes that are streamed of it) of each part in the order in which it computes; none where that is not known.
+        stages: (bytes, bytes that are streamed of it) of each part in the order in which it computes; none
+            where that is not known.
         ring: What may be held of parts that are streamed.
         gathered: What each rank gathers of ZeRO-3 shards for a step; 0 without ZeRO-3.
     """
@@ -59,7 +63,8 @@ class Prediction:
     """Seconds, by what they are spent on.
 
     Attributes:
-        terms: {what: seconds of a step, by itself}: `disk`, `link`, `weights`, `cache`, `layers`, `gathering`.
+        terms: {what: seconds of a step, by itself}: `disk`, `link`, `weights`, `cache`, `layers`,
+            `gathering`.
         step_seconds: A step of one token for each sequence.
         rows: The tokens of a step.
         load_seconds: A load of files that are not in the page cache.
@@ -85,9 +90,13 @@ class Prediction:
 
 
 TERMS = {
-    "disk": "reads from disk", "link": "copies over the link to the accelerator", "weights": "products with the weights",
-    "cache": "reads of the KV cache", "layers": "the fixed cost of layers", "gathering": "gathers of ZeRO-3 shards",
-}  # fmt: skip
+    "disk": "reads from disk",
+    "link": "copies over the link to the accelerator",
+    "weights": "products with the weights",
+    "cache": "reads of the KV cache",
+    "layers": "the fixed cost of layers",
+    "gathering": "gathers of ZeRO-3 shards",
+}
 """What each term of a prediction is, for people."""
 
 _COMPUTING, _MOVING = ("weights", "cache", "layers"), ("disk", "link")
@@ -104,9 +113,13 @@ def predict(work: Work, profile: Profile) -> Prediction:
     terms = {
         "disk": work.streamed / (profile.page_cache if work.is_cached else profile.disk),
         "link": work.copied / profile.host_to_device if profile.host_to_device else 0.0,
-        "weights": sum(_product_seconds(kind, *sizes, work, profile, memory) for kind, sizes in work.weights.items()),
+        "weights": sum(
+            _product_seconds(kind, *sizes, work, profile, memory) for kind, sizes in work.weights.items()
+        ),
         "cache": work.cache / memory if memory else 0.0,
-        "layers": profile.step_seconds + work.layers * profile.layer_seconds + _blocks(work) * profile.block_seconds,
+        "layers": profile.step_seconds
+        + work.layers * profile.layer_seconds
+        + _blocks(work) * profile.block_seconds,
     }
     if work.gathered and profile.zero3 is not None:
         terms |= {name: terms[name] * profile.zero3.slowdown for name in ("weights", "cache")}
@@ -120,7 +133,9 @@ def predict(work: Work, profile: Profile) -> Prediction:
     fixed, per_layer = profile.load_seconds
     load = work.resting / profile.disk + fixed + per_layer * work.layers
     source = (
-        profile.source if memory else f"{profile.source}; the rate of the accelerator's memory is not known, and not counted"
+        profile.source
+        if memory
+        else f"{profile.source}; the rate of the accelerator's memory is not known, and not counted"
     )
     return Prediction(terms, step, work.rows, load, dominant, source)
 
@@ -134,7 +149,9 @@ def _step_seconds(terms: Mapping[str, float], work: Work, profile: Profile) -> f
         return computing
     blocks, whole = _blocks(work) * profile.block_seconds, sum(nbytes for nbytes, _ in work.stages) or 1
     each, spread = profile.block_seconds, computing - blocks
-    stages = [Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages]
+    stages = [
+        Stage(nbytes / whole * spread + each * bool(streamed), streamed) for nbytes, streamed in work.stages
+    ]
     beside = profile.beside_cached if work.is_cached else profile.beside_disk
     return pass_seconds(stages, work.ring, work.streamed / moving, beside)
 
@@ -145,8 +162,12 @@ def _blocks(work: Work) -> int:
     return 0 if is_kept or not work.is_on_cpu else sum(streamed > 0 for _, streamed in work.stages)
 
 
-def _product_seconds(kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None) -> float:
-    """One pass over these weights: at the measured rate of their product, else at that at which memory gives their bytes."""
+def _product_seconds(
+    kind: str, weights: int, nbytes: int, work: Work, profile: Profile, memory: float | None
+) -> float:
+    """One pass over these weights: at the measured rate of their product, else at that at which memory gives
+    their bytes.
+    """
     rate = profile.product_rate(kind, work.rows) if work.is_on_cpu else None
     if rate is None:
         return nbytes / memory if memory else 0.0
@@ -159,17 +180,24 @@ def what_helps(work: Work, profile: Profile) -> list[tuple[str, Prediction]]:
     changes = {
         "memory for all weights where they compute": (resident, profile),
         "a disk twice as fast": (work, replace(profile, disk=profile.disk * 2)),
-        "a link twice as fast": (work, replace(profile, host_to_device=(profile.host_to_device or 0) * 2 or None)),
+        "a link twice as fast": (
+            work,
+            replace(profile, host_to_device=(profile.host_to_device or 0) * 2 or None),
+        ),
         "twice the sequences in a batch": (replace(work, rows=work.rows * 2, cache=work.cache * 2), profile),
         "products and memory twice as fast": (work, _faster(profile)),
     }
     now = predict(work, profile).tokens_per_second or math.inf
     found = [(what, predict(*each)) for what, each in changes.items()]
-    helping = [(what, prediction) for what, prediction in found if (prediction.tokens_per_second or 0.0) > now * 1.01]
+    helping = [
+        (what, prediction) for what, prediction in found if (prediction.tokens_per_second or 0.0) > now * 1.01
+    ]
     return sorted(helping, key=lambda each: -(each[1].tokens_per_second or 0.0))
 
 
 def _faster(profile: Profile) -> Profile:
-    products = {kind: {rows: rate * 2 for rows, rate in rates.items()} for kind, rates in profile.products.items()}
+    products = {
+        kind: {rows: rate * 2 for rows, rate in rates.items()} for kind, rates in profile.products.items()
+    }
     device = profile.device_memory * 2 if profile.device_memory else None
     return replace(profile, memory=profile.memory * 2, products=products, device_memory=device)

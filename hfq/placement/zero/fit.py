@@ -41,10 +41,14 @@ class ZeroFit:
         """The fit as JSON-ready data."""
         setup = self.memory.setup
         return {
-            "ranks": setup.ranks, "ranks_per_node": setup.on_a_node, "offload_param": setup.offload_param,
-            "per_rank": self.per_rank(), "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
-            "gathered_nbytes_a_forward": self.gathered, "ranks_on_cpu": self.ranks_on_cpu,
-        }  # fmt: skip
+            "ranks": setup.ranks,
+            "ranks_per_node": setup.on_a_node,
+            "offload_param": setup.offload_param,
+            "per_rank": self.per_rank(),
+            "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
+            "gathered_nbytes_a_forward": self.gathered,
+            "ranks_on_cpu": self.ranks_on_cpu,
+        }
 
 
 def fit_zero3(
@@ -73,12 +77,20 @@ def fit_zero3(
     on_a_node = ZeroSetup(3, ranks, ranks_per_node, "none").on_a_node
     if hardware.gpus and len(hardware.gpus) < on_a_node:
         raise PlacementError(
-            "There are fewer accelerators than ranks on a node.", expected=f"{on_a_node}", found=f"{len(hardware.gpus)}",
+            "There are fewer accelerators than ranks on a node.",
+            expected=f"{on_a_node}",
+            found=f"{len(hardware.gpus)}",
             fix=f"pass --gpu {hardware.gpus[0]}×{on_a_node}, or fewer --ranks",
-        )  # fmt: skip
+        )
     tried = []
     for offload in ("none", "cpu", *(["nvme"] if has_nvme else [])):
-        fit = _fit(states, sizes, workload, ZeroSetup(3, ranks, ranks_per_node, "none", offload_param=offload), hardware)
+        fit = _fit(
+            states,
+            sizes,
+            workload,
+            ZeroSetup(3, ranks, ranks_per_node, "none", offload_param=offload),
+            hardware,
+        )
         lacking = _lacking(fit, hardware, on_a_node)
         if not lacking:
             return fit
@@ -86,12 +98,18 @@ def fit_zero3(
     least = fit.per_rank()
     node = (least["cpu"] + (0 if hardware.gpus else least["device"])) * on_a_node
     ways = [f"--cpu {node}"] if node > hardware.cpu else []
-    ways += [f"--gpu {least['device']}×{on_a_node}"] if hardware.gpus and least["device"] > min(hardware.gpus) else []
+    ways += (
+        [f"--gpu {least['device']}×{on_a_node}"]
+        if hardware.gpus and least["device"] > min(hardware.gpus)
+        else []
+    )
     raise PlacementError(
-        "The model does not fit under ZeRO-3; nothing was loaded.", expected="room on each rank and node", problems=tried,
+        "The model does not fit under ZeRO-3; nothing was loaded.",
+        expected="room on each rank and node",
+        problems=tried,
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
         fix=f"pass {' and '.join(ways)}" + ("" if has_nvme else ", or --nvme FOLDER, or more --ranks"),
-    )  # fmt: skip
+    )
 
 
 def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
@@ -105,9 +123,17 @@ def gathering_work(fit: ZeroFit, sizes: ModelSizes, workload: Workload) -> Work:
     resting = sum(nbytes for devices in fit.memory.parts.values() for nbytes in devices.values())
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     return Work(
-        sizes.weights, 0, 0, kv, workload.batch, sizes.layers, resting, is_on_cpu=fit.ranks_on_cpu, calls=sizes.calls,
+        sizes.weights,
+        0,
+        0,
+        kv,
+        workload.batch,
+        sizes.layers,
+        resting,
+        is_on_cpu=fit.ranks_on_cpu,
+        calls=sizes.calls,
         gathered=fit.gathered,
-    )  # fmt: skip
+    )
 
 
 def predict_zero3(fit: ZeroFit, sizes: ModelSizes, workload: Workload, profile: Profile) -> Prediction | str:
@@ -125,20 +151,26 @@ def predict_zero3(fit: ZeroFit, sizes: ModelSizes, workload: Workload, profile: 
     if setup.offload_param != "none":
         return f"shards rest on {setup.offload_param}, and what bringing them in costs was not measured"
     if (rates.ranks, rates.ranks) != (setup.ranks, setup.on_a_node):
-        return f"{rates.ranks} ranks of one machine were measured, and not {setup.ranks} with {setup.on_a_node} on each node"
+        return (
+            f"{rates.ranks} ranks of one machine were measured, and not {setup.ranks} with "
+            f"{setup.on_a_node} on each node"
+        )
     if (rates.device == "cpu") != fit.ranks_on_cpu:
         return f"ranks were measured on {rates.device}"
     return predict(gathering_work(fit, sizes, workload), profile)
 
 
-def _fit(states: ModelStates, sizes: ModelSizes, workload: Workload, setup: ZeroSetup, hardware: Hardware) -> ZeroFit:
+def _fit(
+    states: ModelStates, sizes: ModelSizes, workload: Workload, setup: ZeroSetup, hardware: Hardware
+) -> ZeroFit:
     memory = estimate_zero(states, setup)
     whole = sum(states.packed) + sum(states.frozen) * states.itemsize
     kv = kv_nbytes(sizes.kv, workload.batch, workload.context, sizes.dtype, workload.kv_dtype)
     adding = {
         "gathered weights, at most": min(whole, LIVE_ELEMENTS * states.itemsize),
-        "KV cache": kv, "activations": activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype),
-    }  # fmt: skip
+        "KV cache": kv,
+        "activations": activation_nbytes(sizes.activations, workload.batch, workload.context, sizes.dtype),
+    }
     parts: dict[str, Mapping[CpuExecution, int]] = dict(memory.parts)
     parts |= {name: {"device": nbytes} for name, nbytes in adding.items()}
     return ZeroFit(memory, parts, whole, not hardware.gpus)

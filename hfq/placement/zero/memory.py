@@ -1,16 +1,18 @@
 """What a model takes under ZeRO: bytes per rank and per node, for stages 0 to 3 and every offload. Pure data.
 
-With P trained parameters, N ranks and K bytes of optimizer state for each parameter, mixed precision takes on each device
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, figure 1):
+With P trained parameters, N ranks and K bytes of optimizer state for each parameter, mixed precision takes on
+each device (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+figure 1):
 
     stage 0   2 P + 2 P + K P            weights, gradients and optimizer states on every rank
     stage 1   2 P + 2 P + K P / N        optimizer states sharded
     stage 2   2 P + (2 + K) P / N        and gradients
     stage 3   (2 + 2 + K) P / N          and weights
 
-What is frozen has neither gradients nor optimizer states. Under stage 3 a packed row is sharded as its bytes, as elements of
-ZeRO's own dtype; each tensor and each row is padded to whole elements on every rank. Activations, gathered weights, buckets of
-communication and allocator slack are not model states and not counted.
+What is frozen has neither gradients nor optimizer states. Under stage 3 a packed row is sharded as its bytes,
+as elements of ZeRO's own dtype; each tensor and each row is padded to whole elements on every rank.
+Activations, gathered weights, buckets of communication and allocator slack are not model states and not
+counted.
 """
 
 from __future__ import annotations
@@ -21,17 +23,30 @@ from typing import Literal
 
 from hfq.errors import PlacementError, nearest
 
-__all__ = ["HOMES", "OPTIMIZERS", "STAGES", "ModelStates", "ZeroMemory", "ZeroSetup", "estimate_zero", "shard_numel"]
+__all__ = [
+    "HOMES",
+    "OPTIMIZERS",
+    "STAGES",
+    "ModelStates",
+    "ZeroMemory",
+    "ZeroSetup",
+    "estimate_zero",
+    "shard_numel",
+]
 
 CpuExecution = Literal["device", "cpu", "nvme"]
 HOMES: tuple[CpuExecution, ...] = ("device", "cpu", "nvme")
 STAGES = (0, 1, 2, 3)
 
 OPTIMIZERS: dict[str, int] = {"none": 0, "sgd": 4, "momentum": 8, "adam": 12, "adam8bit": 6}
-"""Bytes of optimizer state for each trained parameter: a float32 master copy, and float32 (or 8-bit) moments."""
+"""Bytes of optimizer state for each trained parameter: a float32 master copy, and float32 (or 8-bit)
+moments.
+"""
 
 SMALLEST_SWAPPED = 1 << 20
-"""Bytes: DeepSpeed (0.19) leaves a smaller shard in CPU memory where NVMe is asked for (swap_tensor/utils.py)."""
+"""Bytes: DeepSpeed (0.19) leaves a smaller shard in CPU memory where NVMe is asked for
+(swap_tensor/utils.py).
+"""
 
 _DEFAULT_BUFFER = 100_000_000
 """Elements of one of DeepSpeed's buffers, where it is not sized after the tensors."""
@@ -67,8 +82,10 @@ class ZeroSetup:
         optimizer: A key of `OPTIMIZERS`.
         gradient_nbytes: Bytes of one element of a gradient.
         offload_param: Where weights rest, `none`, `cpu` or `nvme`; stage 3 only.
-        offload_optimizer: Where optimizer states rest; stages 1 to 3. Sharded gradients then rest in CPU memory.
-        buffer_count: The most buffers that swap weights in from NVMe, each as large as the largest shard there.
+        offload_optimizer: Where optimizer states rest; stages 1 to 3. Sharded gradients then rest in CPU
+            memory.
+        buffer_count: The most buffers that swap weights in from NVMe, each as large as the largest shard
+            there.
     """
 
     stage: int
@@ -86,7 +103,9 @@ class ZeroSetup:
         if self.ranks < 1:
             raise _refused("ranks", self.ranks, "at least 1", "pass the number of processes")
         if not 1 <= self.on_a_node <= self.ranks:
-            raise _refused("ranks_per_node", self.on_a_node, f"1 to {self.ranks}", "pass the processes of one node")
+            raise _refused(
+                "ranks_per_node", self.on_a_node, f"1 to {self.ranks}", "pass the processes of one node"
+            )
         if self.optimizer not in OPTIMIZERS:
             fix = f"choose one of these{nearest(self.optimizer, OPTIMIZERS)}"
             raise _refused("optimizer", repr(self.optimizer), ", ".join(OPTIMIZERS), fix)
@@ -96,7 +115,10 @@ class ZeroSetup:
                 raise _refused(name, repr(home), "none, cpu or nvme", "choose one of these")
             if home != "none" and self.stage < least:
                 raise _refused(
-                    name, f"stage {self.stage}", f"stage {least} or more", f"plan stage {least}, or leave {name} out"
+                    name,
+                    f"stage {self.stage}",
+                    f"stage {least} or more",
+                    f"plan stage {least}, or leave {name} out",
                 )
 
     @property
@@ -113,8 +135,8 @@ class ZeroMemory:
         setup: How ZeRO is run.
         parts: The bytes of each part (`packed weights`, `frozen weights`, `trained weights`, `gradients`,
             `optimizer states`, `swap buffers`) in each home that it uses, on the fullest rank.
-        largest_row_nbytes: Stage 3 gathers at least this on the device while it computes: its largest tensor or row. 0 where
-            nothing is gathered, and where tensors are not known.
+        largest_row_nbytes: Stage 3 gathers at least this on the device while it computes: its largest tensor
+            or row. 0 where nothing is gathered, and where tensors are not known.
     """
 
     setup: ZeroSetup
@@ -132,14 +154,18 @@ class ZeroMemory:
     def to_dict(self) -> dict:
         """The estimate as JSON-ready data."""
         return {
-            "stage": self.setup.stage, "per_rank": self.per_rank(), "per_node": self.per_node(),
+            "stage": self.setup.stage,
+            "per_rank": self.per_rank(),
+            "per_node": self.per_node(),
             "parts_per_rank": {name: dict(devices) for name, devices in self.parts.items()},
             "largest_row_nbytes": self.largest_row_nbytes,
-        }  # fmt: skip
+        }
 
 
 def shard_numel(nbytes: int, ranks: int, itemsize: int = 2) -> int:
-    """The elements of ZeRO's dtype that each rank holds of so many bytes: the row is padded to a multiple of ranks × itemsize."""
+    """The elements of ZeRO's dtype that each rank holds of so many bytes: the row is padded to a multiple of
+    ranks × itemsize.
+    """
     return -(-nbytes // (ranks * itemsize))
 
 
@@ -154,7 +180,9 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
         PlacementError: Something is trained, and there is no optimizer.
     """
     if setup.optimizer == "none" and states.trained:
-        raise _refused("optimizer", "none", "an optimizer, for what is trained", "name the optimizer, or train nothing")
+        raise _refused(
+            "optimizer", "none", "an optimizer, for what is trained", "name the optimizer, or train nothing"
+        )
     shards = setup.ranks if setup.stage == 3 else 1
     frozen = [numel * states.itemsize for numel in states.frozen]
     trained = [numel * states.itemsize for numel in states.trained]
@@ -168,7 +196,11 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
     gradients, masters = _trained_shards(states, setup)
     with_optimizer = setup.stage >= 2 and setup.offload_optimizer != "none"
     parts["gradients"] = _rest([gradients * setup.gradient_nbytes], "cpu" if with_optimizer else "none")
-    states_home = "cpu" if masters * 4 < SMALLEST_SWAPPED and setup.offload_optimizer == "nvme" else setup.offload_optimizer
+    states_home = (
+        "cpu"
+        if masters * 4 < SMALLEST_SWAPPED and setup.offload_optimizer == "nvme"
+        else setup.offload_optimizer
+    )
     parts["optimizer states"] = _rest([masters * OPTIMIZERS[setup.optimizer]], states_home, smallest=0)
     parts["swap buffers"] = _rest([_buffers(swapped, states, setup.buffer_count)], "cpu")
     gathers = setup.stage == 3 and not states.is_sum
@@ -177,7 +209,9 @@ def estimate_zero(states: ModelStates, setup: ZeroSetup) -> ZeroMemory:
 
 
 def _trained_shards(states: ModelStates, setup: ZeroSetup) -> tuple[int, int]:
-    """The elements of gradients, and of optimizer states, that a rank holds: flat in stages 1 and 2, by tensor in stage 3."""
+    """The elements of gradients, and of optimizer states, that a rank holds: flat in stages 1 and 2, by
+    tensor in stage 3.
+    """
     total = sum(states.trained)
     if setup.stage == 3:
         sharded = sum(shard_numel(numel, setup.ranks, 1) for numel in states.trained)
@@ -207,4 +241,6 @@ def _rest(shards: Iterable[int], offload: str, smallest: int = SMALLEST_SWAPPED)
 
 
 def _refused(name: str, found: object, expected: str, fix: str) -> PlacementError:
-    return PlacementError(f"ZeRO cannot be planned with this {name}.", expected=expected, found=found, fix=fix)
+    return PlacementError(
+        f"ZeRO cannot be planned with this {name}.", expected=expected, found=found, fix=fix
+    )

@@ -1,4 +1,6 @@
-"""What a checkpoint's headers say of the weights that ZeRO has to place: packed rows, float tensors, and LoRA beside them."""
+"""What a checkpoint's headers say of the weights that ZeRO has to place: packed rows, float tensors, and LoRA
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def count_states(
     Args:
         checkpoint: The checkpoint, packed or not.
         lora_rank: The rank of LoRA adapters, which are then all that is trained.
-        targets: Modules with an adapter, by name or its end, as PEFT's `target_modules`; none for every linear layer.
+        targets: Modules with an adapter, by name or its end, as PEFT's `target_modules`; none for every
+            linear layer.
         trains_dense: Whether the float tensors are trained.
         itemsize: Bytes of an element of ZeRO's dtype, to which float tensors are cast.
 
@@ -48,7 +51,9 @@ def count_states(
         formats = detect_formats(modules, detection_hints(checkpoint, source_config(checkpoint) or {}))
     except UnquantizedError:
         formats = {}
-    rows = [row_layout((name, t.dtype, t.shape) for name, t in modules[module].items())[1] for module in formats]
+    rows = [
+        row_layout((name, t.dtype, t.shape) for name, t in modules[module].items())[1] for module in formats
+    ]
     stored = [t for module, tensors in modules.items() if module not in formats for t in tensors.values()]
     dense = tuple(_numel(info, itemsize) for info in stored)
     adapters = _adapters(modules, formats, lora_rank, targets) if lora_rank else ()
@@ -62,16 +67,21 @@ def _numel(info: TensorInfo, itemsize: int) -> int:
 
 
 def _adapters(
-    modules: Mapping[str, Mapping[str, TensorInfo]], formats: Mapping[str, Format], rank: int, targets: Sequence[str]
+    modules: Mapping[str, Mapping[str, TensorInfo]],
+    formats: Mapping[str, Format],
+    rank: int,
+    targets: Sequence[str],
 ) -> tuple[int, ...]:
     linear = {name: tensors for name, tensors in modules.items() if name in formats or _is_matrix(tensors)}
     for target in targets:
         if not any(_matches(name, [target]) for name in linear):
             ends = {name.rpartition(".")[2] for name in linear}
             raise PlacementError(
-                "A LoRA target matches no linear layer of the checkpoint.", expected=", ".join(sorted(ends)),
-                found=f"{target!r}{nearest(target, ends)}", fix="correct the target",
-            )  # fmt: skip
+                "A LoRA target matches no linear layer of the checkpoint.",
+                expected=", ".join(sorted(ends)),
+                found=f"{target!r}{nearest(target, ends)}",
+                fix="correct the target",
+            )
     chosen = [name for name in linear if _matches(name, targets)]
     sizes = [_size(name, formats.get(name), linear[name]) for name in chosen]
     return tuple(numel for out, into in sizes for numel in (rank * into, out * rank))
@@ -93,7 +103,9 @@ def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) ->
         out, into = tensors["weight"].shape
         return out, into
     known = {local: t for local, t in tensors.items() if DTYPE_BITS[t.dtype] >= 8}
-    described = {local: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for local, t in known.items()}
+    described = {
+        local: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta") for local, t in known.items()
+    }
     out, into = found.shape(described)
     codes = tensors[found.codes_name]
     bits = found.bits_per_code
@@ -103,8 +115,10 @@ def _size(name: str, found: Format | None, tensors: Mapping[str, TensorInfo]) ->
         out, into = codes.shape[0], codes.shape[1] * 32 // bits
     if out * into == 0:
         raise PlacementError(
-            "The headers do not tell the size of a layer, so its adapter cannot be counted.", tensor=name,
-            expected="codes in the shape of their layer", found=found.describe(),
+            "The headers do not tell the size of a layer, so its adapter cannot be counted.",
+            tensor=name,
+            expected="codes in the shape of their layer",
+            found=found.describe(),
             fix="give the number of trained parameters with --trainable in place of --lora-rank",
-        )  # fmt: skip
+        )
     return out, into

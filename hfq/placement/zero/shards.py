@@ -1,4 +1,6 @@
-"""How the rows of a model are cut into ZeRO-3 shards, and which bytes of which files each rank reads: pure data."""
+"""How the rows of a model are cut into ZeRO-3 shards, and which bytes of which files each rank reads: pure
+data.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ class FlatParameter:
 
     Attributes:
         name: The parameter's name in the model.
-        nbytes: Its bytes as stored: a whole packed row with the gaps between its segments, or one dense tensor.
-        itemsize: Bytes of one element: of the dtype that ZeRO runs in for a packed row, of the stored dtype for a dense tensor.
+        nbytes: Its bytes as stored: a whole packed row with the gaps between its segments, or one dense
+            tensor.
+        itemsize: Bytes of one element: of the dtype that ZeRO runs in for a packed row, of the stored dtype
+            for a dense tensor.
         parts: (offset in the row, where those bytes lie), in the order of the row.
         is_packed: Whether its elements are packed bytes.
     """
@@ -80,7 +84,9 @@ def flat_parameter(
         itemsize: Bytes of one element of the dtype that ZeRO runs in; divides 16.
     """
     segments, nbytes = layout
-    parts = tuple((segment.offset, infos[local].range) for local, segment in segments.items() if segment.nbytes)
+    parts = tuple(
+        (segment.offset, infos[local].range) for local, segment in segments.items() if segment.nbytes
+    )
     return FlatParameter(name, nbytes, itemsize, parts, is_packed=True)
 
 
@@ -109,7 +115,9 @@ class ZeroPlan:
 
     @property
     def packed_shard_nbytes(self) -> int:
-        """The bytes of packed rows that each rank keeps: every row divided by the ranks, and rounded up to an element."""
+        """The bytes of packed rows that each rank keeps: every row divided by the ranks, and rounded up to an
+        element.
+        """
         return sum(row.shard_nbytes(self.world) for row in self.rows if row.is_packed)
 
     def read_nbytes(self, is_packed: bool) -> int:
@@ -118,16 +126,23 @@ class ZeroPlan:
         return sum(read.source.nbytes for row in rows for read in row.reads(self.rank, self.world))
 
     def digests(self) -> dict[str, str]:
-        """{what it is: a digest of it} of everything that ranks must agree on; the same in every process and on every node."""
+        """{what it is: a digest of it} of everything that ranks must agree on; the same in every process and
+        on every node.
+        """
         files = sorted({source.file.replace("\\", "/") for row in self.rows for _, source in row.parts})
         names = {file: file.rpartition("/")[2] for file in files}
         found = {what: _digest(value) for what, value in self.settings.items()}
         found["number of ranks"] = _digest(self.world)
         found["home of the shards"] = _digest(self.home)
         found["names of the parameters"] = _digest([row.name for row in self.rows])
-        found["sizes of the parameters"] = _digest([(row.nbytes, row.itemsize, row.is_packed) for row in self.rows])
+        found["sizes of the parameters"] = _digest(
+            [(row.nbytes, row.itemsize, row.is_packed) for row in self.rows]
+        )
         places = [
-            [(offset, names[source.file.replace("\\", "/")], source.offset, source.nbytes) for offset, source in row.parts]
+            [
+                (offset, names[source.file.replace("\\", "/")], source.offset, source.nbytes)
+                for offset, source in row.parts
+            ]
             for row in self.rows
         ]
         found["places of the tensors in the checkpoint's files"] = _digest(places)
@@ -148,10 +163,12 @@ def check_same_plan(digests: Iterable[Mapping[str, str]]) -> None:
         differing = [what for what in {**first, **found} if first.get(what) != found.get(what)]
         if differing:
             raise PlacementError(
-                "The ranks of this run do not mean the same model; nothing was loaded.", rank=rank,
-                expected="what rank 0 has", found=f"a difference in: {', '.join(differing)}",
+                "The ranks of this run do not mean the same model; nothing was loaded.",
+                rank=rank,
+                expected="what rank 0 has",
+                found=f"a difference in: {', '.join(differing)}",
                 fix="give all ranks the same files, config, options and package versions",
-            )  # fmt: skip
+            )
 
 
 def _digest(value: object) -> str:

@@ -1,8 +1,9 @@
 """Codebook quantization: each value becomes the index of its nearest entry in a small table.
 
-The table is fitted to the values (k-means: Han et al. 2016, arXiv 1510.00149, section 3), or fixed and scaled by the largest
-magnitude of a block: NF4, the quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314, appendix E), and the
-four-bit floats E1M2, E2M1 (OCP MX 1.0, table 5, and FP4 of every maker) and E3M0 (a sign and powers of two).
+The table is fitted to the values (k-means: Han et al. 2016, arXiv 1510.00149, section 3), or fixed and scaled
+by the largest magnitude of a block: NF4, the quantiles of a normal distribution (Dettmers et al. 2023, arXiv
+2305.14314, appendix E), and the four-bit floats E1M2, E2M1 (OCP MX 1.0, table 5, and FP4 of every maker) and
+E3M0 (a sign and powers of two).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Codebook:
 
 
 def fixed(weight: torch.Tensor, name: str, block_size: int = 32) -> Codebook:
-    """Rounds to the nearest entry of a fixed table, scaled so that each block's largest magnitude meets the table's.
+    """Rounds to the nearest entry of a fixed table, scaled so that each block's largest magnitude meets the
+    table's.
 
     Args:
         weight: [rows, columns], floats.
@@ -66,9 +68,11 @@ def fixed(weight: torch.Tensor, name: str, block_size: int = 32) -> Codebook:
     """
     if name not in CODEBOOKS or block_size < 1 or weight.shape[1] % block_size:
         raise SetupError(
-            "A matrix cannot be quantized by this table.", expected=f"{', '.join(CODEBOOKS)}; columns divisible by block_size",
-            found=f"{name!r}, {weight.shape[1]} columns, block_size={block_size}", fix="correct the name or the size of blocks",
-        )  # fmt: skip
+            "A matrix cannot be quantized by this table.",
+            expected=f"{', '.join(CODEBOOKS)}; columns divisible by block_size",
+            found=f"{name!r}, {weight.shape[1]} columns, block_size={block_size}",
+            fix="correct the name or the size of blocks",
+        )
     table = torch.tensor(CODEBOOKS[name], dtype=torch.float32)
     blocked = weight.to(torch.float32).unflatten(1, (-1, block_size))
     scale = blocked.abs().amax(2) / table.abs().max()
@@ -77,7 +81,8 @@ def fixed(weight: torch.Tensor, name: str, block_size: int = 32) -> Codebook:
 
 
 def kmeans(weight: torch.Tensor, num_bits: int = 4, by_row: bool = False, steps: int = 50) -> Codebook:
-    """Fits a table of `2**num_bits` entries by Lloyd's algorithm, from entries that are evenly spaced over the range.
+    """Fits a table of `2**num_bits` entries by Lloyd's algorithm, from entries that are evenly spaced over
+    the range.
 
     Args:
         weight: [rows, columns], floats.

@@ -1,12 +1,15 @@
-"""Affine (linear) quantization: integer codes with one scale, and one zero point, for a tensor, a channel, a group or a block.
+"""Affine (linear) quantization: integer codes with one scale, and one zero point, for a tensor, a channel, a
+group or a block.
 
     w = scale * (code - zero_point)
 
 Absmax (symmetric): codes in [-(2^(b-1) - 1), 2^(b-1) - 1], zero point 0, scale = max|w| / (2^(b-1) - 1).
 Zero-point (asymmetric): codes in [-2^(b-1), 2^(b-1) - 1], scale = (max w - min w) / (2^b - 1).
 
-Sources: Jacob et al. 2018, arXiv 1712.05877, section 2.1; Dettmers et al. 2022, arXiv 2208.07339, section 2; Gholami et al. 2021,
-arXiv 2103.13630, section III. GLM-130B's recipe (Zeng et al. 2023, arXiv 2210.02414, section 3.3) is absmax by output channel.
+Sources: Jacob et al. 2018, arXiv 1712.05877, section 2.1; Dettmers et al. 2022, arXiv 2208.07339, section 2;
+    Gholami et al. 2021,
+arXiv 2103.13630, section III. GLM-130B's recipe (Zeng et al. 2023, arXiv 2210.02414, section 3.3) is absmax
+by output channel.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ def zero_point(
     group_size: int = 128,
     block: tuple[int, int] = (128, 128),
 ) -> Affine:
-    """Asymmetric quantization of the range from the smallest to the largest value; the arguments are those of `absmax`.
+    """Asymmetric quantization of the range from the smallest to the largest value; the arguments are those of
+    `absmax`.
 
     Raises:
         SetupError: Groups or blocks do not divide the matrix.
@@ -98,7 +102,9 @@ def zero_point(
     return Affine(codes.to(torch.int32).reshape(weight.shape), scale, zero, block)
 
 
-def block_of(shape: torch.Size, strategy: Strategy, group_size: int, block: tuple[int, int]) -> tuple[int, int]:
+def block_of(
+    shape: torch.Size, strategy: Strategy, group_size: int, block: tuple[int, int]
+) -> tuple[int, int]:
     """The (rows, columns) that share a scale.
 
     Raises:
@@ -116,9 +122,11 @@ def block_of(shape: torch.Size, strategy: Strategy, group_size: int, block: tupl
     found = blocks[strategy]
     if min(found) < 1 or rows % found[0] or columns % found[1]:
         raise SetupError(
-            f"Scales by {strategy} do not divide a matrix of this size.", expected=f"multiples of {found}", found=str(tuple(shape)),
+            f"Scales by {strategy} do not divide a matrix of this size.",
+            expected=f"multiples of {found}",
+            found=str(tuple(shape)),
             fix="choose another size of groups or blocks",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""LLM.int8(): int8 products with a scale for each row of activations and of weights, and outlier features in full precision.
+"""LLM.int8(): int8 products with a scale for each row of activations and of weights, and outlier features in
+full precision.
 
-Dettmers et al. 2022, arXiv 2208.07339, section 3. A feature (input channel) in which any activation reaches the threshold is left out
-of the int8 product and multiplied in floats. Without it this is row-wise or vector-wise W8A8; with one scale for a tensor, absmax
-or zero-point W8A8. Products of int8 codes are exact in float64 up to 2**38 of them.
+Dettmers et al. 2022, arXiv 2208.07339, section 3. A feature (input channel) in which any activation reaches
+the threshold is left out of the int8 product and multiplied in floats. Without it this is row-wise or
+vector-wise W8A8; with one scale for a tensor, absmax or zero-point W8A8. Products of int8 codes are exact in
+float64 up to 2**38 of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ __all__ = ["THRESHOLD", "Granularity", "int8_linear", "outlier_features"]
 
 THRESHOLD = 6.0
 Granularity = Literal["tensor", "row", "vector"]
-"""Scales of activations and weights: one each; one for each row (token) of activations; and one for each output channel, too."""
+"""Scales of activations and weights: one each; one for each row (token) of activations; and one for each
+output channel, too.
+"""
 
 
 def outlier_features(activations: torch.Tensor, threshold: float = THRESHOLD) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Optimal Brain Quantization: exact greedy quantization of one row at a time, the oracle that GPTQ approximates.
+"""Optimal Brain Quantization: exact greedy quantization of one row at a time, the oracle that GPTQ
+approximates.
 
-Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 3. Of the weights that are still floats, the one whose rounding costs least is
-rounded, and the others move to make good for it. Each row costs the
+Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 3. Of the weights that are still floats, the one whose
+rounding costs least is rounded, and the others move to make good for it. Each row costs the
 cube of its length: it is for small layers.
 """
 
@@ -25,8 +26,8 @@ def obq(
         top: The largest code.
 
     Returns:
-        Codes in [0, top], int64 [out, in], where a weight is scale * (code - zero); and the order in which the channels of each row
-        were rounded, int64 [out, in].
+        Codes in [0, top], int64 [out, in], where a weight is scale * (code - zero); and the order in which
+        the channels of each row were rounded, int64 [out, in].
     """
     inverse = torch.linalg.inv(hessian.double())
     rows = [
@@ -36,7 +37,9 @@ def obq(
     return torch.stack([codes for codes, _ in rows]), torch.tensor([order for _, order in rows])
 
 
-def _row(row: torch.Tensor, inverse: torch.Tensor, scale: float, zero: float, top: int) -> tuple[torch.Tensor, list[int]]:
+def _row(
+    row: torch.Tensor, inverse: torch.Tensor, scale: float, zero: float, top: int
+) -> tuple[torch.Tensor, list[int]]:
     row, inverse = row.clone(), inverse.clone()
     codes = torch.empty(len(row), dtype=torch.int64)
     remaining, order = list(range(len(row))), []

@@ -1,4 +1,5 @@
-"""`optimum-cli hfq VERB …`: the verbs of the `hfq` command under optimum's. optimum finds this file by the folder it is in.
+"""`optimum-cli hfq VERB …`: the verbs of the `hfq` command under optimum's. optimum finds this file by the
+folder it is in.
 
 The folders above hold no `__init__.py`: they are namespaces (PEP 420) that optimum's own files share.
 """
@@ -13,7 +14,9 @@ __all__ = ["REGISTER_COMMANDS", "HfqCommand"]
 class HfqCommand(BaseOptimumCLICommand):
     """Hands everything behind `hfq` to hfq's own command, which parses it."""
 
-    COMMAND = CommandInfo(name="hfq", help="Quantize, convert, evaluate, verify and plan checkpoints of any dialect with hfq.")
+    COMMAND = CommandInfo(
+        name="hfq", help="Quantize, convert, evaluate, verify and plan checkpoints of any dialect with hfq."
+    )
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:

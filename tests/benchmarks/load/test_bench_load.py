@@ -1,4 +1,6 @@
-"""The load benchmark, with small checkpoints and workers in this process: complete, and consistent in itself."""
+"""The load benchmark, with small checkpoints and workers in this process: complete, and consistent in
+itself.
+"""
 
 import pytest
 

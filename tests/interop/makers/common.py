@@ -1,4 +1,6 @@
-"""What the makers share: tiny random models, a tokenizer, and the reference logits of exactly dequantized weights."""
+"""What the makers share: tiny random models, a tokenizer, and the reference logits of exactly dequantized
+weights.
+"""
 
 import contextlib
 import json
@@ -15,51 +17,101 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 VOCABULARY = 256
 _BASE = {
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.06,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.06,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _LLAMA = {
-    **_BASE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    **_BASE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CONFIGS = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "qwen2-tied": {**_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "opt": {
-        **_BASE, "model_type": "opt", "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "init_std": 0.06,
+        **_BASE,
+        "model_type": "opt",
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "init_std": 0.06,
     },
     "gpt2": {**_BASE, "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "mixtral": {
-        **_LLAMA, "model_type": "mixtral", "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+        **_LLAMA,
+        "model_type": "mixtral",
+        "intermediate_size": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     },
     "qwen2moe": {
-        **_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1,
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 128,
+        "decoder_sparse_step": 1,
     },
     "qwen3moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "decoder_sparse_step": 1},
     "gptoss": {
-        **_LLAMA, "model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        **_LLAMA,
+        "model_type": "gpt_oss",
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "sliding_window": 16,
     },
     "olmoe": {**_LLAMA, **_EXPERTS, "model_type": "olmoe", "intermediate_size": 64},
     "glm4moe": {
-        **_LLAMA, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        **_LLAMA,
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "deepseek-v3": {
-        **_LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        **_LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
     },
-}  # fmt: skip
+}
 _MIXTRAL_NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 Edit = Callable[[torch.nn.Module], None]
 
 
 def build(kind: str, edit: Edit | None = None, **changes):
-    """A bfloat16 model with random weights; biases and norms too are random, else nobody would miss a lost bias."""
+    """A bfloat16 model with random weights; biases and norms too are random, else nobody would miss a lost
+    bias.
+    """
     config = AutoConfig.for_model(**{**CONFIGS[kind], **changes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -134,7 +186,8 @@ def _plain_name(name: str) -> str:
 
 
 def _parameter(name: str, weights: dict[str, torch.Tensor], interleaved: bool) -> torch.Tensor:
-    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates before the ups.
+    """The value of a parameter of the plain model, whose experts are fused: [experts, out, in], the gates
+    before the ups.
 
     gpt-oss alone has [experts, in, out], gates and ups by turns, and biases.
     """
@@ -152,12 +205,18 @@ def _parameter(name: str, weights: dict[str, torch.Tensor], interleaved: bool) -
 
 
 def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: str | None = None) -> None:
-    """Writes the float32 logits of a plain transformers model that holds `weights`, each of which it must take."""
+    """Writes the float32 logits of a plain transformers model that holds `weights`, each of which it must
+    take.
+    """
     config = json.loads((folder / "config.json").read_text())
-    config = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
+    config = AutoConfig.for_model(
+        **{key: value for key, value in config.items() if key != "quantization_config"}
+    )
     weights = {_plain_name(name): tensor.detach().float() for name, tensor in weights.items()}
     if config.tie_word_embeddings and "lm_head.weight" not in weights:
-        weights["lm_head.weight"] = next(tensor for name, tensor in weights.items() if re.search(r"embed_tokens|wte", name))
+        weights["lm_head.weight"] = next(
+            tensor for name, tensor in weights.items() if re.search(r"embed_tokens|wte", name)
+        )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     interleaved = config.model_type == "gpt_oss"
     model.load_state_dict({name: _parameter(name, weights, interleaved) for name in model.state_dict()})
@@ -165,21 +224,27 @@ def write_reference(folder: Path, weights: dict[str, torch.Tensor], tolerance: s
     with torch.no_grad():
         logits = model(tokens).logits
     if weights or not logits.isfinite().all():
-        raise RuntimeError(f"{folder.name}: the plain model has no place for {sorted(weights)}, or its logits are not finite")
+        raise RuntimeError(
+            f"{folder.name}: the plain model has no place for {sorted(weights)}, or its logits are not finite"
+        )
     metadata = {"format": "pt", **({"tolerance": tolerance} if tolerance else {})}
     reference = {"input_ids": tokens, "logits_fp32_weightonly": logits.contiguous()}
     save_file(reference, folder / "reference_weightonly.safetensors", metadata)
 
 
 def run(output: Path, makers: dict[str, Callable[[Path], None]]) -> None:
-    """Makes each checkpoint, and says what could not be made and why; the peers' logs stay out of the current folder."""
+    """Makes each checkpoint, and says what could not be made and why; the peers' logs stay out of the current
+    folder.
+    """
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
         with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
             try:
                 make(Path(temporary) / name)
-            except Exception as error:  # a peer may raise anything; the other checkpoints are made all the same
+            except (
+                Exception
+            ) as error:  # a peer may raise anything; the other checkpoints are made all the same
                 print(f"\nSKIPPED {name}: {type(error).__name__}: {error}", flush=True)
                 continue
             shutil.rmtree(output / name, ignore_errors=True)

@@ -1,7 +1,9 @@
-"""Makes AWQ checkpoints in autoawq's three layouts with autoawq's own packers, and the logits of their weights.
+"""Makes AWQ checkpoints in autoawq's three layouts with autoawq's own packers, and the logits of their
+weights.
 
-autoawq's package imports no longer with today's transformers, so its modules are imported without its `__init__`.
-Run where requirements-autoawq*.txt are installed: python make_autoawq.py OUTPUT_DIR [PART_OF_A_NAME ...]
+autoawq's package imports no longer with today's transformers, so its modules are imported without its
+`__init__`. Run where requirements-autoawq*.txt are installed: python make_autoawq.py OUTPUT_DIR
+[PART_OF_A_NAME ...]
 """
 
 import importlib.util
@@ -34,13 +36,16 @@ from awq.utils.packing_utils import dequantize_gemm  # noqa: E402
 
 PACKERS = {"gemm": WQLinear_GEMM, "gemv": WQLinear_GEMV, "gemv_fast": WQLinear_GEMVFast}
 NO_UNPACKER = (
-    "none: autoawq has no CPU code that unpacks this layout, so the weights are what its packer was given, in float32: "
+    "none: autoawq has no CPU code that unpacks this layout, so the weights are what its packer was given, "
+    "in float32: "
     "(code - zero) * scale (gemv), code * scale + the stored qzeros (gemv_fast)"
 )
 
 
 def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [out, in], scales and zeros [out, groups], with the arithmetic of autoawq's `pseudo_quantize_tensor`."""
+    """Codes [out, in], scales and zeros [out, groups], with the arithmetic of autoawq's
+    `pseudo_quantize_tensor`.
+    """
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=2), grouped.amax(dim=2)
     scales = ((high - low).clamp(min=1e-5) / 15).half().float()
@@ -49,11 +54,15 @@ def quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
     return codes.reshape(weight.shape), scales, zeros
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, version: str, group: int) -> tuple[dict, torch.Tensor]:
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, version: str, group: int
+) -> tuple[dict, torch.Tensor]:
     """The tensors that autoawq's packer makes of the weight, and the exact weight that they stand for."""
     group = weight.shape[1] if group == -1 else group
     codes, scales, zeros = quantize(weight, group)
-    exact = ((codes.reshape(*scales.shape, group) - zeros[..., None]) * scales[..., None]).reshape(weight.shape)
+    exact = ((codes.reshape(*scales.shape, group) - zeros[..., None]) * scales[..., None]).reshape(
+        weight.shape
+    )
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight.data = exact.clone()
     if bias is not None:
@@ -72,7 +81,9 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, version: str, group: i
 def check_codes(tensors: dict[str, torch.Tensor], exact: torch.Tensor, version: str, group: int) -> None:
     """The one layout that autoawq itself can unpack on a CPU gives the exact weight back."""
     if version == "gemm":
-        found = dequantize_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), 4, group).t()
+        found = dequantize_gemm(
+            tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), 4, group
+        ).t()
         assert torch.equal(found, exact)
 
 
@@ -82,7 +93,9 @@ def is_packed(name: str, router: bool = False) -> bool:
     return ".layers." in name and name.endswith(".weight") and not re.search(kept, name)
 
 
-def make(folder: Path, kind: str = "llama", version: str = "gemm", group: int = 64, router: bool = False, **changes):
+def make(
+    folder: Path, kind: str = "llama", version: str = "gemm", group: int = 64, router: bool = False, **changes
+):
     """autoawq works on float16 models, and so is what it does not pack."""
     common.save_dense(folder, kind, **changes)
     dense = {name: tensor.half() for name, tensor in common.stored_tensors(folder).items()}
@@ -104,9 +117,13 @@ def make(folder: Path, kind: str = "llama", version: str = "gemm", group: int = 
 def quantization_config(version: str, group: int, kept: str | None) -> dict:
     """What autoawq's `AwqConfig.to_transformers_dict` writes."""
     return {
-        "quant_method": "awq", "zero_point": True, "group_size": group, "bits": 4, "version": version,
+        "quant_method": "awq",
+        "zero_point": True,
+        "group_size": group,
+        "bits": 4,
+        "version": version,
         "modules_to_not_convert": [kept] if kept else None,
-    }  # fmt: skip
+    }
 
 
 def makers() -> dict:
@@ -128,7 +145,9 @@ def makers() -> dict:
 
 
 def main(output: Path, chosen: list[str]) -> None:
-    found = {name: maker for name, maker in makers().items() if not chosen or any(part in name for part in chosen)}
+    found = {
+        name: maker for name, maker in makers().items() if not chosen or any(part in name for part in chosen)
+    }
     common.run(output, found)
 
 

@@ -1,8 +1,10 @@
-"""AutoRound checkpoints, nearly all by round-to-nearest, in each format a CPU can export. Run: python make_autoround.py OUTPUT
+"""AutoRound checkpoints, nearly all by round-to-nearest, in each format a CPU can export. Run: python
+make_autoround.py OUTPUT
 
-Every weight is dequantized by AutoRound's own code in float32: its torch GPTQ layer applied to the identity matrix, its
-`dequantize_gemm`, the `dequant_weight_online` of its MX, NVFP4 and FP8 layers. Blockwise FP8 goes through transformers' op, as
-AutoRound's own load does; int-quantized and pack-quantized exports through compressed-tensors.
+Every weight is dequantized by AutoRound's own code in float32: its torch GPTQ layer applied to the identity
+matrix, its `dequantize_gemm`, the `dequant_weight_online` of its MX, NVFP4 and FP8 layers. Blockwise FP8 goes
+through transformers' op, as AutoRound's own load does; int-quantized and pack-quantized exports through
+compressed-tensors.
 """
 
 import json
@@ -25,9 +27,18 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from writing import VOCABULARY, build, run_all, save_dense, stored, write_reference
 
 PARTS = (
-    "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale",
-    "input_global_scale", "input_scale", "weight_shape",
-)  # fmt: skip
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_global_scale",
+    "input_global_scale",
+    "input_scale",
+    "weight_shape",
+)
 _LAYERS = {
     "MXFP4": MXFP4QuantLinear,
     "MXFP8": MXFP8QuantLinear,
@@ -103,7 +114,11 @@ def dequantize(tensors: dict[str, torch.Tensor], scheme: str, awq: bool) -> dict
         if part not in PARTS and (part != "weight" or module not in modules):
             dense[name] = tensor
     for module in modules:
-        parts = {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")}
+        parts = {
+            name.removeprefix(f"{module}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{module}.")
+        }
         parts.pop("bias", None)
         dense[f"{module}.weight"] = dequantize_module(parts, scheme, awq)
     return dense
@@ -134,7 +149,14 @@ def quantize(folder: Path, kind: str, scheme: str, form: str, sizes: dict, optio
     with tempfile.TemporaryDirectory() as temporary:
         source, output = Path(temporary) / "dense", Path(temporary) / "packed"
         save_dense(build(kind, **sizes), source)
-        options = {"iters": 0, "disable_opt_rtn": True, "nsamples": 4, "seqlen": 32, "device_map": "cpu", **options}
+        options = {
+            "iters": 0,
+            "disable_opt_rtn": True,
+            "nsamples": 4,
+            "seqlen": 32,
+            "device_map": "cpu",
+            **options,
+        }
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source)
         rounder = AutoRound(model, tokenizer, scheme=scheme, dataset=calibration(source), **options)
@@ -150,8 +172,12 @@ def make(scheme: str, form: str, kind: str = "llama", sizes: dict | None = None,
         dense = as_on_the_hub(dequantize(tensors, scheme, awq="awq" in form), kind)
         write_reference(folder, dense, "auto-round's own layers, in float32")
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
-        packed = sum(name.rpartition(".")[2] in ("qweight", "weight_scale", "weight_scale_inv") for name in tensors)
-        return f"{packed} packed, {config['quant_method']}, {config.get('packing_format', config.get('format'))}"
+        packed = sum(
+            name.rpartition(".")[2] in ("qweight", "weight_scale", "weight_scale_inv") for name in tensors
+        )
+        return (
+            f"{packed} packed, {config['quant_method']}, {config.get('packing_format', config.get('format'))}"
+        )
 
     return maker
 
@@ -174,7 +200,9 @@ MAKERS = {
     "extra": make("W4A16", "auto_round", layer_config=OVERRIDES),
     "gptq-extra": make("W4A16", "auto_gptq", layer_config=OVERRIDES),
     "lmhead": make("W4A16", "auto_round", layer_config=HEAD, iters=1),
-    "lmhead-claimed": make("W4A16", "auto_round", layer_config=HEAD),  # the config says packed, the file holds it dense
+    "lmhead-claimed": make(
+        "W4A16", "auto_round", layer_config=HEAD
+    ),  # the config says packed, the file holds it dense
     "awq-w4g128": make("W4A16", "auto_awq", sym=False),
     "own-awq-w4g128": make("W4A16", "auto_round:auto_awq", sym=False),
     "llmc-mxfp4": make("MXFP4", "llm_compressor"),

@@ -1,7 +1,8 @@
-"""bitsandbytes checkpoints, quantized and saved through transformers on the CPU. Run: python make_bitsandbytes.py OUTPUT
+"""bitsandbytes checkpoints, quantized and saved through transformers on the CPU. Run: python
+make_bitsandbytes.py OUTPUT
 
-Both kinds are dequantized by bitsandbytes' own code: 4-bit weights with the output dtype of their state set to float32, 8-bit ones
-by `int8_vectorwise_dequant`, which multiplies in float32.
+Both kinds are dequantized by bitsandbytes' own code: 4-bit weights with the output dtype of their state set
+to float32, 8-bit ones by `int8_vectorwise_dequant`, which multiplies in float32.
 """
 
 import re
@@ -13,7 +14,9 @@ from bitsandbytes import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from writing import build, run_all, save_dense, save_tokenizer, stock_error, stored, write_reference
 
-PART = re.compile(r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
+PART = re.compile(
+    r"(.+)\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
+)
 
 
 def dequantize_4bit(weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -53,7 +56,11 @@ def make(kind: str = "llama", shard: str | None = None, sizes: dict | None = Non
             model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=config, device_map="cpu")
         model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         save_tokenizer(folder)
-        way = "dequantize_4bit with a float32 state" if options.get("load_in_4bit") else "int8_vectorwise_dequant in float32"
+        way = (
+            "dequantize_4bit with a float32 state"
+            if options.get("load_in_4bit")
+            else "int8_vectorwise_dequant in float32"
+        )
         dense_tensors = dequantize(stored(folder), transposed=kind == "gpt2")
         return stock_error(folder, write_reference(folder, dense_tensors, f"bitsandbytes {way}"))
 
@@ -63,7 +70,12 @@ def make(kind: str = "llama", shard: str | None = None, sizes: dict | None = Non
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 DOUBLE = NF4 | {"bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
-ODD = {"hidden_size": 96, "intermediate_size": 208, "num_attention_heads": 4, "head_dim": 24}  # K % 64 != 0 everywhere
+ODD = {
+    "hidden_size": 96,
+    "intermediate_size": 208,
+    "num_attention_heads": 4,
+    "head_dim": 24,
+}  # K % 64 != 0 everywhere
 MAKERS = {
     "nf4": make(**NF4),
     "fp4": make(load_in_4bit=True, bnb_4bit_quant_type="fp4"),

@@ -1,4 +1,5 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its weight by the peer.
+"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its
+weight by the peer.
 
 Run in each peer's environment (see the maker of that peer):
     python make_goldens.py gptqmodel|llmcompressor|autoawq [PART_OF_A_NAME ...]
@@ -19,9 +20,13 @@ from safetensors.torch import save_file
 OUTPUT = Path(__file__).resolve().parents[2] / "data" / "goldens"
 MODULE = "model.layers.0.self_attn.k_proj"  # [32, 64]
 TINY = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 32,
-}  # fmt: skip
+}
 UNTOLD = ("observer", "observer_kwargs", "zp_dtype", "lm_head", "pack_dtype", "method")
 Golden = tuple[dict[str, torch.Tensor], torch.Tensor, dict]  # stored tensors, weight, quantization config
 
@@ -84,7 +89,10 @@ def of_autoawq() -> dict[str, Callable[[], Golden]]:
 
     def golden(version: str, group: int, rows: int = 32) -> Callable[[], Golden]:
         weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(7)) * 0.06
-        return lambda: (*peer.pack(weight, None, version, group), peer.quantization_config(version, group, None))
+        return lambda: (
+            *peer.pack(weight, None, version, group),
+            peer.quantization_config(version, group, None),
+        )
 
     return {
         "gemm-g32": golden("gemm", 32),
@@ -98,10 +106,14 @@ PEERS = {"gptqmodel": of_gptqmodel, "llmcompressor": of_llmcompressor, "autoawq"
 
 
 def short(config):
-    """The config without what is long and says nothing about the tensors: empty values, settings of gptqmodel's run."""
+    """The config without what is long and says nothing about the tensors: empty values, settings of
+    gptqmodel's run.
+    """
     if not isinstance(config, dict):
         return config
-    kept = {key: short(value) for key, value in config.items() if value not in (None, {}) and key not in UNTOLD}
+    kept = {
+        key: short(value) for key, value in config.items() if value not in (None, {}) and key not in UNTOLD
+    }
     return {key: {"quantizer": value["quantizer"]} if key == "meta" else value for key, value in kept.items()}
 
 
@@ -110,12 +122,18 @@ def write(name: str, golden: Golden) -> None:
     config = short(config)
     peer = name.partition("-")[0]
     metadata = {
-        "quantization_config": json.dumps(config, separators=(",", ":")), "rows": "every fourth",
-        "out_features": str(weight.shape[0]), "in_features": str(weight.shape[1]),
+        "quantization_config": json.dumps(config, separators=(",", ":")),
+        "rows": "every fourth",
+        "out_features": str(weight.shape[0]),
+        "in_features": str(weight.shape[1]),
         "peer": f"{peer} {importlib.metadata.version(peer)}",
-    }  # fmt: skip
+    }
     kept = {f"m.{local}": tensor.contiguous() for local, tensor in tensors.items()}
-    save_file({**kept, "expected": weight[::4].detach().contiguous().clone()}, OUTPUT / f"{name}.safetensors", metadata)
+    save_file(
+        {**kept, "expected": weight[::4].detach().contiguous().clone()},
+        OUTPUT / f"{name}.safetensors",
+        metadata,
+    )
     print(f"\nwrote {name}: {(OUTPUT / f'{name}.safetensors').stat().st_size} bytes", flush=True)
 
 

@@ -1,6 +1,8 @@
-"""Makes GPTQ, AWQ and FP8 checkpoints with gptqmodel, and the logits of their weights as gptqmodel dequantizes them.
+"""Makes GPTQ, AWQ and FP8 checkpoints with gptqmodel, and the logits of their weights as gptqmodel
+dequantizes them.
 
-Run where tests/interop/requirements*.txt are installed: python make_gptqmodel.py OUTPUT_DIR [PART_OF_A_NAME ...]
+Run where tests/interop/requirements*.txt are installed: python make_gptqmodel.py OUTPUT_DIR [PART_OF_A_NAME
+...]
 """
 
 import os
@@ -29,9 +31,16 @@ def dequantize_gptq(tensors: dict[str, torch.Tensor], config: dict) -> torch.Ten
     rows, out_features = tensors["qweight"].shape
     in_features = tensors["g_idx"].numel()
     linear = TorchLinear(
-        bits=rows * 32 // in_features, group_size=-1, sym=config["sym"], desc_act=config["desc_act"],
-        in_features=in_features, out_features=out_features, bias=False, register_buffers=True, format=config["format"],
-    )  # fmt: skip
+        bits=rows * 32 // in_features,
+        group_size=-1,
+        sym=config["sym"],
+        desc_act=config["desc_act"],
+        in_features=in_features,
+        out_features=out_features,
+        bias=False,
+        register_buffers=True,
+        format=config["format"],
+    )
     for name in ("qweight", "qzeros", "g_idx", "scales"):
         setattr(linear, name, tensors[name].clone().float() if name == "scales" else tensors[name].clone())
     if config["checkpoint_format"] == "gptq":
@@ -41,13 +50,17 @@ def dequantize_gptq(tensors: dict[str, torch.Tensor], config: dict) -> torch.Ten
 
 def dequantize_awq(tensors: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
     group = tensors["qweight"].shape[0] // tensors["scales"].shape[0]
-    weight = dequantize_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), config["bits"], group)
+    weight = dequantize_gemm(
+        tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), config["bits"], group
+    )
     return weight.t()
 
 
 def dequantize_float8(tensors: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
     axis = None if config["weight_scale_method"] == "block" else 0
-    return dequantize_fp8(tensors["weight"], scale_inv=tensors["weight_scale_inv"], axis=axis, target_dtype=torch.float32)
+    return dequantize_fp8(
+        tensors["weight"], scale_inv=tensors["weight_scale_inv"], axis=axis, target_dtype=torch.float32
+    )
 
 
 DEQUANTIZE = {"gptq": dequantize_gptq, "awq": dequantize_awq, "fp8": dequantize_float8}
@@ -71,13 +84,24 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
 class Maker:
     """One checkpoint to make: `prepare` saves the dense model, calling quantizes it."""
 
-    def __init__(self, config, kind: str = "llama", edit: common.Edit | None = None, shard: str | None = None, **changes):
+    def __init__(
+        self,
+        config,
+        kind: str = "llama",
+        edit: common.Edit | None = None,
+        shard: str | None = None,
+        **changes,
+    ):
         self.config, self.kind, self.edit, self.changes = config, kind, edit, changes
         self.save_options = {"max_shard_size": shard} if shard else {}
 
     def prepare(self, parent: Path) -> None:
         """Before any quantization: afterwards transformers, patched by gptqmodel, saves the experts fused."""
-        words = (self.kind, self.edit and self.edit.__name__, *(f"{key}={value}" for key, value in self.changes.items()))
+        words = (
+            self.kind,
+            self.edit and self.edit.__name__,
+            *(f"{key}={value}" for key, value in self.changes.items()),
+        )
         self.dense = parent / "-".join(filter(None, words))
         if not self.dense.exists():
             common.save_dense(self.dense, self.kind, self.edit, **self.changes)
@@ -94,7 +118,9 @@ class Maker:
 
 
 def check_zeros(folder: Path) -> None:
-    """A zero-point of 0 is what such a checkpoint is for: stored as 0 (v2), or as a field of all ones (v1)."""
+    """A zero-point of 0 is what such a checkpoint is for: stored as 0 (v2), or as a field of all ones
+    (v1).
+    """
     qzeros = common.stored_tensors(folder)["model.layers.0.self_attn.q_proj.qzeros"]
     config = common.quantization_config(folder)
     stream = (qzeros[..., None] >> torch.arange(32)) & 1
@@ -113,14 +139,18 @@ def gptq(**options):
 
 def gptq_makers() -> dict:
     made = {}
-    for bits, group, sym, (version, layout) in product((2, 3, 4, 8), (32, 64, -1), (True, False), LAYOUTS.items()):
+    for bits, group, sym, (version, layout) in product(
+        (2, 3, 4, 8), (32, 64, -1), (True, False), LAYOUTS.items()
+    ):
         name = f"gptq-w{bits}g{group if group > 0 else 'all'}-{'sym' if sym else 'asym'}-{version}"
         made[name] = Maker(config=gptq(bits=bits, group_size=group, sym=sym, format=layout))
     for bits, (version, layout) in product((2, 3, 4, 8), LAYOUTS.items()):
         options = gptq(bits=bits, sym=False, format=layout)
         made[f"gptq-w{bits}g32-zero0-{version}"] = Maker(config=options, edit=common.some_rows_positive)
     made["gptq-w4g32-descact"] = Maker(config=gptq(desc_act=True))
-    made["gptq-w4gall-descact-asym-v2"] = Maker(config=gptq(group_size=-1, desc_act=True, sym=False, format="gptq_v2"))
+    made["gptq-w4gall-descact-asym-v2"] = Maker(
+        config=gptq(group_size=-1, desc_act=True, sym=False, format="gptq_v2")
+    )
     for bits in (3, 5, 6, 7):
         made[f"gptqp-w{bits}g32"] = Maker(config=gptq(bits=bits, format="gptq_p"))
     made["gptqp-w5g32-asym"] = Maker(config=gptq(bits=5, format="gptq_p", sym=False))
@@ -146,7 +176,9 @@ def moe_makers() -> dict:
             made[f"gptq-{kind}-w4g32-{layout}"] = Maker(kind=kind, config=gptq(**options))
     for version, layout in LAYOUTS.items():
         zeros = gptq(sym=False, format=layout)
-        made[f"gptq-mixtral-w4g32-zero0-{version}"] = Maker(kind="mixtral", config=zeros, edit=common.some_rows_positive)
+        made[f"gptq-mixtral-w4g32-zero0-{version}"] = Maker(
+            kind="mixtral", config=zeros, edit=common.some_rows_positive
+        )
     for kind in ("mixtral", "qwen3moe"):
         made[f"gptq-{kind}-w3g32"] = Maker(kind=kind, config=gptq(bits=3))
         made[f"gptq-{kind}-w4g32-descact"] = Maker(kind=kind, config=gptq(desc_act=True))
@@ -189,8 +221,13 @@ def other_makers() -> dict:
 
 
 def main(output: Path, chosen: list[str]) -> None:
-    found = {f"gptqmodel-{name}": maker for name, maker in {**gptq_makers(), **moe_makers(), **other_makers()}.items()}
-    found = {name: maker for name, maker in found.items() if not chosen or any(part in name for part in chosen)}
+    found = {
+        f"gptqmodel-{name}": maker
+        for name, maker in {**gptq_makers(), **moe_makers(), **other_makers()}.items()
+    }
+    found = {
+        name: maker for name, maker in found.items() if not chosen or any(part in name for part in chosen)
+    }
     with tempfile.TemporaryDirectory() as dense:
         for maker in found.values():
             maker.prepare(Path(dense))

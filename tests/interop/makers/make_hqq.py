@@ -1,7 +1,8 @@
 """HQQ checkpoints in its own format, by AutoHQQHFModel.save_to_safetensors. Run: python make_hqq.py OUTPUT
 
-Such a checkpoint says nothing in config.json; each module carries its own description in small tensors. The reference decodes
-them with hqq's own helpers and calls hqq's own Quantizer.dequantize, compute dtype, scales and zeros set to float32.
+Such a checkpoint says nothing in config.json; each module carries its own description in small tensors. The
+reference decodes them with hqq's own helpers and calls hqq's own Quantizer.dequantize, compute dtype, scales
+and zeros set to float32.
 """
 
 import contextlib
@@ -18,7 +19,11 @@ FLAGS = ("W_q", "bias", "offload_meta", "encoded_state_dict", "stores_quant_conf
 
 def dequantize(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """One module's float32 weight, by hqq."""
-    meta = {name: decode_safetensor_type(value, _META_TYPE[name]) for name, value in parts.items() if name not in FLAGS}
+    meta = {
+        name: decode_safetensor_type(value, _META_TYPE[name])
+        for name, value in parts.items()
+        if name not in FLAGS
+    }
     meta |= {"compute_dtype": torch.float32, "scale": meta["scale"].float(), "zero": meta["zero"].float()}
     return Quantizer.dequantize(parts["W_q"], meta)
 
@@ -27,25 +32,43 @@ def dense_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     modules = {name.removesuffix(".W_q") for name in tensors if name.endswith(".W_q")}
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
     for module in modules:
-        parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] == module}
+        parts = {
+            name.rpartition(".")[2]: tensor
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[0] == module
+        }
         dense[f"{module}.weight"] = dequantize(parts)
         if "bias" in parts:
             dense[f"{module}.bias"] = parts["bias"]
     return dense
 
 
-def make(bits, group: int, axis: int = 1, kind: str = "llama", sizes: dict | None = None, files: int | None = None, **options):
+def make(
+    bits,
+    group: int,
+    axis: int = 1,
+    kind: str = "llama",
+    sizes: dict | None = None,
+    files: int | None = None,
+    **options,
+):
     def maker(folder):
         model = build(kind, **(sizes or {}))
         settings = BaseQuantizeConfig(nbits=bits, group_size=group, axis=axis, **options)
         folder.rmdir()  # hqq makes it
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            AutoHQQHFModel.quantize_model(model, quant_config=settings, compute_dtype=torch.bfloat16, device="cpu")
-            AutoHQQHFModel.save_to_safetensors(model, str(folder), **({"num_blocks_per_file": files} if files else {}))
+            AutoHQQHFModel.quantize_model(
+                model, quant_config=settings, compute_dtype=torch.bfloat16, device="cpu"
+            )
+            AutoHQQHFModel.save_to_safetensors(
+                model, str(folder), **({"num_blocks_per_file": files} if files else {})
+            )
         save_tokenizer(folder)
         method = "hqq's Quantizer.dequantize with float32 compute dtype, scale and zero"
         write_reference(folder, dense_tensors(stored(folder)), method)
-        return f"W_q {stored(folder)['model.layers.0.self_attn.q_proj.W_q'].dtype}" if kind == "llama" else None
+        return (
+            f"W_q {stored(folder)['model.layers.0.self_attn.q_proj.W_q'].dtype}" if kind == "llama" else None
+        )
 
     return maker
 

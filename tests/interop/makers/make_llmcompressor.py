@@ -1,6 +1,8 @@
-"""Makes compressed-tensors checkpoints with llmcompressor, and the logits of their weights as the peer dequantizes them.
+"""Makes compressed-tensors checkpoints with llmcompressor, and the logits of their weights as the peer
+dequantizes them.
 
-Run where requirements-llmcompressor.txt is installed: python make_llmcompressor.py OUTPUT_DIR [PART_OF_A_NAME ...]
+Run where requirements-llmcompressor.txt is installed: python make_llmcompressor.py OUTPUT_DIR [PART_OF_A_NAME
+...]
 """
 
 import sys
@@ -21,7 +23,12 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.utils import load_context
 from transformers import AutoModelForCausalLM
 
-IGNORE = ["lm_head", r"re:.*mlp\.(gate|router)$", r"re:.*block_sparse_moe\.gate$", r"re:.*shared_expert_gate$"]
+IGNORE = [
+    "lm_head",
+    r"re:.*mlp\.(gate|router)$",
+    r"re:.*block_sparse_moe\.gate$",
+    r"re:.*shared_expert_gate$",
+]
 KEY_VALUE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 PACKED_FLOAT4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
@@ -56,8 +63,12 @@ def dequantized(folder: Path, schemes: dict[str, QuantizationScheme]) -> dict[st
 
 
 def forget_image_processors() -> None:
-    """transformers 5.17 imports all its image processors (torchvision) when llmcompressor patches an expert class in."""
-    for name in [name for name in sys.modules if name.startswith("transformers.models.") and name.endswith("_fast")]:
+    """transformers 5.17 imports all its image processors (torchvision) when llmcompressor patches an expert
+    class in.
+    """
+    for name in [
+        name for name in sys.modules if name.startswith("transformers.models.") and name.endswith("_fast")
+    ]:
         del sys.modules[name]
 
 
@@ -80,17 +91,25 @@ class Maker:
         torch.manual_seed(7)
         with load_context():
             model = AutoModelForCausalLM.from_pretrained(self.dense, dtype=torch.bfloat16)
-        samples = {"dataset": Dataset.from_list(common.calibration()), "num_calibration_samples": 8, "max_seq_length": 48}
+        samples = {
+            "dataset": Dataset.from_list(common.calibration()),
+            "num_calibration_samples": 8,
+            "max_seq_length": 48,
+        }
         oneshot(model=model, recipe=self.recipe(), **(samples if self.data else {}))
         model.save_pretrained(folder, **self.save_options)
         common.save_tokenizer(folder)
         (folder / "recipe.yaml").unlink(missing_ok=True)
-        self.schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
+        self.schemes = {
+            name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()
+        }
         common.write_reference(folder, dequantized(folder, self.schemes))
 
 
 def preset(name: str, targets=("Linear",), ignore=(), **options):
-    return lambda: QuantizationModifier(scheme=name, targets=list(targets), ignore=[*IGNORE, *ignore], **options)
+    return lambda: QuantizationModifier(
+        scheme=name, targets=list(targets), ignore=[*IGNORE, *ignore], **options
+    )
 
 
 def groups(*schemes, modifier=QuantizationModifier, **options):
@@ -128,7 +147,11 @@ BLOCKS = {**FLOAT8, "strategy": "block", "block_structure": [64, 64]}
 def integer_makers() -> dict:
     made = {}
     for bits in (2, 3, 4, 8):
-        for layout, options in {"g32": {}, "g32-asym": {"symmetric": False}, "channel": {"group": None}}.items():
+        for layout, options in {
+            "g32": {},
+            "g32-asym": {"symmetric": False},
+            "channel": {"group": None},
+        }.items():
             made[f"w{bits}a16-{layout}"] = Maker(groups(scheme(integer(bits, **options))))
     made["w4a16-channel-asym"] = Maker(groups(scheme(integer(4, None, False))))
     made["w4a16-g64"] = Maker(groups(scheme(integer(4, 64))))
@@ -141,7 +164,9 @@ def integer_makers() -> dict:
     made["w4afp8"] = Maker(groups(scheme(integer(4, 32), FLOAT8 | PER_TOKEN)))
     made["naive-w4"] = Maker(groups(scheme(integer(4, 32), layout="naive-quantized")))
     made["naive-w4-asym"] = Maker(groups(scheme(integer(4, 32, False), layout="naive-quantized")))
-    made["w8a8-int-tensor"] = Maker(groups(scheme(integer(8) | {"strategy": "tensor", "group_size": None}, TOKEN_INTEGER)))
+    made["w8a8-int-tensor"] = Maker(
+        groups(scheme(integer(8) | {"strategy": "tensor", "group_size": None}, TOKEN_INTEGER))
+    )
     made["w8a8-int-block64"] = Maker(groups(scheme({**BLOCKS, "type": "int"}, TOKEN_INTEGER)))
     made["w4a16-tensor"] = Maker(groups(scheme(integer(4) | {"strategy": "tensor", "group_size": None})))
     made["opt-w8a8-int"] = Maker(preset("W8A8"), kind="opt")
@@ -164,11 +189,17 @@ def float_makers() -> dict:
         "fp8-dynamic-channel": Maker(preset("FP8_DYNAMIC")),
         "fp8-block128": Maker(preset("FP8_BLOCK"), hidden_size=256, head_dim=64),
         "fp8-block64": Maker(groups(scheme(BLOCKS, FLOAT8 | PER_TOKEN))),
-        "fp8-block64-ragged": Maker(groups(scheme(BLOCKS, FLOAT8 | PER_TOKEN)), hidden_size=160, intermediate_size=208),
+        "fp8-block64-ragged": Maker(
+            groups(scheme(BLOCKS, FLOAT8 | PER_TOKEN)), hidden_size=160, intermediate_size=208
+        ),
         "fp8-weightonly": Maker(groups(scheme(FLOAT8 | {"strategy": "channel"}))),
-        "fp8-group32": Maker(groups(scheme(FLOAT8 | {"strategy": "group", "group_size": 32}, FLOAT8 | PER_TOKEN))),
+        "fp8-group32": Maker(
+            groups(scheme(FLOAT8 | {"strategy": "group", "group_size": 32}, FLOAT8 | PER_TOKEN))
+        ),
         "fp8-kvcache": Maker(preset("FP8", kv_cache_scheme=KEY_VALUE), data=True),
-        "fp8-kvcache-head": Maker(preset("FP8", kv_cache_scheme={**KEY_VALUE, "strategy": "attn_head"}), data=True),
+        "fp8-kvcache-head": Maker(
+            preset("FP8", kv_cache_scheme={**KEY_VALUE, "strategy": "attn_head"}), data=True
+        ),
         "fp8-sharded": Maker(preset("FP8_DYNAMIC"), shard="64KB"),
         "fp8-opt": Maker(preset("FP8_DYNAMIC"), kind="opt"),
         "fp8-qwen2tied": Maker(preset("FP8_DYNAMIC"), kind="qwen2-tied"),
@@ -176,10 +207,16 @@ def float_makers() -> dict:
     for name in ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"):
         made[name.lower()] = Maker(preset(name), data=name == "NVFP4")
     attention, mlp = [r"re:.*self_attn\..*_proj$"], [r"re:.*mlp\..*_proj$"]
-    made["regex-targets"] = Maker(preset("FP8_DYNAMIC", targets=mlp, ignore=[r"re:.*layers\.1\.mlp\.down_proj$"]))
-    made["mixed-fp8-w4a16"] = Maker(groups(named("FP8_DYNAMIC", attention), scheme(integer(4, 32), targets=mlp)))
+    made["regex-targets"] = Maker(
+        preset("FP8_DYNAMIC", targets=mlp, ignore=[r"re:.*layers\.1\.mlp\.down_proj$"])
+    )
+    made["mixed-fp8-w4a16"] = Maker(
+        groups(named("FP8_DYNAMIC", attention), scheme(integer(4, 32), targets=mlp))
+    )
     made["mixed-w8a8-nvfp4a16"] = Maker(groups(named("W8A8", attention), named("NVFP4A16", mlp)))
-    made["mixed-bits-pack"] = Maker(groups(scheme(integer(8, 32), targets=attention), scheme(integer(4, 32), targets=mlp)))
+    made["mixed-bits-pack"] = Maker(
+        groups(scheme(integer(8, 32), targets=attention), scheme(integer(4, 32), targets=mlp))
+    )
     return made
 
 
@@ -203,13 +240,20 @@ def moe_makers() -> dict:
     mixed = groups(named("FP8_DYNAMIC", attention), scheme(integer(4, 32), targets=experts))
     made["qwen3moe-mixed"] = Maker(mixed, kind="qwen3moe")
     made["qwen3moe-experts-only"] = Maker(groups(scheme(integer(4, 32), targets=experts)), kind="qwen3moe")
-    made["qwen3moe-denselayer-w4a16"] = Maker(groups(scheme(integer(4, 32))), kind="qwen3moe", mlp_only_layers=[0])
+    made["qwen3moe-denselayer-w4a16"] = Maker(
+        groups(scheme(integer(4, 32))), kind="qwen3moe", mlp_only_layers=[0]
+    )
     return made
 
 
 def main(output: Path, chosen: list[str]) -> None:
-    found = {f"llmcompressor-{name}": maker for name, maker in {**integer_makers(), **float_makers(), **moe_makers()}.items()}
-    found = {name: maker for name, maker in found.items() if not chosen or any(part in name for part in chosen)}
+    found = {
+        f"llmcompressor-{name}": maker
+        for name, maker in {**integer_makers(), **float_makers(), **moe_makers()}.items()
+    }
+    found = {
+        name: maker for name, maker in found.items() if not chosen or any(part in name for part in chosen)
+    }
     with tempfile.TemporaryDirectory() as dense:
         for maker in found.values():
             maker.prepare(Path(dense))

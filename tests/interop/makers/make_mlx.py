@@ -1,7 +1,8 @@
 """MLX checkpoints, by mlx-lm's own `convert`. Run: python make_mlx.py OUTPUT
 
-The reference is what `mlx.core.dequantize` makes of the stored tensors, scales and biases set to float32. mlx-lm reads `rope_theta`
-where transformers 5 writes `rope_parameters`, so its own logits are not those of such a model.
+The reference is what `mlx.core.dequantize` makes of the stored tensors, scales and biases set to float32.
+mlx-lm reads `rope_theta` where transformers 5 writes `rope_parameters`, so its own logits are not those of
+such a model.
 """
 
 import contextlib
@@ -36,7 +37,11 @@ def dense_tensors(tensors: dict[str, torch.Tensor], quantization: dict) -> dict[
     modules = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
     dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
     for module in modules:
-        parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] == module}
+        parts = {
+            name.rpartition(".")[2]: tensor
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[0] == module
+        }
         own = quantization.get(module)
         weight = dequantize(parts, own if isinstance(own, dict) else quantization)
         if ".switch_mlp." not in module:
@@ -44,14 +49,22 @@ def dense_tensors(tensors: dict[str, torch.Tensor], quantization: dict) -> dict[
         else:
             head, tail = module.split(".switch_mlp.")
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-            dense |= {f"{head}.experts.{number}.{names[tail]}.weight": expert for number, expert in enumerate(weight)}
+            dense |= {
+                f"{head}.experts.{number}.{names[tail]}.weight": expert
+                for number, expert in enumerate(weight)
+            }
         if "bias" in parts:
             dense[f"{module}.bias"] = parts["bias"]
     return dense
 
 
 def make(
-    bits: int = 4, mode: str = "affine", kind: str = "llama", group: int | None = None, sizes: dict | None = None, **options
+    bits: int = 4,
+    mode: str = "affine",
+    kind: str = "llama",
+    group: int | None = None,
+    sizes: dict | None = None,
+    **options,
 ):
     def maker(folder):
         folder.rmdir()  # mlx-lm makes it

@@ -1,9 +1,11 @@
-"""NVIDIA Model Optimizer checkpoints by export_hf_checkpoint, as far as a CPU can quantize. Run: python make_modelopt.py OUTPUT
+"""NVIDIA Model Optimizer checkpoints by export_hf_checkpoint, as far as a CPU can quantize. Run: python
+make_modelopt.py OUTPUT
 
-The weights are dequantized in float32 by Model Optimizer's own `from_quantized_weight` and by the `dequantize` of its tensor
-classes. It has no code that reads its packed INT4, so a formula does that, and Model Optimizer's own packer must give the stored
-bytes back from the result. A `pre_quant_scale` is multiplied into the weight: the exported layer multiplies it into the input.
-NVFP4 and MX weights, too, are packed on a CPU; only the fake quantization of a forward pass needs a GPU, and is not run.
+The weights are dequantized in float32 by Model Optimizer's own `from_quantized_weight` and by the
+`dequantize` of its tensor classes. It has no code that reads its packed INT4, so a formula does that, and
+Model Optimizer's own packer must give the stored bytes back from the result. A `pre_quant_scale` is
+multiplied into the weight: the exported layer multiplies it into the input. NVFP4 and MX weights, too, are
+packed on a CPU; only the fake quantization of a forward pass needs a GPU, and is not run.
 """
 
 import copy
@@ -20,7 +22,16 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
 from writing import build, logits, run_all, save_tokenizer, stored, tokens, write_reference
 
-PARTS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale", "k_bias", "v_bias")
+PARTS = (
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "pre_quant_scale",
+    "k_scale",
+    "v_scale",
+    "k_bias",
+    "v_bias",
+)
 
 
 def dequantize_int4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -49,12 +60,18 @@ def dequantize_fp4(weight: torch.Tensor, scale: torch.Tensor, double: torch.Tens
     options = {"scale": scale, "block_sizes": {-1: shape[1] // scale.shape[1]}}
     if double is None:
         return MXFP4QTensor(shape, torch.float32, weight).dequantize(torch.float32, **options)
-    return NVFP4QTensor(shape, torch.float32, weight).dequantize(torch.float32, double_scale=double, **options)
+    return NVFP4QTensor(shape, torch.float32, weight).dequantize(
+        torch.float32, double_scale=double, **options
+    )
 
 
 def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None) -> torch.Tensor:
     if weight.dtype == torch.uint8:
-        return dequantize_int4(weight, scale) if scale.dtype == torch.float32 else dequantize_fp4(weight, scale, double)
+        return (
+            dequantize_int4(weight, scale)
+            if scale.dtype == torch.float32
+            else dequantize_fp4(weight, scale, double)
+        )
     if weight.dtype == torch.int8:
         return from_quantized_weight(weight, scale, QUANTIZATION_INT8_SQ, torch.float32)
     if scale.dtype == torch.uint8:
@@ -62,8 +79,12 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor, double: torch.T
     return dequantize_fp8(weight, scale)
 
 
-def dequantize_experts(weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None) -> torch.Tensor:
-    """Experts in one tensor, inputs before outputs; their scales share that order, or are one number for all."""
+def dequantize_experts(
+    weight: torch.Tensor, scale: torch.Tensor, double: torch.Tensor | None
+) -> torch.Tensor:
+    """Experts in one tensor, inputs before outputs; their scales share that order, or are one number for
+    all.
+    """
     if scale.dim() < 2:
         return from_quantized_weight(weight, scale.reshape(-1, 1, 1), QUANTIZATION_FP8, torch.float32)
     turned = zip(weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous(), strict=True)
@@ -96,7 +117,13 @@ def with_blocks(config: dict, size: int) -> dict:
     return config
 
 
-def make(config: dict, kind: str = "llama", kv: dict | None = None, sizes: dict | None = None, shard: str | None = None):
+def make(
+    config: dict,
+    kind: str = "llama",
+    kv: dict | None = None,
+    sizes: dict | None = None,
+    shard: str | None = None,
+):
     def maker(folder):
         model = build(kind, **(sizes or {}))
         plain = logits(model)
@@ -106,7 +133,11 @@ def make(config: dict, kind: str = "llama", kv: dict | None = None, sizes: dict 
         model = mtq.quantize(model, settings, lambda it: it(tokens()))
         export_hf_checkpoint(model, export_dir=str(folder), **({"max_shard_size": shard} if shard else {}))
         save_tokenizer(folder)
-        method = "modelopt's own dequantizers in float32; INT4 by formula, repacked to the same bytes; times pre_quant_scale"
+        method = (
+            "modelopt's own dequantizers in float32; INT4 by formula, repacked to the same bytes; "
+            "times "
+            "pre_quant_scale"
+        )
         expected = write_reference(folder, dequantize(stored(folder)), method)
         return f"the logits are {(plain - expected).norm() / expected.norm():.3f} away from the dense model's"
 

@@ -1,8 +1,9 @@
-"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its weight by the peer.
+"""Writes tests/data/goldens/<peer>-<variant>.safetensors: one tiny module packed by a peer, and rows of its
+weight by the peer.
 
-Each comes out of the maker beside this file, as a checkpoint of one layer: the stored tensors of one module, and every fourth row
-of what the maker dequantizes for its reference, in float32, or rounded once to bfloat16 where the file would grow over 5 KiB. Run
-in each environment in turn, with the peers that it has:
+Each comes out of the maker beside this file, as a checkpoint of one layer: the stored tensors of one module,
+and every fourth row of what the maker dequantizes for its reference, in float32, or rounded once to bfloat16
+where the file would grow over 5 KiB. Run in each environment in turn, with the peers that it has:
 
     python make_more_goldens.py bitsandbytes torchao quanto hqq transformers
     python make_more_goldens.py modelopt
@@ -30,9 +31,13 @@ OUTPUT = Path(__file__).parents[2] / "data" / "goldens"
 QUERY, OUTPUT_PROJECTION, EXPERTS = "self_attn.q_proj", "self_attn.o_proj", "mlp.experts"
 LIMIT = 5 * 1024
 TINY = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 16,
-}  # fmt: skip
+}
 NARROW = TINY | {"hidden_size": 32, "head_dim": 32}  # its o_proj is [32, 64]
 FEW = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
 GROUPED = TINY | {"hidden_size": 160, "head_dim": 8}  # quanto groups no row of 128 or less
@@ -42,7 +47,12 @@ def bitsandbytes(m) -> dict[str, tuple]:
     return {
         "nf4-dq": (m.make(sizes=TINY, **m.DOUBLE), QUERY),
         "fp4-storage-bf16": (
-            m.make(sizes=TINY, load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage=torch.bfloat16),
+            m.make(
+                sizes=TINY,
+                load_in_4bit=True,
+                bnb_4bit_quant_type="fp4",
+                bnb_4bit_quant_storage=torch.bfloat16,
+            ),
             QUERY,
         ),
         "int8": (m.make(sizes=TINY, **m.INT8), QUERY),
@@ -75,7 +85,10 @@ def hqq(m) -> dict[str, tuple]:
 
 def modelopt(m) -> dict[str, tuple]:
     return {
-        "fp8-2d-blockwise": (m.make(m.with_blocks(m.mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, 32), sizes=TINY), QUERY),
+        "fp8-2d-blockwise": (
+            m.make(m.with_blocks(m.mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, 32), sizes=TINY),
+            QUERY,
+        ),
         "int4-awq": (m.make(m.with_blocks(m.mtq.INT4_AWQ_CFG, 32), sizes=NARROW), OUTPUT_PROJECTION),
         "w8a8-sq": (m.make(m.mtq.INT8_SMOOTHQUANT_CFG, sizes=TINY), QUERY),
         "w8a8": (m.make(m.mtq.INT8_DEFAULT_CFG, sizes=TINY), QUERY),
@@ -106,14 +119,23 @@ def mlx(m) -> dict[str, tuple]:
     return {
         "4bit-g64": (m.make(sizes=TINY), QUERY),
         "3bit-g32": (m.make(3, group=32, sizes=TINY), QUERY),
-        **{mode: (m.make(bits, mode, sizes=TINY), QUERY) for mode, bits in (("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4))},
+        **{
+            mode: (m.make(bits, mode, sizes=TINY), QUERY)
+            for mode, bits in (("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4))
+        },
     }
 
 
 PEERS: dict[str, Callable] = {
-    "bitsandbytes": bitsandbytes, "torchao": torchao, "quanto": quanto, "hqq": hqq, "modelopt": modelopt, "autoround": autoround,
-    "transformers": transformers, "mlx": mlx,
-}  # fmt: skip
+    "bitsandbytes": bitsandbytes,
+    "torchao": torchao,
+    "quanto": quanto,
+    "hqq": hqq,
+    "modelopt": modelopt,
+    "autoround": autoround,
+    "transformers": transformers,
+    "mlx": mlx,
+}
 PACKAGES = {"quanto": "optimum-quanto", "modelopt": "nvidia-modelopt", "autoround": "auto-round"}
 
 
@@ -147,7 +169,9 @@ def compact(value) -> str:
 def description(folder: Path, module: str, peer: str) -> dict[str, str]:
     """What the file says beside its tensors: the config, and a peer's own schema of the module."""
     config = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    config = {"quant_method": "mlx", **config} if peer == "mlx" else config  # as hfq reads it where mlx-lm names none
+    config = (
+        {"quant_method": "mlx", **config} if peer == "mlx" else config
+    )  # as hfq reads it where mlx-lm names none
     found = {"quantization_config": compact(config), "rows": "every fourth"}
     found["peer"] = f"{PACKAGES.get(peer, peer)} {version(PACKAGES.get(peer, peer))}"
     if (folder / "quanto_qmap.json").exists():
@@ -158,12 +182,22 @@ def description(folder: Path, module: str, peer: str) -> dict[str, str]:
     return found
 
 
-def cut(stored: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], prefix: str) -> tuple[dict, torch.Tensor]:
+def cut(
+    stored: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], prefix: str
+) -> tuple[dict, torch.Tensor]:
     """The stored tensors of one module under the name `m`, and its weight as a linear layer's, [out, in]."""
-    tensors = {name.replace(prefix, "m", 1): tensor for name, tensor in stored.items() if name.startswith(f"{prefix}.")}
+    tensors = {
+        name.replace(prefix, "m", 1): tensor
+        for name, tensor in stored.items()
+        if name.startswith(f"{prefix}.")
+    }
     if not prefix.endswith(".experts"):
         return tensors, dense[f"{prefix}.weight"]
-    down = {name: tensor for name, tensor in tensors.items() if name.startswith("m.down_proj") and "bias" not in name}
+    down = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith("m.down_proj") and "bias" not in name
+    }
     return down, dense[f"{prefix}.down_proj"].transpose(1, 2)  # a dense expert is [in, out]
 
 

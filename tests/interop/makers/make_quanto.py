@@ -1,8 +1,10 @@
-"""optimum-quanto checkpoints in its own format, with quanto_qmap.json beside them. Run: python make_quanto.py OUTPUT
+"""optimum-quanto checkpoints in its own format, with quanto_qmap.json beside them. Run: python make_quanto.py
+OUTPUT
 
-The reference comes from quanto's own tensor classes, read from the file, and their own `dequantize`, with scales and shifts
-turned to float32 first: quanto computes in their dtype. Its load of a whole model would repack 4-bit weights for a kernel, and
-its forward pass is left out: torch's int8 kernel under it crashes on some CPUs.
+The reference comes from quanto's own tensor classes, read from the file, and their own `dequantize`, with
+scales and shifts turned to float32 first: quanto computes in their dtype. Its load of a whole model would
+repack 4-bit weights for a kernel, and its forward pass is left out: torch's int8 kernel under it crashes on
+some CPUs.
 """
 
 import torch
@@ -20,7 +22,14 @@ from optimum.quanto import (
 )
 from writing import build, run_all, save_tokenizer, stored, write_reference
 
-PARTS = (".weight._data", ".weight._scale", ".weight._shift", ".weight._data._data", ".input_scale", ".output_scale")
+PARTS = (
+    ".weight._data",
+    ".weight._scale",
+    ".weight._shift",
+    ".weight._data._data",
+    ".input_scale",
+    ".output_scale",
+)
 
 
 def load_weight(tensors: dict[str, torch.Tensor], name: str, module: QModuleMixin) -> QTensor:
@@ -28,7 +37,9 @@ def load_weight(tensors: dict[str, torch.Tensor], name: str, module: QModuleMixi
     options = {"prefix": f"{name}.weight.", "qtype": module.weight_qtype, "axis": 0, "missing_keys": []}
     options |= {"size": module.weight.size(), "stride": module.weight.stride()}
     if module.weight_qtype in (qint2, qint4):
-        return WeightQBitsTensor.load_from_state_dict(dict(tensors), group_size=module.weight_group_size, **options)
+        return WeightQBitsTensor.load_from_state_dict(
+            dict(tensors), group_size=module.weight_group_size, **options
+        )
     return WeightQBytesTensor.load_from_state_dict(dict(tensors), activation_qtype=None, **options)
 
 
@@ -45,22 +56,32 @@ def dense_tensors(folder) -> dict[str, torch.Tensor]:
     model, tensors = QuantizedModelForCausalLM.from_pretrained(folder)._wrapped, stored(folder)
     packed = {name: module for name, module in model.named_modules() if isinstance(module, QModuleMixin)}
     assert packed
-    dense = {f"{name}.weight": dequantize(load_weight(tensors, name, module)) for name, module in packed.items()}
+    dense = {
+        f"{name}.weight": dequantize(load_weight(tensors, name, module)) for name, module in packed.items()
+    }
     return dense | {name: tensor for name, tensor in tensors.items() if not name.endswith(PARTS)}
 
 
 def make(weights, kind: str = "llama", exclude: str | None = "lm_head", sizes: dict | None = None, **options):
     def maker(folder):
-        model = QuantizedModelForCausalLM.quantize(build(kind, **(sizes or {})), weights=weights, exclude=exclude, **options)
+        model = QuantizedModelForCausalLM.quantize(
+            build(kind, **(sizes or {})), weights=weights, exclude=exclude, **options
+        )
         model.save_pretrained(folder)
         save_tokenizer(folder)
-        write_reference(folder, dense_tensors(folder), "optimum-quanto's dequantize with float32 scales and shifts")
+        write_reference(
+            folder, dense_tensors(folder), "optimum-quanto's dequantize with float32 scales and shifts"
+        )
         return f"{sum(name.endswith('.weight._scale') for name in stored(folder))} packed"
 
     return maker
 
 
-ODD = {"hidden_size": 160, "intermediate_size": 416, "head_dim": 40}  # quanto then takes groups of 32 and 64, and whole rows
+ODD = {
+    "hidden_size": 160,
+    "intermediate_size": 416,
+    "head_dim": 40,
+}  # quanto then takes groups of 32 and 64, and whole rows
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MAKERS = {
     "qint8": make(qint8),

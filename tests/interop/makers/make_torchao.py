@@ -1,7 +1,8 @@
-"""torchao checkpoints, quantized and saved through transformers on the CPU. Run: python make_torchao.py OUTPUT
+"""torchao checkpoints, quantized and saved through transformers on the CPU. Run: python make_torchao.py
+OUTPUT
 
-The schema of each weight lies in the file's metadata. The weights are rebuilt and dequantized by torchao itself, with float32
-for the dtype in that schema: torchao then computes (q - zero) * scale in float32.
+The schema of each weight lies in the file's metadata. The weights are rebuilt and dequantized by torchao
+itself, with float32 for the dtype in that schema: torchao then computes (q - zero) * scale in float32.
 """
 
 import json
@@ -50,7 +51,9 @@ def dequantize(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> di
     rebuilt, dense_experts = unflatten_tensor_state_dict(tensors, wide | {"tensor_names": json.dumps(names)})
     assert not any("._weight_" in name for name in dense_experts), "a part without its weight"
     rebuilt |= dense_experts  # the schema has the names in memory: fused experts, which are never packed
-    dense = {name: tensor.dequantize() if hasattr(tensor, "qdata") else tensor for name, tensor in rebuilt.items()}
+    dense = {
+        name: tensor.dequantize() if hasattr(tensor, "qdata") else tensor for name, tensor in rebuilt.items()
+    }
     assert all(dense[name].dtype == torch.float32 for name in dense if hasattr(rebuilt[name], "qdata"))
     return dense
 
@@ -67,7 +70,9 @@ def make(quant_type, kind: str = "llama", shard: str | None = None, sizes: dict 
         with tempfile.TemporaryDirectory() as dense:
             save_dense(build(kind, **(sizes or {})), Path(dense))
             config = TorchAoConfig(quant_type, **options)
-            model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=config, device_map="cpu", dtype="auto")
+            model = AutoModelForCausalLM.from_pretrained(
+                dense, quantization_config=config, device_map="cpu", dtype="auto"
+            )
         model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
         save_tokenizer(folder)
         tensors = stored(folder)
@@ -90,7 +95,9 @@ def embeddings(config):
 
 
 E4M3 = Float8WeightOnlyConfig()
-MIXED = FqnToConfig({r"re:.*mlp\.down_proj": None, r"re:.*mlp\..*": intx(4, 64), "_default": Int8WeightOnlyConfig()})
+MIXED = FqnToConfig(
+    {r"re:.*mlp\.down_proj": None, r"re:.*mlp\..*": intx(4, 64), "_default": Int8WeightOnlyConfig()}
+)
 IN_OUT = {"include_input_output_embeddings": True}
 UNTIED = IN_OUT | {"untie_embedding_weights": True}
 MAKERS = {
@@ -107,7 +114,9 @@ MAKERS = {
     "intx3-g32": make(intx(3, 32)),
     "intx2-g64": make(intx(2, 64)),
     "intx8-g32-scale-f32": make(intx(8, 32, scale_dtype=torch.float32)),
-    "int8dyn-intx4-g32": make(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))),
+    "int8dyn-intx4-g32": make(
+        Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    ),
     "intx4-g32-lmhead": make(intx(4, 32), **IN_OUT),
     "int8wo-lmhead": make(Int8WeightOnlyConfig(), **IN_OUT),
     "intx-embeddings": make(embeddings(intx(8, 32)), **IN_OUT),

@@ -1,8 +1,10 @@
-"""Checkpoints in the formats of transformers itself: fine-grained FP8 and gpt-oss' MXFP4. Run: python make_transformers.py OUTPUT
+"""Checkpoints in the formats of transformers itself: fine-grained FP8 and gpt-oss' MXFP4. Run: python
+make_transformers.py OUTPUT
 
-The FP8 weights come out of transformers' own quantize op. A matrix that does not tile is padded with zeros first and cut
-afterwards, which is the ceil grid of the original files; the op is also what dequantizes, into float32. MXFP4 has no writer
-outside a GPU, so its blocks are encoded here after the OCP specification and read back by transformers' own code.
+The FP8 weights come out of transformers' own quantize op. A matrix that does not tile is padded with zeros
+first and cut afterwards, which is the ceil grid of the original files; the op is also what dequantizes, into
+float32. MXFP4 has no writer outside a GPU, so its blocks are encoded here after the OCP specification and
+read back by transformers' own code.
 """
 
 import re
@@ -28,11 +30,20 @@ def quantize_blocks(weight: torch.Tensor, config) -> tuple[torch.Tensor, torch.T
     padded = pad(weight, (0, -columns % width, 0, -rows % height))
     codes, scales = Fp8Quantize(quantizer).convert({"m.weight": padded}).values()
     wide = Fp8Dequantize(quantizer)._dequantize_one(codes, scales, output_dtype=torch.float32)
-    return codes[:rows, :columns], scales if config.weight_block_size else scales.squeeze(), wide[:rows, :columns]
+    return (
+        codes[:rows, :columns],
+        scales if config.weight_block_size else scales.squeeze(),
+        wide[:rows, :columns],
+    )
 
 
 def fp8(
-    kind: str, scale_fmt: str = "float", unquantized: tuple = (), as_bytes: bool = False, block: tuple | None = BLOCK, **sizes
+    kind: str,
+    scale_fmt: str = "float",
+    unquantized: tuple = (),
+    as_bytes: bool = False,
+    block: tuple | None = BLOCK,
+    **sizes,
 ):
     """`as_bytes` stores ue8m0 scales as U8."""
 
@@ -50,7 +61,10 @@ def fp8(
             packed[name] = codes
             packed[f"{name}_scale_inv"] = scales.view(torch.uint8) if as_bytes else scales
         rewrite(folder, packed, {**config.to_dict(), "weight_block_size": list(block) if block else None})
-        method = "transformers' Fp8Dequantize._dequantize_one into float32, over a zero-padded matrix where it does not tile"
+        method = (
+            "transformers' Fp8Dequantize._dequantize_one into float32, over a zero-padded matrix where "
+            "it does not tile"
+        )
         expected = write_reference(folder, dense, method)
         return stock_error(folder, expected)
 
@@ -62,7 +76,9 @@ def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = weight.float().unflatten(-1, (-1, 32))
     exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=2.0**-120))) - 2
     scaled = groups / torch.exp2(exponent)[..., None]
-    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1).to(torch.uint8) | (
+        (scaled < 0).to(torch.uint8) << 3
+    )
     return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
 
 

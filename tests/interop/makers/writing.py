@@ -1,7 +1,9 @@
-"""What every maker here shares: tiny models with random weights, and the reference logits that lie beside a checkpoint.
+"""What every maker here shares: tiny models with random weights, and the reference logits that lie beside a
+checkpoint.
 
-A reference is the output of a plain transformers model in float32 whose weights are the exactly dequantized ones. Its tensors
-come under the names of a dense checkpoint on disk, so a mixture of experts is given expert by expert, as the hub holds it.
+A reference is the output of a plain transformers model in float32 whose weights are the exactly dequantized
+ones. Its tensors come under the names of a dense checkpoint on disk, so a mixture of experts is given expert
+by expert, as the hub holds it.
 """
 
 import argparse
@@ -23,9 +25,17 @@ logging.disable_progress_bar()
 VOCABULARY = 256
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 128, "initializer_range": 0.06, "tie_word_embeddings": False, **_IDS,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+    **_IDS,
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _OWN = {
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": 0.06, "dropout": 0.0},
@@ -34,18 +44,36 @@ _OWN = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True, "head_dim": 64},
-    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 256, "use_sliding_window": False},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 256,
+        "use_sliding_window": False,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
     "llama4_text": {
-        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 256, "interleave_moe_layer_step": 1, "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 1,
+        "head_dim": 32,
         "no_rope_layers": [1, 1],
     },
     "deepseek_v3": {
-        **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-        "first_k_dense_replace": 1, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },
-}  # fmt: skip
+}
 
 
 def build(kind: str = "llama", **overrides) -> torch.nn.Module:
@@ -92,9 +120,15 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], quantization_config: dict) -> None:
     """Writes a checkpoint by hand into the folder of a dense one."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}, indent=1))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": quantization_config}, indent=1)
+    )
 
 
 def logits(model) -> torch.Tensor:
@@ -103,12 +137,17 @@ def logits(model) -> torch.Tensor:
 
 
 def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits of the plain model described in `folder` that holds these dense tensors, all of it in float32."""
+    """The logits of the plain model described in `folder` that holds these dense tensors, all of it in
+    float32.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         config = json.loads((folder / "config.json").read_text())
         config.pop("quantization_config", None)
         (Path(temporary) / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-        wide = {name: (t.float() if t.is_floating_point() else t).contiguous().clone() for name, t in tensors.items()}
+        wide = {
+            name: (t.float() if t.is_floating_point() else t).contiguous().clone()
+            for name, t in tensors.items()
+        }
         save_file(wide, Path(temporary) / "model.safetensors", {"format": "pt"})
         options = {"dtype": torch.float32, "output_loading_info": True}
         model, loading = AutoModelForCausalLM.from_pretrained(temporary, **options)
@@ -123,7 +162,9 @@ def dense_logits(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str) -> torch.Tensor:
-    """Writes reference_weightonly.safetensors from the dequantized checkpoint; `method` says who dequantized and how."""
+    """Writes reference_weightonly.safetensors from the dequantized checkpoint; `method` says who dequantized
+    and how.
+    """
     expected = dense_logits(folder, tensors)
     assert torch.isfinite(expected).all()
     result = {"input_ids": tokens(), "logits_fp32_weightonly": expected}
@@ -132,7 +173,9 @@ def write_reference(folder: Path, tensors: dict[str, torch.Tensor], method: str)
 
 
 def stock_error(folder: Path, expected: torch.Tensor) -> str:
-    """How far the logits of an ordinary load by transformers are from the reference, in words; never raises."""
+    """How far the logits of an ordinary load by transformers are from the reference, in words; never
+    raises.
+    """
     try:
         found = logits(AutoModelForCausalLM.from_pretrained(folder))
     except Exception as error:
@@ -157,7 +200,11 @@ def run_all(peer: str, makers: dict[str, Callable[[Path], object]]) -> None:
             note = make(folder)
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
-            print(f"SKIPPED {name}: {type(error).__name__}: {str(error)[:600]}\n{traceback.format_exc(limit=-3)}", flush=True)
+            print(
+                f"SKIPPED {name}: {type(error).__name__}: "
+                f"{str(error)[:600]}\n{traceback.format_exc(limit=-3)}",
+                flush=True,
+            )
         else:
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"MADE {name}: {size // 1024} KiB; {note or ''}", flush=True)
