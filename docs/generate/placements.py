@@ -16,7 +16,7 @@ from hfq.formats.base import FormatVariant
 
 __all__ = ["as_markdown"]
 
-# ruff: noqa: E501  (rows of a table)
+
 _BY_ID = {case.id: case for case in CASES}
 _HOMES = {
     "none": "ZeRO-3, device",

@@ -126,10 +126,8 @@ class _Modes:
 
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        devices = {
-            "cpu",
-            *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else []),
-        }  # type: ignore[union-attr]
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted(devices)

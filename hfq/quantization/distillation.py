@@ -157,10 +157,10 @@ class _Layer:
         self.centred = as_weight(weight_format, recipe, {**packed, "scales": torch.ones_like(self.scales)})
         in_features = self.centred.shape[1]
         g_idx = packed.get("g_idx")
-        is_listed = g_idx is not None and g_idx.numel() == in_features
-        self.group = (
-            g_idx.long() if is_listed else torch.arange(in_features) // (in_features // len(self.scales))
-        )  # type: ignore[union-attr]
+        if g_idx is not None and g_idx.numel() == in_features:
+            self.group = g_idx.long()
+        else:
+            self.group = torch.arange(in_features) // (in_features // len(self.scales))
         self.ratio = nn.Parameter(torch.ones_like(self.scales, dtype=torch.float32))
 
     def put(self, rounded: bool) -> None:

@@ -235,7 +235,7 @@ def test_the_links_of_the_hub_cache_are_followed(tmp_path):
 def test_the_links_of_the_hub_cache_are_followed_from_within(tmp_path, cwd, root):
     snapshot, _ = hub_cache(tmp_path)
     os.symlink("../../blobs/f00", snapshot / "model.safetensors")
-    code = "import os, sys, hfq; os.chdir(sys.argv[1]); print(list(Checkpoint.open(sys.argv[2]).tensors))"
+    code = "import os, sys; from hfq.checkpoint import Checkpoint; os.chdir(sys.argv[1]); print(list(Checkpoint.open(sys.argv[2]).tensors))"
     result = run_python(code, snapshot / cwd, root)
     assert result.stdout == "['a']\n", result.stderr
 

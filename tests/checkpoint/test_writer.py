@@ -33,8 +33,9 @@ def path(tmp_path):
 def content(path):
     with safe_open(path, "pt") as file:
         return {
-            name: bytes(file.get_tensor(name).reshape(-1).view(torch.uint8).tolist()) for name in file.keys()
-        }  # noqa: SIM118
+            name: bytes(file.get_tensor(name).reshape(-1).view(torch.uint8).tolist())
+            for name in file.keys()  # noqa: SIM118
+        }
 
 
 def assert_untouched(path):

@@ -9,19 +9,19 @@ from hfq.formats import FORMATS, detect_formats
 from hfq.formats.layouts.rounding import round_weight, rounded_tensors
 from hfq.quantization.textbook.linear import absmax
 from hfq.recipes.recipe import METHODS, Recipe
-from hfq.recipes.schemes import OUTPUTS
+from hfq.recipes.schemes import SCHEMES
 from hfq.tensor_spec import ByteRange, TensorInfo
 
 WEIGHT = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)) * 0.02
 RECIPES = [
     *(Recipe(method=method) for method in METHODS),
-    Recipe(method="glm", bits=8),
+    Recipe(method="w4a16", bits=8),
     Recipe(method="rtn", bits=3, group_size=-1, sym=False),
 ]
 
 
 def named(recipe):
-    return f"{recipe.method}-{recipe.num_bits}-{recipe.group_size}"
+    return f"{recipe.method}-{recipe.bits}-{recipe.group_size}"
 
 
 def infos_of(recipe, size=(256, 512)):
@@ -51,9 +51,9 @@ def test_the_tensors_are_those_that_were_announced_and_are_detected_as_their_dia
     assert torch.equal(detected.resolve("m", made).dequantize(made), weight_format.dequantize(made))
 
 
-@pytest.mark.parametrize(("method", "bits"), [("glm", 4), ("glm", 8), ("w8a8", 8), ("w8a16", 8)])
+@pytest.mark.parametrize(("method", "bits"), [("w4a16", 4), ("w4a16", 8), ("w8a8", 8), ("w8a16", 8)])
 def test_rows_are_rounded_by_their_largest_magnitude(method, bits):
-    recipe = Recipe.of({"method": method, "num_bits": bits if method == "glm" else None})
+    recipe = Recipe.of({"method": method, "bits": bits if method == "w4a16" else None})
     weight_format = recipe.weight_format([(256, 512)])
     made = round_weight("m", WEIGHT, weight_format)
     exact = absmax(WEIGHT, bits, "channel")
@@ -78,7 +78,7 @@ def test_mxfp4_scales_are_powers_of_two_of_the_largest_exponent():
     assert (error <= amax / 4 + 1e-9).all()  # 8 of 4 * 2^e rounds down to 6
 
 
-@pytest.mark.parametrize("method", ["glm", "w8a8", "w8a16", "mxfp4", "fp8", "rtn"])
+@pytest.mark.parametrize("method", ["w4a16", "w8a8", "w8a16", "mxfp4", "fp8", "rtn"])
 def test_a_row_of_zeros_stays_zeros(method):
     weight = WEIGHT.clone()
     weight[7] = 0
@@ -87,5 +87,5 @@ def test_a_row_of_zeros_stays_zeros(method):
 
 
 def test_outputs_are_methods_and_no_dialects_of_their_own():
-    assert OUTPUTS.keys() <= METHODS.keys()
+    assert SCHEMES.keys() <= METHODS.keys()
     assert not {name for name in FORMATS if "Rows" in FORMATS[name].__name__}

@@ -181,7 +181,7 @@ def test_biases_transposed_layers_and_experts_are_packed_as_quantize_packs_them(
     options |= {"modules_to_not_convert": ["experts.1", "q_proj"]} if kind == "mixtral" else {}
     config = config_of(options)
     skipped = config.modules_to_not_convert
-    hfq.quantize(family, config.recipe, modules_to_not_convert=skipped)
+    hfq.quantize(family, config.recipe, tmp_path / "written", modules_to_not_convert=skipped)
     expected = logits(load(tmp_path / "written"), IDS)
     model = load(family, {"": "disk" if kind == "mixtral" else "cpu"}, folder, **options)
     assert torch.equal(logits(model, IDS), expected)

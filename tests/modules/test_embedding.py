@@ -107,9 +107,9 @@ def test_the_first_token_behind_the_table_is_out_of_range(table):
 def test_a_row_is_dequantized_once_and_no_others_with_it(table, monkeypatch):
     module, weight, _, _ = table
     panels, real = [], type(module.weight_format).dequantize_into
-    noting = lambda self, panel, tensors, start: (
+    noting = lambda self, panel, tensors, start: (  # noqa: E731
         panels.append((start, len(panel))) or real(self, panel, tensors, start)
-    )  # noqa: E731
+    )
     monkeypatch.setattr(type(module.weight_format), "dequantize_into", noting)
     multiple = module.weight_format.row_multiple
     module(torch.tensor([[33, 2], [2, 33]]))

@@ -164,9 +164,9 @@ def build(folder):
         offload: bool = True,
         dtype: torch.dtype = torch.float32,
         layers: int = 4,
-        options: OffloadOptions = OffloadOptions(),
+        options: OffloadOptions = OffloadOptions(),  # noqa: B008
         resident: tuple[str, ...] = (),
-        device: str = "cpu",  # noqa: B008
+        device: str = "cpu",
     ) -> Stack:
         checkpoint = Checkpoint.open(folder)
         reader = Reader(checkpoint)
