@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hfq.cli import compare, convert, evaluate, formats, inspect, profile_machine, quantize, report, reshard
+from hfq.cli import compare, convert, evaluate, formats, inspect, plot, profile_machine, quantize, reshard
 from hfq.cli.bench.bench_command import EXAMPLE, bench
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
@@ -55,7 +55,7 @@ app.command("verify")(compare.verify)
 app.command("calibrate")(profile_machine.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("quantize")(quantize.quantize)
-app.command("report")(report.report)
+app.command("report")(plot.report)
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
