@@ -71,10 +71,23 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(code, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "no leave"})
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(found[1], found[2] or "main")
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
+            return self._tree(found[1])
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(*found.groups())
         _, _, name, file = path.split("/", 3)
         return self._file(name.replace("--", "/"), file)
+
+    def do_HEAD(self):
+        """What huggingface_hub asks of a file before it downloads it whole."""
+        hub, path = self.server.hub, unquote(urlsplit(self.path).path)
+        name, commit, file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path).groups()
+        data = (hub.models[name] / file).read_bytes()
+        self.send_response(200)
+        for header, value in {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}.items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
 
     def _info(self, name, revision):
         hub = self.server.hub
@@ -92,10 +105,24 @@ class _Handler(BaseHTTPRequestHandler):
             200, json.dumps({"id": name, "sha": sha, "private": False, "siblings": siblings}).encode()
         )
 
+    def _tree(self, name):
+        root = self.server.hub.models[name]
+        files = sorted(file for file in root.rglob("*") if file.is_file())
+        entries = [
+            {
+                "type": "file",
+                "oid": "0" * 40,
+                "path": file.relative_to(root).as_posix(),
+                "size": file.stat().st_size,
+            }
+            for file in files
+        ]
+        return self._send(200, json.dumps(entries).encode())
+
     def _resolve(self, name, commit, file):
         hub = self.server.hub
         assert commit == hub.commit(name), "a request that names no commit"
-        if not file.endswith(".safetensors"):
+        if not file.endswith(".safetensors") or "range" not in self.headers:
             return self._file(name, file)
         part = self.headers["range"].removeprefix("bytes=").partition("-")[0]
         tag = "other" if "other tag" in hub.faults and part != "0" else "same"

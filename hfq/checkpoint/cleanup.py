@@ -97,13 +97,13 @@ def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, str]]:
                 continue
             if _TEMPORARY.match(entry.name):
                 if entry.is_dir():
-                    yield entry, "hfq pack"
+                    yield entry, "hfq reshard"
                 elif ".headers.zip." in entry.name:
                     yield entry, "hfq plan"
                 elif ".safetensors." in entry.name or ".json." in entry.name:
                     yield entry, "a save"
             elif _CALIBRATION.match(entry.name) and entry.is_file():
-                yield entry, "hfq calibrate"
+                yield entry, "hfq profile-machine"
     for entry in sorted(Path(tempfile.gettempdir()).iterdir()):
         if _DESCRIBED.match(entry.name) and entry.is_dir() and not entry.is_symlink():
             yield entry, _LOAD

@@ -59,7 +59,7 @@ class Checkpoint:
                 file=root,
                 expected="a folder with config.json and *.safetensors",
                 found="nothing",
-                fix="check the path; a model of the hub is named `organisation/model`",
+                fix="check the path; a model of the hub is named `organization/model`",
             )
         if not root.is_dir():
             raise CheckpointError(

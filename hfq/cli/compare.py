@@ -1,51 +1,66 @@
-"""`hfq verify A B`: are two checkpoints, or two placements of one, the same model?"""
+"""`hfq compare A B`: whether two checkpoints, or two placements of one, are the same model."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.cli.model_argument import model_folder
+
 if TYPE_CHECKING:
     from hfq.evaluation.compare import Comparison
 
-__all__ = ["verify"]
+__all__ = ["compare"]
 
 _MOST_ROWS = 40
 
 
-def verify(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder.")],
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="Folder or Hub id of a checkpoint.")],
     second: Annotated[
-        Path, typer.Argument(metavar="B", help="Another, or the same to compare two placements.")
+        str, typer.Argument(metavar="B", help="Another one, or the same one to compare two placements.")
     ],
-    placement_a: Annotated[
-        str, typer.Option(help="Where A's weights rest: cpu, disk, auto, cuda:0, or a device map in JSON.")
-    ] = "cpu",
-    placement_b: Annotated[str, typer.Option(help="Where B's do.")] = "cpu",
-    text: Annotated[
-        Path | None, typer.Option(help="A text whose first tokens are the prompt; by default random ids.")
+    revision_a: Annotated[
+        str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of A on the Hub.")
     ] = None,
-    logits: Annotated[bool, typer.Option(help="Whether to run both models on the prompt.")] = True,
+    revision_b: Annotated[
+        str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of B on the Hub.")
+    ] = None,
+    device_map_a: Annotated[
+        str, typer.Option(metavar="MAP", help="Of A: cpu, disk, auto, cuda:0, or a device map as JSON.")
+    ] = "cpu",
+    device_map_b: Annotated[str, typer.Option(metavar="MAP", help="Of B.")] = "cpu",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text whose first tokens are the prompt; by default fixed random ids."
+        ),
+    ] = None,
+    logits: Annotated[bool, typer.Option(help="Also run both models on the prompt.")] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, with the sha256 of every tensor.")
     ] = False,
 ) -> None:
-    """Compare two models by bytes, numbers and logits. Exit status: 0 the same, 1 not the same, 2 could not
-    be compared.
+    """Compares two models by bytes, numbers, and logits.
+
+    The exit status is 0 if they are equal, 1 if they differ, and 2 if they cannot be compared.
     """
     from hfq.errors import HfqError
     from hfq.evaluation.compare import compare as run
 
     try:
-        found = run(first, second, placement_a=placement_a, placement_b=placement_b, text=text, logits=logits)
+        folders = model_folder(first, revision_a), model_folder(second, revision_b)
+        found = run(*folders, placement_a=device_map_a, placement_b=device_map_b, text=text, logits=logits)
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    found = replace(found, first=first, second=second)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:

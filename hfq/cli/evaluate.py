@@ -1,14 +1,15 @@
-"""`hfq eval PATH… --text FILE`: what checkpoints keep of a text and of the model they were made from, against
-their size.
-"""
+"""`hfq evaluate MODEL… --text FILE`: quality of checkpoints against their size."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hfq.cli.model_argument import model_folder
 
 if TYPE_CHECKING:
     from hfq.evaluation.evaluate import Quality
@@ -39,57 +40,85 @@ _NOTE = (
 )
 
 
+Models = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL...", help="Folders or Hub ids of checkpoints, each with its tokenizer."),
+]
+Text = Annotated[Path, typer.Option(metavar="FILE", help="Text in UTF-8.")]
+Revision = Annotated[
+    str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of every MODEL on the Hub.")
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Model to compare with, for example the unquantized one."),
+]
+ReferenceRevision = Annotated[
+    str | None,
+    typer.Option(metavar="REVISION", help="Branch, tag, or commit of the reference on the Hub."),
+]
+MaxSeqLength = Annotated[
+    int | None, typer.Option(help="Tokens per window; by default 512, or what the models support.")
+]
+Stride = Annotated[
+    int | None, typer.Option(help="Tokens between the starts of windows; by default they do not overlap.")
+]
+BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
+DeviceMap = Annotated[
+    str, typer.Option(metavar="MAP", help="cpu, disk, auto, cuda:0, or a device map as JSON.")
+]
+Dtype = Annotated[str, typer.Option(help="Of activations: float32, bfloat16, float16, or auto.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Also write evaluation.md, evaluation.json, and evaluation.png here."
+    ),
+]
+
+
 def evaluate(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="PATH...", help="The checkpoints' folders, each with its tokenizer."),
-    ],
-    text: Annotated[Path, typer.Option(help="A text file in UTF-8.")],
-    reference: Annotated[
-        Path | None, typer.Option(help="The model to compare with, as the one they were made from.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window; by default 512, or what the models take.")
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="How far apart windows begin; by default they do not overlap.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Windows of a forward.")] = 8,
-    placement: Annotated[str, typer.Option(help="cpu, disk, auto, cuda:0, or a device map in JSON.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="Of activations: float32, bfloat16, float16, or auto.")
-    ] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write eval.md, eval.json and eval.png into this folder, too.")
-    ] = None,
+    models: Models,
+    text: Text,
+    revision: Revision = None,
+    reference: Reference = None,
+    reference_revision: ReferenceRevision = None,
+    max_seq_length: MaxSeqLength = None,
+    stride: Stride = None,
+    batch_size: BatchSize = 8,
+    device_map: DeviceMap = "cpu",
+    dtype: Dtype = "float32",
+    as_json: AsJson = False,
+    output_dir: OutputDir = None,
 ) -> None:
-    """Score checkpoints on a text: perplexity, divergence from a reference, bits per weight, bytes,
-    seconds.
-    """
+    """Measures perplexity, divergence from a reference, bits per weight, size, and time of checkpoints."""
     from hfq.evaluation.evaluate import evaluate
 
-    rows = evaluate(
-        paths,
+    folders = [model_folder(model, revision) for model in models]
+    names = dict(zip(folders, models, strict=True))
+    known = None if reference is None else model_folder(reference, reference_revision)
+    found = evaluate(
+        folders,
         text,
-        reference=reference,
-        sequence_length=sequence_length,
+        reference=known,
+        sequence_length=max_seq_length,
         stride=stride,
-        batch_size=batch,
-        placement=placement,
+        batch_size=batch_size,
+        placement=device_map,
         dtype=dtype,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    report = _report(rows, text, placement, dtype)
-    if out is not None:
-        report.write(out, "eval")
+    names |= {} if known is None or reference is None else {known: reference}
+    rows = [replace(row, path=names.get(row.path, row.path)) for row in found]
+    report = _report(rows, text, device_map, dtype)
+    if output_dir is not None:
+        report.write(output_dir, "evaluation")
     if as_json:
         print(report.to_json())
     else:
         _print(rows)
 
 
-def _report(rows: list[Quality], text: Path, placement: str, dtype: str) -> Report:
+def _report(rows: list[Quality], text: Path, device_map: str, dtype: str) -> Report:
     from hfq.plots.charts import Scatter
     from hfq.tables import Report, Table
 
@@ -104,7 +133,7 @@ def _report(rows: list[Quality], text: Path, placement: str, dtype: str) -> Repo
     quality = "mean KL(reference || checkpoint), nats" if has_reference else "perplexity"
     facts = {
         "text": f"{text.name}, {rows[0].score.tokens:,} scored tokens",
-        "placement": placement,
+        "device map": device_map,
         "dtype of activations": dtype,
         "reference": next((name for name, row in zip(names, rows, strict=True) if row.is_reference), "none"),
     }

@@ -50,7 +50,7 @@ A linear layer `gate_up_proj` that a checkpoint stores as `gate_proj` and `up_pr
 def formats(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/formats.md.")] = False,
 ) -> None:
-    """List the dialects that hfq reads, and those it refuses by name."""
+    """Lists the formats that hfq reads, and those that it recognizes and does not support."""
     from rich.console import Console
     from rich.table import Table
 

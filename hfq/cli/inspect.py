@@ -1,4 +1,4 @@
-"""`hfq inspect PATH`: what a checkpoint holds, from its headers alone."""
+"""`hfq inspect MODEL`: what a checkpoint holds, from its headers alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hfq.cli.model_argument import Model, Revision, model_headers
 
 if TYPE_CHECKING:
     from hfq.checkpoint import Checkpoint
@@ -21,24 +23,20 @@ _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="Its folder, or a model of the hub, of which headers are fetched."
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    model: Model,
+    revision: Revision = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Say which kernel multiplies on this CPU, and why not another.")
+        bool, typer.Option("--kernels", help="Show which kernel runs on this CPU, and why no other does.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say what a checkpoint holds: dialect by module, bits per weight, bytes per layer, alignment, anything
-    odd.
+    """Shows the format of each module, bits per weight, bytes per layer, alignment, and anything unusual.
+
+    Of a model on the Hub only headers are fetched.
     """
     from hfq.checkpoint import Checkpoint
-    from hfq.cli.model_argument import named_checkpoint
 
-    with named_checkpoint(path) as found:
+    with model_headers(model, revision) as found:
         report = {**inspect_checkpoint(Checkpoint.open(found.folder), kernels), "path": found.name}
     if as_json:
         print(json.dumps(report, indent=2))

@@ -3,33 +3,161 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from hfq.cli import compare, convert, evaluate, formats, inspect, plot, profile_machine, quantize, reshard
-from hfq.cli.bench.bench_command import EXAMPLE, bench
+from hfq.cli import (
+    compare,
+    convert,
+    evaluate,
+    formats,
+    inspect,
+    plot,
+    profile_machine,
+    quantize,
+    reshard,
+)
+from hfq.cli.bench.bench_command import bench
 from hfq.cli.demo import command as demo
 from hfq.cli.doctor import command as doctor
 from hfq.cli.plan import command as plan
 from hfq.errors import HfqError
 from hfq.version import __version__
 
-__all__ = ["app", "main"]
+__all__ = ["VERBS", "Verb", "app", "main"]
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 plus the number of SIGINT, as in a shell."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command.
+
+    Attributes:
+        name: The verb.
+        run: The function that carries it out. Its parameters are the options.
+        help: One line of help.
+        example: A command line that ends the help page.
+        resume: What to do after an interruption, in one sentence.
+    """
+
+    name: str
+    run: Callable[..., None]
+    help: str
+    example: str
+    resume: str = "Run the same command again."
+
+
+VERBS = (
+    Verb(
+        "inspect",
+        inspect.inspect,
+        "Show formats, bits per weight, and size of a checkpoint.",
+        "hfq inspect Qwen/Qwen3-8B-AWQ",
+    ),
+    Verb(
+        "plan",
+        plan.plan,
+        "Predict memory use and speed before loading a model.",
+        "hfq plan Qwen/Qwen3-8B-AWQ --gpu 8GiB --cpu 16GiB",
+    ),
+    Verb("formats", formats.formats, "List supported and unsupported formats.", "hfq formats"),
+    Verb(
+        "doctor",
+        doctor.doctor,
+        "Check this machine, a checkpoint, or a launcher config for problems.",
+        "hfq doctor Qwen3-8B-AWQ --config deepspeed.json",
+    ),
+    Verb(
+        "profile-machine",
+        profile_machine.profile_machine,
+        "Measure this machine so that `plan` can predict speed.",
+        "hfq profile-machine --folder /mnt/nvme",
+        "Run the same command again; no profile was written.",
+    ),
+    Verb(
+        "bench",
+        bench,
+        "Measure load time, memory, and tokens per second.",
+        "hfq bench Qwen/Qwen3-8B-AWQ --device-map disk -p 128 -n 16 -t 1,2",
+    ),
+    Verb(
+        "quantize",
+        quantize.quantize,
+        "Quantize a checkpoint and save it in a standard format.",
+        "hfq quantize Qwen/Qwen3-8B Qwen3-8B-GPTQ --method gptq --bits 4 --dataset wikitext2",
+        "Run the same command again: it continues after the last finished decoder layer.",
+    ),
+    Verb(
+        "convert",
+        convert.convert,
+        "Change the format without changing any weight.",
+        "hfq convert Qwen3-8B-GPTQ Qwen3-8B-GPTQ-v2 --to gptq_v2",
+        "Run the same command again; OUT was not created.",
+    ),
+    Verb(
+        "reshard",
+        reshard.reshard,
+        "Write one aligned shard per decoder layer for faster offloading.",
+        "hfq reshard Qwen3-8B-AWQ Qwen3-8B-AWQ-aligned",
+        "Run the same command again; OUT was not created.",
+    ),
+    Verb(
+        "evaluate",
+        evaluate.evaluate,
+        "Measure perplexity and divergence from a reference.",
+        "hfq evaluate Qwen3-8B-GPTQ Qwen3-8B-AWQ --reference Qwen/Qwen3-8B --text held_out.txt",
+    ),
+    Verb(
+        "compare",
+        compare.compare,
+        "Check whether two checkpoints or placements are the same model.",
+        "hfq compare Qwen3-8B-GPTQ Qwen3-8B-GPTQ-v2",
+    ),
+    Verb(
+        "plot",
+        plot.plot,
+        "Draw charts from JSON results.",
+        "hfq plot plan.json evaluation.json --html --output-dir charts",
+    ),
+    Verb("demo", demo.demo, "Run a model that does not fit in memory.", "hfq demo"),
+)
+"""Every verb, in the order of the help page."""
+
+
+class _Group(TyperGroup):
+    """The group of all verbs; an interruption ends it with one line and its own exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb of a command line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            resume = {verb.name: verb.resume for verb in VERBS}.get(ctx.invoked_subcommand or "", Verb.resume)
+            print(f"Interrupted. {resume}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
 
 app = typer.Typer(
     name="hfq",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Load any quantized checkpoint into any placement, or make one: packed everywhere, exact, nothing "
-    "silent.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run, quantize, and check quantized models that do not fit in memory.",
+    epilog="\b\nExample:\n  hfq plan Qwen/Qwen3-8B-AWQ --cpu 8GiB",
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_asked: bool) -> None:
+    if is_asked:
         print(f"hfq {__version__}")
         raise typer.Exit
 
@@ -39,23 +167,25 @@ def _options(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
-):
+) -> None:
     pass
 
 
-app.command("inspect")(inspect.inspect)
-app.command("formats")(formats.formats)
-app.command("demo")(demo.demo)
-app.command("bench", epilog=EXAMPLE)(bench)
-app.command("pack")(reshard.pack)
-app.command("plan")(plan.plan)
-app.command("convert")(convert.convert)
-app.command("eval")(evaluate.evaluate)
-app.command("verify")(compare.verify)
-app.command("calibrate")(profile_machine.calibrate)
-app.command("doctor")(doctor.doctor)
-app.command("quantize")(quantize.quantize)
-app.command("report")(plot.report)
+def _add(verb: Verb, name: str | None = None) -> None:
+    add = app.command(
+        name or verb.name,
+        help=verb.help,
+        short_help=verb.help,
+        epilog=f"\b\nExample:\n  {verb.example}",
+        hidden=name is not None,
+    )
+    add(verb.run)
+
+
+for _verb in VERBS:
+    _add(_verb)
+    if _verb.name == "doctor":
+        _add(_verb, "env")  # transformers' word for the part of it that looks at the machine
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -63,7 +193,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
 
     Args:
         arguments: The verb and its options; those of the process by default.
-        program: What the command calls itself.
+        program: Name of the command in help and messages.
     """
     try:
         app(arguments, prog_name=program)

@@ -1,6 +1,4 @@
-"""The checkpoint that a command is given, by its folder or by its name on the hub; what was fetched for it is
-told.
-"""
+"""The MODEL argument of every verb: a folder, or the id of a model on the Hub."""
 
 from __future__ import annotations
 
@@ -8,25 +6,83 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     from hfq.integrations.hub.find import FoundCheckpoint
 
-__all__ = ["named_checkpoint"]
+__all__ = ["Model", "Out", "Revision", "model_folder", "model_headers"]
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id of the checkpoint.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder to create; it must be absent or empty.")]
+Revision = Annotated[
+    str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of MODEL on the Hub.")
+]
 
 
 @contextlib.contextmanager
-def named_checkpoint(path: str | os.PathLike) -> Iterator[FoundCheckpoint]:
-    """The folder of a checkpoint, during a block; on standard error, how many bytes were fetched of a model
-    of the hub.
+def model_headers(model: str, revision: str | None = None) -> Iterator[FoundCheckpoint]:
+    """A context manager that yields a folder with the headers of a model.
+
+    Of a model that is only on the Hub, headers are fetched. Standard error says how many bytes.
+
+    Args:
+        model: Folder or Hub id.
+        revision: Branch, tag, or commit on the Hub; None for the default branch.
 
     Raises:
-        CheckpointError: As `hfq.integrations.hub.find.find_checkpoint`.
+        CheckpointError: The Hub has no such model or revision, or cannot be reached.
+        SetupError: The revision belongs to a folder, or is part of the id.
     """
     from hfq.integrations.hub.find import find_checkpoint
 
-    with find_checkpoint(path) as found:
+    _check_revision(model, revision)
+    with find_checkpoint(model, revision) as found:
         if found.commit is not None:
             print(found, file=sys.stderr, flush=True)
         yield found
+
+
+def model_folder(model: str, revision: str | None = None) -> str:
+    """Returns the folder of a model with its weights; a model on the Hub is downloaded into the Hub's cache.
+
+    Args:
+        model: Folder or Hub id.
+        revision: Branch, tag, or commit on the Hub; None for the default branch.
+
+    Raises:
+        CheckpointError: The Hub has no such model or revision, or cannot be reached.
+        SetupError: The revision belongs to a folder, or is part of the id.
+    """
+    from hfq.integrations.hub.find import is_hub_id
+
+    _check_revision(model, revision)
+    if not is_hub_id(model):
+        return model
+    from hfq.integrations.hub.download import download_checkpoint
+
+    return download_checkpoint(model, revision)
+
+
+def _check_revision(model: str, revision: str | None) -> None:
+    """Raises an error for a revision that would be ignored or misread."""
+    from hfq.errors import SetupError
+    from hfq.integrations.hub.find import is_hub_id
+
+    name, at, tag = model.partition("@")
+    if at and is_hub_id(name) and not os.path.lexists(model):
+        raise SetupError(
+            f"{model} is not the id of a model.",
+            expected="a folder, or organization/model",
+            found=model,
+            fix=f"Pass {name} --revision {tag}.",
+        )
+    if revision is not None and not is_hub_id(model):
+        raise SetupError(
+            f"--revision {revision} applies to models on the Hub only.",
+            expected="organization/model",
+            found=f"the path {model}",
+            fix="Leave out --revision.",
+        )

@@ -1,6 +1,4 @@
-"""`hfq report FILE…`: pictures and one HTML page of what benches, evaluations, plans and `hfq.report` wrote
-as JSON.
-"""
+"""`hfq plot FILE…`: charts, and one HTML page, of JSON results."""
 
 from __future__ import annotations
 
@@ -9,29 +7,30 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["report"]
+__all__ = ["plot"]
 
 
-def report(
+def plot(
     files: Annotated[
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON of hfq.report(model).save(FILE), hfq plan, hfq eval, or a benchmark.",
+            help="JSON of hfq.report(model).save(FILE), hfq plan, hfq evaluate, or a benchmark.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write into.", metavar="FOLDER")] = Path(
-        "hfq-report"
+    output_dir: Annotated[Path, typer.Option(help="Folder to write into.", metavar="FOLDER")] = Path(
+        "hfq-plots"
     ),
     html: Annotated[
-        bool, typer.Option("--html", help="Write report.html, too: all pictures and tables in one file.")
+        bool, typer.Option("--html", help="Also write report.html: all charts and tables in one file.")
     ] = False,
 ) -> None:
-    """Draw placement maps, timelines, quality against size and benchmarks, as PNG and as one HTML page.
+    """Draws placement maps, timelines, quality against size, and benchmarks.
 
-    Timelines are also written as NAME.trace.json, which Perfetto (https://ui.perfetto.dev) opens.
+    Every chart is a PNG. A timeline is also written as NAME.trace.json for Perfetto
+    (https://ui.perfetto.dev).
     """
     from hfq.plots.documents import write_report
 
-    for file in write_report(files, out, html):
+    for file in write_report(files, output_dir, html):
         print(file)

@@ -1,4 +1,4 @@
-"""`hfq calibrate`: measures this machine once, for what `hfq plan` and `hfq.report` predict."""
+"""`hfq profile-machine`: measures this machine once, so that `hfq plan` and `hfq.report` can predict."""
 
 from __future__ import annotations
 
@@ -9,63 +9,63 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfq.cli.model_argument import Revision, model_headers
+
 if TYPE_CHECKING:
     from hfq.placement.estimate.profile import Profile
 
-__all__ = ["calibrate"]
+__all__ = ["profile_machine"]
 
 
-def calibrate(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CHECKPOINT]", help="Also measure products with the layers of this checkpoint."
-        ),
+def profile_machine(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Also measure products with the layers of this checkpoint."),
     ] = None,
+    revision: Revision = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="On the disk to measure; by default in the user's cache. Takes 1 GiB for a while."),
+        typer.Option(
+            help="Folder on the disk to measure; by default in the user's cache. Needs 1 GiB for a while."
+        ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the profile; by default where hfq plan looks for it.")
+    output_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile here; by default where hfq plan looks for it."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
-    ranks: Annotated[
+    num_processes: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Also measure steps under ZeRO-3 on N local ranks; 0 for none."
+            min=0, metavar="N", help="Also measure steps under ZeRO-3 with N local processes; 0 for none."
         ),
     ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: checks that it works; the profile is not written.")
+        bool, typer.Option("--quick", help="Small sizes: check that it works. The profile is not written.")
     ] = False,
 ) -> None:
-    """Measure disk, memory, link and products on this machine, and write the profile that hfq plan predicts
-    with.
-    """
-    from hfq.cli.model_argument import named_checkpoint
+    """Measures disk, memory, link, and products of this machine, and writes a profile."""
     from hfq.loading.dry_run import open_model
     from hfq.machine_profile.measure_machine import default_folder, measure_machine
     from hfq.placement.estimate.profile import profile_path
 
-    with contextlib.nullcontext() if checkpoint is None else named_checkpoint(checkpoint) as found:
-        model = None if found is None else open_model(found.folder)
-        profile = measure_machine(
-            folder or default_folder(),
-            lambda text: print(text, file=sys.stderr, flush=True),
-            model,
-            quick,
-            ranks,
-        )
-    target = out or profile_path()
-    if not quick or out is not None:
+    with contextlib.nullcontext() if model is None else model_headers(model, revision) as found:
+        planned = None if found is None else open_model(found.folder)
+        profile = measure_machine(folder or default_folder(), _say, planned, quick, num_processes)
+    target = output_file or profile_path()
+    is_written = not quick or output_file is not None
+    if is_written:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(profile.to_json(), encoding="utf-8")
     if as_json:
         print(profile.to_json())
     else:
         _print(profile)
-        print("a quick run: nothing is written" if quick and out is None else f"written to {target}")
+    _say(f"written to {target}" if is_written else "a quick run: nothing is written")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print(profile: Profile) -> None:

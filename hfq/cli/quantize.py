@@ -1,4 +1,4 @@
-"""`hfq quantize SRC DST`: a quantized copy of a float checkpoint, made block by block."""
+"""`hfq quantize MODEL OUT`: a quantized copy of a float checkpoint, made layer by layer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from hfq.cli.model_argument import Model, Out, Revision, model_folder
 
 if TYPE_CHECKING:
     from hfq.quantization.progress import Progress, QuantizeReport
@@ -17,65 +18,80 @@ if TYPE_CHECKING:
 __all__ = ["quantize"]
 
 _METHODS = (
-    "gptq, awq; and, rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by "
+    "gptq, awq; or rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by "
     "row), glm (GLM-130B's)."
 )
 
+Method = Annotated[str, typer.Option(help=_METHODS)]
+Bits = Annotated[
+    int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; of glm: 4 or 8; by default 4.")
+]
+GroupSize = Annotated[
+    int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
+]
+Sym = Annotated[
+    bool | None, typer.Option("--sym/--no-sym", help="Symmetric codes; others are written as GPTQ v2.")
+]
+DescAct = Annotated[
+    bool | None, typer.Option("--desc-act", help="Groups follow the order of decreasing activation.")
+]
+StaticGroups = Annotated[
+    bool | None, typer.Option("--static-groups", help="With --desc-act: groups of neighboring channels.")
+]
+ClipSearch = Annotated[
+    bool | None,
+    typer.Option("--clip-search/--no-clip-search", help="Narrow ranges where that lowers the error."),
+]
+DampPercent = Annotated[
+    float | None,
+    typer.Option(help="Fraction of the Hessian's mean diagonal that is added; by default 0.05."),
+]
+DistillSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="STEPS", help="Distillation steps per decoder layer against the float model."
+    ),
+]
+ModulesToNotConvert = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE", help="Module that stays unquantized; may be repeated."),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="Calibration data: a text, or wikitext2, c4, or c4-new with the package datasets.",
+    ),
+]
+NumCalibrationSamples = Annotated[int, typer.Option(min=1, help="Sequences of calibration data.")]
+MaxSeqLength = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per sequence; by default 2048, or fewer positions.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")]
+
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The float checkpoint's folder.")],
-    target: Annotated[
-        Path, typer.Argument(metavar="DST", help="The folder to make; it must be absent or empty.")
-    ],
-    method: Annotated[str, typer.Option(help=_METHODS)] = "gptq",
-    bits: Annotated[
-        int | None, typer.Option(help="Of gptq, awq and rtn: 2, 3, 4 or 8; of glm: 4 or 8; by default 4.")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
-    ] = None,
-    symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="Asymmetric codes are written as GPTQ v2.")
-    ] = None,
-    act_order: Annotated[
-        bool | None,
-        typer.Option("--act-order", help="Groups follow the order of decreasing activation (desc_act)."),
-    ] = None,
-    static_groups: Annotated[
-        bool | None,
-        typer.Option("--static-groups", help="With --act-order: groups stay those of neighbours."),
-    ] = None,
-    clip_search: Annotated[
-        bool | None,
-        typer.Option("--clip-search/--no-clip-search", help="Whether ranges are narrowed where that helps."),
-    ] = None,
-    damping: Annotated[
-        float | None,
-        typer.Option(help="Share of the Hessian's mean diagonal that is added; by default 0.05."),
-    ] = None,
-    recovery: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="STEPS", help="Steps of distillation of each block against the float model."
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="A module that stays floats; may be given again.")
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|DATASET", help="Text, or wikitext2, c4 or c4-new with the package datasets."
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences of the calibration set.")] = 128,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each; by default 2048, or fewer positions.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    model: Model,
+    out: Out,
+    revision: Revision = None,
+    method: Method = "gptq",
+    bits: Bits = None,
+    group_size: GroupSize = None,
+    sym: Sym = None,
+    desc_act: DescAct = None,
+    static_groups: StaticGroups = None,
+    clip_search: ClipSearch = None,
+    damp_percent: DampPercent = None,
+    distill_steps: DistillSteps = None,
+    modules_to_not_convert: ModulesToNotConvert = None,
+    dataset: Dataset = None,
+    num_calibration_samples: NumCalibrationSamples = 128,
+    max_seq_length: MaxSeqLength = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a quantized copy of a float checkpoint in a standard dialect; started again after a kill, it goes
-    on where it was.
+    """Writes a quantized copy of a float checkpoint.
+
+    An interrupted run continues when it is started again.
     """
     from transformers.utils import logging
 
@@ -86,23 +102,23 @@ def quantize(
         "method": method,
         "bits": bits,
         "group_size": group_size,
-        "sym": symmetric,
-        "desc_act": act_order,
+        "sym": sym,
+        "desc_act": desc_act,
         "static_groups": static_groups,
-        "damp_percent": damping,
+        "damp_percent": damp_percent,
         "clip_search": clip_search,
-        "distill_steps": recovery,
+        "distill_steps": distill_steps,
     }
     logging.disable_progress_bar()  # of transformers' loading, which reads nothing here
     with _bar() as show:
         report = run(
-            source,
+            model_folder(model, revision),
             Recipe.of(options),
-            target,
-            dataset=calibration,
-            num_calibration_samples=samples,
-            max_seq_length=sequence_length,
-            modules_to_not_convert=skip,
+            out,
+            dataset=dataset,
+            num_calibration_samples=num_calibration_samples,
+            max_seq_length=max_seq_length,
+            modules_to_not_convert=modules_to_not_convert,
             on_progress=show,
         )
     print(json.dumps(_as_dict(report), indent=2) if as_json else _summary(report))

@@ -120,7 +120,7 @@ def _slabs(*logits: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
                     "The model's logits are not finite; nothing was scored.",
                     expected="finite logits",
                     found=f"{bad} of {part.numel()} logits NaN or infinite",
-                    fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or `hfq "
-                    "verify` it",
+                    fix="the checkpoint is damaged, or its dtype too narrow: try --dtype float32, or run "
+                    "`hfq compare` on it",
                 )
         yield rows, parts

@@ -145,7 +145,7 @@ def _length(configs: dict, wanted: int | None) -> int:
             "A sequence is longer than a model takes.",
             expected=f"at most {most} tokens",
             found=wanted,
-            fix="pass a shorter --sequence-length",
+            fix="pass a shorter --max-seq-length",
         )
     return wanted if wanted is not None else min(_DEFAULT_LENGTH, most)
 
@@ -169,6 +169,6 @@ def _tokens(text: str, configs: dict) -> torch.Tensor:
             "There is nothing to evaluate.",
             expected="one checkpoint or more",
             found="none",
-            fix="pass a PATH",
+            fix="pass a MODEL",
         )
     return found

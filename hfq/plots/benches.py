@@ -1,4 +1,4 @@
-"""Sections of benchmarks and of `hfq eval --json`: targets, tables, and their chart."""
+"""Sections of benchmarks and of `hfq evaluate --json`: targets, tables, and their chart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bench_section(fields: Fields) -> Section:
     """
     if not fields.has("tables", "chart"):
         raise fields.wrong(
-            "tables and chart, which are written since hfq report reads them", sorted(fields.names())
+            "tables and chart, which are written since hfq plot reads them", sorted(fields.names())
         )
     tables = [_table(table) for table in fields.objects("tables")]
     targets = _targets(fields)

@@ -44,12 +44,12 @@ def read_section(file: Path) -> Section:
         else f"{type(value).__name__} {str(value)[:60]}"
     )
     raise SetupError(
-        "This file holds nothing that hfq report can draw.",
+        "This file holds nothing that hfq plot can draw.",
         file=file,
         found=found,
         expected="a report of a model, a plan of a placement, a benchmark or an evaluation",
-        fix="pass what hfq.report(model).save(file), hfq plan CHECKPOINT --json or hfq eval --json wrote, or "
-        "benchmarks of a checkout",
+        fix="pass what hfq.report(model).save(file), hfq plan MODEL --json or hfq evaluate --json wrote, "
+        "or benchmarks of a checkout",
     )
 
 
@@ -83,11 +83,11 @@ def write_report(files: Sequence[Path], out: Path, as_page: bool) -> list[Path]:
             (out / name).write_bytes(content)
     except OSError as error:
         raise SetupError(
-            "The report cannot be written.",
+            "The charts cannot be written.",
             file=out,
             expected="a folder that can be written",
             found=error.strerror or error,
-            fix="pass another --out",
+            fix="pass another --output-dir",
         ) from error
     return [out / name for name in made]
 

@@ -45,8 +45,8 @@ def _refusal(what: str, file: Path, expected: str, found: object) -> SetupError:
         file=file,
         expected=expected,
         found=found,
-        fix="pass what hfq.report(model).save(file), hfq plan --json or hfq eval --json wrote, or benchmarks "
-        "of a checkout",
+        fix="pass what hfq.report(model).save(file), hfq plan --json or hfq evaluate --json wrote, or "
+        "benchmarks of a checkout",
     )
 
 

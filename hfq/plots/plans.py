@@ -18,11 +18,11 @@ from hfq.tables import Table
 __all__ = ["PARTS", "plan_section"]
 
 PARTS = {
-    "weights": "weights",
-    "ring": "ring",
-    "experts": "experts' cache",
-    "kv_cache": "KV cache",
-    "activations": "activations",
+    "weights_nbytes": "weights",
+    "ring_nbytes": "ring",
+    "experts_nbytes": "experts' cache",
+    "kv_cache_nbytes": "KV cache",
+    "activations_nbytes": "activations",
 }
 """What a home holds, by the name in a report of `hfq plan`, as it is called in tables and pictures."""
 
@@ -64,17 +64,17 @@ def plan_section(fields: Fields) -> Section:
 
 def _machine(machine: Fields) -> str:
     gpus = (
-        ", ".join(as_size(machine.numbers_of("gpus", size)) for size in machine.items("gpus"))
+        ", ".join(as_size(machine.numbers_of("gpu_nbytes", size)) for size in machine.items("gpu_nbytes"))
         or "no accelerator"
     )
-    return f"{gpus}, {as_size(machine.count('cpu'))} of CPU memory"
+    return f"{gpus}, {as_size(machine.count('cpu_nbytes'))} of CPU memory"
 
 
 def _homes(devices: Fields) -> Picture:
     names = devices.names()
     found = [devices.object(name) for name in names]
     parts = {title: [home.count(part) for home in found] for part, title in PARTS.items()}
-    limits = [float(home.count("capacity")) if home.has("capacity") else None for home in found]
+    limits = [float(home.count("capacity_nbytes")) if home.has("capacity_nbytes") else None for home in found]
     note = "Bytes in each home: weights at home, and what running takes beside them."
     return bars_picture("devices", "What each home holds", Bars(names, parts, limits), note, "home")
 
@@ -148,7 +148,7 @@ def _ladder(ladder: Fields) -> Picture:
         raise ladder.wrong("one format or more", [], "rungs")
     weights, totals = ([rung.count(name) for rung in rungs] for name in ("weights_nbytes", "total_nbytes"))
     others = [max(total - size, 0) for total, size in zip(totals, weights, strict=True)]
-    limit = ladder.number("budget")
+    limit = ladder.number("budget_nbytes")
     bars = Bars(
         [rung.text("name") for rung in rungs],
         {"weights": weights, "cache and activations": others},
@@ -156,4 +156,7 @@ def _ladder(ladder: Fields) -> Picture:
     )
     return bars_picture(
         "ladder", "Formats against the budget, best first", bars, ladder.text("note"), "format"
+    )
+    return bars_picture(
+        "ladder", "Formats against the limit, best first", bars, ladder.text("note"), "format"
     )

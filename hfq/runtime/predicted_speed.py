@@ -32,7 +32,7 @@ class SpeedReport:
         step_predicted: Of one token, with a short context; None where no rate of it is known.
         step_achieved: The median of three; None where it was not measured.
         dominant: What decides the predicted step.
-        source: Where the rates come from: `measured` by `hfq calibrate`, or the limits of standards.
+        source: Where the rates come from: `measured` by `hfq profile-machine`, or the limits of standards.
     """
 
     load_predicted: float
@@ -68,7 +68,7 @@ def report_speed(
     Args:
         loading: The load of the model.
         measure: Also run the model on one token, three times.
-        profile: The machine's rates; None for what `hfq calibrate` wrote, or the limits of standards.
+        profile: The machine's rates; None for what `hfq profile-machine` wrote, or the limits of standards.
 
     Raises:
         SetupError: The profile cannot be read.

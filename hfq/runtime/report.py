@@ -113,7 +113,7 @@ class Report:
     """A model's homes, its streaming, its speed as predicted and achieved, LLM.int8()'s outliers, and what
     happened when.
 
-    `print` it, take `to_dict`, or `save` it for `hfq report`, which draws it.
+    `print` it, take `to_dict`, or `save` it for `hfq plot`, which draws it.
     """
 
     devices: tuple[DeviceReport, ...]
@@ -175,7 +175,7 @@ def report(model: nn.Module, measure: bool = False, timeline: Timeline | None = 
         timeline: What `hfq.timeline` recorded.
 
     Raises:
-        SetupError: hfq did not load the model, or the profile of `hfq calibrate` cannot be read.
+        SetupError: hfq did not load the model, or the profile of `hfq profile-machine` cannot be read.
     """
     loading = loader_of(model)
     speed = report_speed(loading, measure)

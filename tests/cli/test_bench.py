@@ -64,7 +64,7 @@ def test_help_ends_with_an_example_and_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--n-prompt" in done.stdout
-    assert done.stdout.rstrip().rpartition("\n")[2].strip().startswith("Example: hfq bench")
+    assert done.stdout.rstrip().rpartition("\n")[2].strip().startswith("hfq bench")
 
 
 def test_each_number_of_threads_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_failure_of_the_model_is_an_error(monkeypatch):
 def test_a_model_of_the_hub_is_downloaded_without_code(monkeypatch):
     asked = []
 
-    def download(repo, revision, allow_patterns):
+    def download(repo, revision, allow_patterns, ignore_patterns):
         asked.append((repo, revision))
         assert "*.safetensors" in allow_patterns
         assert "*.py" not in allow_patterns

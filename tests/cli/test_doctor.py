@@ -34,7 +34,7 @@ def run(*arguments):
 def findings(*arguments, exit_code=0) -> list[dict]:
     done = run(*arguments, "--json")
     assert done.exit_code == exit_code, (done.output, done.exception)
-    return json.loads(done.stdout)
+    return json.loads(done.stdout)["findings"]
 
 
 def texts(found: list[dict], section: str) -> str:

@@ -31,7 +31,7 @@ def run(monkeypatch, capsys):
 
 def test_it_tells_its_verbs_and_their_options(run):
     status, told = run("--help")
-    assert (status, "quantize, convert, eval, verify, plan" in " ".join(told.split())) == (0, True)
+    assert (status, "quantize, convert, evaluate, compare, plan" in " ".join(told.split())) == (0, True)
     status, told = run("quantize", "--help")
     assert (status, "Usage: optimum-cli hfq quantize" in told, "--group-size" in told) == (0, True, True)
 

@@ -1,6 +1,4 @@
-"""`hfq plan CHECKPOINT`: tables, JSON, files and errors. Its bytes are compared with loads in
-tests/integrations/test_planning.py.
-"""
+"""`hfq plan MODEL`: tables, JSON, files, and errors. Its bytes: tests/integrations/test_planning.py."""
 
 import json
 
@@ -31,7 +29,7 @@ def report(*arguments) -> dict:
 
 
 def test_a_table_names_homes_moves_and_what_decides():
-    text = " ".join(run("--cpu", "800kB", "--context", "16", "--batch", "2").stdout.split())
+    text = " ".join(run("--cpu", "800kB", "--max-model-len", "16", "--batch-size", "2").stdout.split())
     for said in (
         "4 layers, gptq v1 int4 g128 sym",
         "│ cpu",
@@ -46,25 +44,25 @@ def test_a_table_names_homes_moves_and_what_decides():
 
 
 def test_one_accelerator_takes_blocks_from_the_host():
-    planned = report("--gpu", "700kB", "--cpu", "10MB", "--context", "16")
-    devices = planned["devices"]
-    assert set(devices) == {"cuda:0", "cpu"}
-    assert devices["cuda:0"]["total"] <= 700_000
-    assert devices["cuda:0"]["ring"] > 0
+    planned = report("--gpu", "700kB", "--cpu", "10MB", "--max-model-len", "16")
+    homes = planned["devices"]
+    assert set(homes) == {"cuda:0", "cpu"}
+    assert homes["cuda:0"]["total_nbytes"] <= 700_000
+    assert homes["cuda:0"]["ring_nbytes"] > 0
     assert planned["device_map"][""] == 0
     assert {0, "cpu"} == set(planned["device_map"].values())
-    assert planned["moved"]["copied_nbytes_a_step"] > 0
-    assert planned["moved"]["streamed_nbytes_a_step"] == 0
+    assert planned["moved"]["copied_per_step_nbytes"] > 0
+    assert planned["moved"]["streamed_per_step_nbytes"] == 0
     assert planned["prediction"]["terms"]["link"] > 0
 
 
 def test_several_accelerators_hold_the_model_alone():
     planned = report("--gpu", "RTX-4090×2")
-    assert planned["machine"]["gpus"] == [24 * 10**9] * 2
+    assert planned["machine"]["gpu_nbytes"] == [24 * 10**9] * 2
     assert set(planned["device_map"].values()) == {0, 1}
     assert (
-        sum(home["weights"] for home in planned["devices"].values())
-        == report("--cpu", "1GB")["devices"]["cpu"]["weights"]
+        sum(home["weights_nbytes"] for home in planned["devices"].values())
+        == report("--cpu", "1GB")["devices"]["cpu"]["weights_nbytes"]
     )
 
 
@@ -87,24 +85,42 @@ def test_a_named_profile_predicts(tmp_path):
 
 def test_zero3_prints_configs_that_their_readers_take(tmp_path):
     planned = report(
-        "--launcher", "zero3", "--ranks", 2, "--gpu", "1GB×2", "--cpu", "1GB", "--out", tmp_path / "out"
+        "--zero-stage",
+        "3",
+        "--num-processes",
+        2,
+        "--gpu",
+        "1GB×2",
+        "--cpu",
+        "1GB",
+        "--output-dir",
+        tmp_path / "out",
     )
     assert planned["zero3"]["offload_param"] == "none"
     config = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert config["zero_optimization"]["stage"] == 3
     assert yaml.safe_load((tmp_path / "out" / "accelerate.yaml").read_text())["num_processes"] == 2
     tight = report(
-        "--launcher", "zero3", "--ranks", 2, "--gpu", "13MB×2", "--cpu", "1GB", "--nvme", "/scratch"
+        "--zero-stage",
+        "3",
+        "--num-processes",
+        2,
+        "--gpu",
+        "13MB×2",
+        "--cpu",
+        "1GB",
+        "--nvme-path",
+        "/scratch",
     )
     assert tight["zero3"]["offload_param"] == "cpu"
-    assert "ZeRO-3, 2 ranks" in run("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB").stdout
+    assert "ZeRO-3, 2 ranks" in run("--zero-stage", "3", "--num-processes", 2, "--cpu", "1GB").stdout
 
 
 def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
     from hfq.machine_profile.machine_facts import machine_facts
 
-    here = ("--launcher", "zero3", "--ranks", 2, "--cpu", "1GB")
-    assert "hfq calibrate --ranks 2" in report(*here)["prediction"]["not_predicted"]
+    here = ("--zero-stage", "3", "--num-processes", 2, "--cpu", "1GB")
+    assert "hfq profile-machine --num-processes 2" in report(*here)["prediction"]["not_predicted"]
     facts = {"processor": machine_facts(tmp_path)["processor"]}
     rates = {"gptq 4-bit bfloat16": {1: 1e9}, "dense bfloat16": {1: 1e9}}
     measured = Zero3Rates(2, "cpu", gathering=1e8, slowdown=2.0, layer_seconds=0.01, step_seconds=0.1)
@@ -116,7 +132,10 @@ def test_zero3_predicts_where_as_many_ranks_were_measured_here(tmp_path):
     assert found["prediction"]["terms"]["layers"] == pytest.approx(0.14)
     gathered = found["zero3"]["gathered_nbytes_a_forward"]
     assert found["prediction"]["terms"]["gathering"] == pytest.approx(gathered / 1e8)
-    for other, said in ((("--ranks", 3), "3 with 3 on each node"), (("--gpu", "1GB×2"), "measured on cpu")):
+    for other, said in (
+        (("--num-processes", 3), "3 with 3 on each node"),
+        (("--gpu", "1GB×2"), "measured on cpu"),
+    ):
         assert said in report(*here, "--profile", file, *other)["prediction"]["not_predicted"]
     assert "no time is predicted: gathers were not measured" in " ".join(run(*here).stdout.split())
 
@@ -126,10 +145,10 @@ def test_the_catalog_and_the_ladder():
     costs = [entry["cost_of_a_million_tokens"] for entry in ranked]
     assert costs == sorted(costs)
     assert "workstation with an RTX 4090" in run("--catalog", "shipped").stdout
-    ladder = report("--budget", "1GB")["ladder"]
+    ladder = report("--suggest-format", "1GB")["ladder"]
     assert ladder["best"] == "bf16"
     assert "4.16 bits" in ladder["note"] or "bits a weight" in ladder["note"]
-    assert "best that fits" in run("--budget", "1GB").stdout
+    assert "best that fits" in run("--suggest-format", "1GB").stdout
 
 
 @pytest.mark.parametrize(
@@ -139,19 +158,24 @@ def test_the_catalog_and_the_ladder():
         (["--gpu", "RTX-409", "--cpu", "1GB"], "--gpu 24GiB"),
         (["--cpu", "many"], "--cpu 24GiB"),
         (["--cpu", "-5"], "--cpu 24GiB"),
-        (["--cpu", "1GB", "--batch", "0"], "--batch 1"),
-        (["--cpu", "1GB", "--context", "-1"], "--context 1"),
-        (["--cpu", "1GB", "--kv-dtype", "fp9"], "--kv-dtype"),
-        (["--cpu", "1GB", "--launcher", "zero4"], "--launcher"),
+        (["--cpu", "1GB", "--batch-size", "0"], "--batch-size 1"),
+        (["--cpu", "1GB", "--max-model-len", "-1"], "--max-model-len 1"),
+        (["--cpu", "1GB", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype"),
+        (["--cpu", "1GB", "--zero-stage", "4"], "--zero-stage 3"),
         (["--cpu", "1GB", "--dtype", "bf16"], "--dtype"),
-        (["--cpu", "1GB", "--ranks", "2"], "--launcher zero3"),
-        (["--cpu", "1GB", "--lora-rank", "8"], "--zero 3"),
-        (["--cpu", "1GB", "--zero", "3"], "leave --zero out"),
+        (["--cpu", "1GB", "--num-processes", "2"], "--zero-stage 3"),
+        (["--cpu", "1GB", "--lora-rank", "8"], "--zero-stage 3"),
+        (["--cpu", "1GB", "--zero-stage", "2"], "--zero-stage 3"),
+        (["--cpu", "1GB", "--zero-stage", "3", "--catalog", "shipped"], "Leave out --zero-stage"),
+        (["--cpu", "64"], "--cpu 64GiB"),
         (["--cpu", "1GB", "--catalog", "nowhere.yaml"], "correct the file"),
-        (["--cpu", "1GB", "--budget", "1kB"], "--budget"),
-        (["--launcher", "zero3", "--ranks", "2", "--gpu", "1GB", "--cpu", "1GB"], "--gpu 1000000000×2"),
-        (["--launcher", "zero3", "--ranks", "2", "--cpu", "1kB"], "--cpu"),
-        (["--cpu", "1GB", "--profile", "nowhere.json"], "hfq calibrate"),
+        (["--cpu", "1GB", "--suggest-format", "1kB"], "--suggest-format"),
+        (
+            ["--zero-stage", "3", "--num-processes", "2", "--gpu", "1GB", "--cpu", "1GB"],
+            "--gpu 1000000000B×2",
+        ),
+        (["--zero-stage", "3", "--num-processes", "2", "--cpu", "1kB"], "--cpu"),
+        (["--cpu", "1GB", "--profile", "nowhere.json"], "hfq profile-machine"),
     ],
 )
 def test_what_cannot_be_planned_is_an_error_with_a_way_out(arguments, said):

@@ -1,6 +1,4 @@
-"""`hfq report`: files in, files out, and errors without a traceback. What is drawn is tested in
-tests/plots.
-"""
+"""`hfq plot`: files in, files out, and errors without a traceback. What is drawn is tested in tests/plots."""
 
 import json
 from pathlib import Path
@@ -14,7 +12,7 @@ RUN = Path(__file__).parents[2] / "docs" / "pictures" / "run.json"
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
 
 
 def test_without_a_file_it_says_what_is_missing():
@@ -26,16 +24,16 @@ def test_without_a_file_it_says_what_is_missing():
 def test_a_file_that_holds_nothing_to_draw_is_an_error(tmp_path):
     file = tmp_path / "empty.json"
     file.write_text("[]")
-    done = run(file, "--out", tmp_path / "out")
+    done = run(file, "--output-dir", tmp_path / "out")
     assert done.exit_code == 1
-    assert "nothing that hfq report can draw" in str(done.exception)
+    assert "nothing that hfq plot can draw" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_it_writes_pictures_and_a_page_and_says_where(tmp_path):
     pytest.importorskip("matplotlib")
-    done = run(RUN, "--out", tmp_path, "--html")
+    done = run(RUN, "--output-dir", tmp_path, "--html")
     assert done.exit_code == 0, done.exception
     written = ["run-placement.png", "run-timeline.png", "run.trace.json", "report.html"]
     assert done.stdout.split() == [str(tmp_path / name) for name in written]
@@ -44,7 +42,7 @@ def test_it_writes_pictures_and_a_page_and_says_where(tmp_path):
     assert sum(event["ph"] == "X" for event in events) == len(
         json.loads(RUN.read_text())["timeline"]["spans"]
     )
-    plain = run(RUN, "--out", tmp_path / "plain")
+    plain = run(RUN, "--output-dir", tmp_path / "plain")
     assert not (tmp_path / "plain" / "report.html").exists(), plain.stdout
     (tmp_path / "file").touch()
-    assert "cannot be written" in str(run(RUN, "--out", tmp_path / "file").exception)
+    assert "cannot be written" in str(run(RUN, "--output-dir", tmp_path / "file").exception)

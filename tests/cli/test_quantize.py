@@ -28,8 +28,8 @@ def test_it_says_what_it_wrote_and_how_far_it_is(tmp_path):
         "3",
         "--group-size",
         "32",
-        "--asymmetric",
-        "--skip",
+        "--no-sym",
+        "--modules-to-not-convert",
         "o_proj",
     )
     assert done.exit_code == 0, done.output
@@ -47,14 +47,14 @@ def test_it_says_what_it_wrote_and_how_far_it_is(tmp_path):
 def test_gptq_is_the_default_and_takes_its_text_from_a_file(tmp_path):
     done = run(
         tmp_path / "out",
-        "--act-order",
-        "--recovery",
+        "--desc-act",
+        "--distill-steps",
         1,
-        "--calibration",
+        "--dataset",
         SOURCE / "held_out.txt",
-        "--samples",
+        "--num-calibration-samples",
         2,
-        "--sequence-length",
+        "--max-seq-length",
         32,
         "--json",
     )

@@ -1,4 +1,4 @@
-"""`hfq pack`: what it prints, in text and JSON, and its errors."""
+"""`hfq reshard`: what it prints, in text and JSON, and its errors."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["pack", *map(str, arguments)])
+    return CliRunner().invoke(app, ["reshard", *map(str, arguments)])
 
 
-def test_it_packs_and_says_what_it_wrote(tmp_path):
-    done = run(GPTQ, tmp_path / "packed")
+def test_it_copies_and_says_what_it_wrote(tmp_path):
+    done = run(GPTQ, tmp_path / "copy")
     assert done.exit_code == 0, done.output
-    assert tiny_models.digests(tmp_path / "packed") == tiny_models.digests(GPTQ)
-    files = list((tmp_path / "packed").iterdir())
+    assert tiny_models.digests(tmp_path / "copy") == tiny_models.digests(GPTQ)
+    files = list((tmp_path / "copy").iterdir())
     nbytes = sum(file.stat().st_size for file in files)
-    assert done.stdout == f"{tmp_path / 'packed'}: 4 blocks in {len(files)} files, {nbytes:,} bytes\n"
+    assert done.stdout == f"{tmp_path / 'copy'}: 4 decoder layers in {len(files)} files, {nbytes:,} bytes\n"
     assert done.stderr == ""  # no bar where nobody watches
 
 
@@ -31,10 +31,10 @@ def test_json_says_the_same_and_what_was_left_out(tmp_path):
     for file in GPTQ.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
     (source / "training_args.bin").write_bytes(b"x")
-    report = json.loads(run(source, tmp_path / "packed", "--json").stdout)
-    files = list((tmp_path / "packed").iterdir())
+    report = json.loads(run(source, tmp_path / "copy", "--json").stdout)
+    files = list((tmp_path / "copy").iterdir())
     assert report == {
-        "path": str(tmp_path / "packed"),
+        "path": str(tmp_path / "copy"),
         "files": len(files),
         "nbytes": sum(file.stat().st_size for file in files),
         "blocks": 4,

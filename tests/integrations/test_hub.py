@@ -22,7 +22,7 @@ from hfq.checkpoint.header import HeaderLimits
 from hfq.checkpoint.headers_only import MARKER, HeadersOnlyCheckpoint
 from hfq.cli.main import app
 from hfq.errors import CheckpointError
-from hfq.integrations.hub.find import find_checkpoint, headers_cache, split_name
+from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
@@ -54,8 +54,8 @@ def run(verb, path, *options):
     return json.loads(done.stdout), done.stderr
 
 
-def refused(path):
-    with pytest.raises(CheckpointError) as caught, find_checkpoint(path):
+def refused(path, revision=None):
+    with pytest.raises(CheckpointError) as caught, find_checkpoint(path, revision):
         pass
     assert not list(headers_cache().glob("*"))
     return caught.value
@@ -84,7 +84,7 @@ def check_same(hub, name, folder, verb="plan", *options):
 def test_plans_by_name_are_those_of_the_folders(hub, models):
     if not models:
         pytest.skip("no shared checkpoints here")
-    options = "--cpu", "2MB", "--context", "16"
+    options = "--cpu", "2MB", "--max-model-len", "16"
     for name, folder in models.items():
         told = check_same(hub, name, folder, "plan", *options)
         heads = {path: nbytes for path, asked, nbytes in hub.answers if path.startswith(f"{name}/") and asked}
@@ -101,13 +101,33 @@ def test_other_kinds_of_plans_take_names_too(hub):
     folder = TINY[GPTQ]
     assert "B fetched" in check_same(hub, GPTQ, folder, "inspect")
     sent = hub.sent
-    assert "nothing fetched" in check_same(hub, GPTQ, folder, "plan", "--zero", "3", "--ranks", "2")
-    check_same(hub, GPTQ, folder, "plan", "--launcher", "zero3", "--ranks", "2", "--cpu", "1GB")
+    assert "nothing fetched" in check_same(
+        hub, GPTQ, folder, "plan", "--zero-stage", "3", "--num-processes", "2", "--optimizer", "none"
+    )
+    check_same(hub, GPTQ, folder, "plan", "--zero-stage", "3", "--num-processes", "2", "--cpu", "1GB")
     assert hub.sent == sent  # the headers of a commit are fetched once
-    planned, told = run("plan", f"{GPTQ}@v1", "--cpu", "1GB")
+    planned, told = run("plan", GPTQ, "--revision", "v1", "--cpu", "1GB")
     assert f'from_pretrained("{GPTQ}", revision="v1", ' in planned["files"]["load.py"]
-    assert planned["model"]["path"] == f"{GPTQ}@v1"
+    assert planned["model"]["path"] == GPTQ
     assert hub.commit(GPTQ)[:8] in told
+
+
+def test_verbs_that_need_weights_download_them(hub, tmp_path):
+    folder = shutil.copytree(TINY[GPTQ], tmp_path / "source")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    hub.models[GPTQ] = folder
+    for revision in ([], ["--revision", "v1"]):
+        out = tmp_path / f"out{len(revision)}"
+        run("reshard", GPTQ, str(out), *revision)
+        assert tiny_models.digests(out) == tiny_models.digests(folder)
+    assert not [path for path, _, _ in hub.answers if path.endswith(".bin")]
+    sent = hub.sent
+    found, _ = run("compare", GPTQ, GPTQ, "--revision-b", "v1")
+    assert (found["first"], found["second"]) == (GPTQ, GPTQ)
+    assert hub.sent == sent  # the cache of the Hub has it
+    done = CliRunner().invoke(app, ["compare", GPTQ, "nobody/no-model"])
+    assert done.exit_code == 2
+    assert "neither a folder nor a model of the hub" in done.stderr
 
 
 def test_a_damaged_archive_is_fetched_again_and_a_commit_needs_no_hub(hub):
@@ -118,7 +138,7 @@ def test_a_damaged_archive_is_fetched_again_and_a_commit_needs_no_hub(hub):
     with find_checkpoint(GPTQ) as found:
         assert found.fetched_nbytes > 0
     hub.models.clear()
-    with find_checkpoint(f"{GPTQ}@{hub.commit(GPTQ)}") as found:
+    with find_checkpoint(GPTQ, hub.commit(GPTQ)) as found:
         assert found.fetched_nbytes == 0
         assert Checkpoint.open(found.folder).tensors
 
@@ -221,7 +241,7 @@ def test_who_may_not_see_a_model_is_told_so(hub, monkeypatch):
 
 def test_what_the_hub_does_not_have(hub, monkeypatch):
     assert "neither a folder nor a model of the hub" in refused("nobody/no-model").message
-    assert "no such revision" in refused(f"{GPTQ}@nowhere").message
+    assert "no such revision" in refused(GPTQ, "nowhere").message
     assert (
         "neither a folder nor a model of the hub" in refused("nobody/a..b").message
     )  # no name that a hub would have
@@ -267,10 +287,9 @@ def test_a_model_without_safetensors_is_refused_by_what_it_has(hub, tmp_path):
 
 
 def test_local_paths_and_names():
-    assert split_name("a/b") == ("a/b", None)
-    assert split_name("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
-    for path in ("./a", "/a/b", "~/a", "a", "a/b/c", "a/", "../a", str(tiny_models.DATA)):
-        assert split_name(path) is None
+    assert is_hub_id("a/b")
+    for path in ("a/b@main", "./a", "/a/b", "~/a", "a", "a/b/c", "a/", "../a", str(tiny_models.DATA)):
+        assert not is_hub_id(path)
 
 
 def test_an_archive_gives_back_what_was_packed():

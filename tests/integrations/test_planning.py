@@ -105,16 +105,16 @@ def measure(model) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["tiny-llama-gptq", "tiny-llama-fp8", "tiny-llama"])
 def test_planned_bytes_are_measured_bytes_in_every_home(name):
     path = tiny_models.DATA / name
-    whole = plan(path, "--context", 1)
+    whole = plan(path, "--max-model-len", 1)
     parts = whole["devices"]["cpu"]
-    work = parts["kv_cache"] + parts["activations"]
-    enough = int(parts["total"] * 1.02)  # a row that is read, and not mapped, has gaps
-    assert plan(path, "--context", 1, "--disk", 0, "--cpu", enough)["devices"] == {
-        "cpu": parts | {"capacity": enough}
+    work = parts["kv_cache_nbytes"] + parts["activations_nbytes"]
+    enough = int(parts["total_nbytes"] * 1.02)  # a row that is read, and not mapped, has gaps
+    assert plan(path, "--max-model-len", 1, "--disk", "0B", "--cpu", f"{enough}B")["devices"] == {
+        "cpu": parts | {"capacity_nbytes": enough}
     }
-    for share, devices in ((1.01, {"cpu"}), (0.72, {"cpu", "disk"}), (None, {"cpu", "disk"})):
-        cpu = _least(path, work) if share is None else int(parts["weights"] * share) + work
-        planned = plan(path, "--context", 1, "--cpu", cpu)
+    for share, homes in ((1.01, {"cpu"}), (0.72, {"cpu", "disk"}), (None, {"cpu", "disk"})):
+        cpu = _least(path, work) if share is None else int(parts["weights_nbytes"] * share) + work
+        planned = plan(path, "--max-model-len", 1, "--cpu", f"{cpu}B")
         model = AutoModelForCausalLM.from_pretrained(
             path,
             quantization_config=HfqConfig(kernel="reference"),
@@ -123,21 +123,23 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
         )
         assert model.hf_device_map == planned["device_map"]
         measured, expected = measure(model), planned["devices"]
-        assert set(expected) == devices
-        assert expected["cpu"]["total"] <= cpu
-        assert measured["cpu"] == pytest.approx(expected["cpu"]["weights"], rel=0.02)
-        assert measured["disk"] == pytest.approx(expected.get("disk", {"weights": 0})["weights"], rel=0.02)
-        assert measured["ring"] == pytest.approx(expected["cpu"]["ring"], rel=0.02)
+        assert set(expected) == homes
+        assert expected["cpu"]["total_nbytes"] <= cpu
+        assert measured["cpu"] == pytest.approx(expected["cpu"]["weights_nbytes"], rel=0.02)
+        assert measured["disk"] == pytest.approx(
+            expected.get("disk", {"weights_nbytes": 0})["weights_nbytes"], rel=0.02
+        )
+        assert measured["ring"] == pytest.approx(expected["cpu"]["ring_nbytes"], rel=0.02)
         offloader = model.hf_quantizer.loading.offloader
         passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
         assert (
-            passed <= planned["moved"]["streamed_nbytes_a_step"] <= passed + pages
+            passed <= planned["moved"]["streamed_per_step_nbytes"] <= passed + pages
         )  # a block is read in whole pages
 
 
 def _least(path, work: int) -> int:
     """The least memory that does, as the refusal names it."""
-    done = CliRunner().invoke(app, ["plan", str(path), "--context", "1", "--cpu", "20000"])
+    done = CliRunner().invoke(app, ["plan", str(path), "--max-model-len", "1", "--cpu", "20000B"])
     assert done.exit_code == 1
     return int(done.exception.expected.split()[2].replace(",", "")) + work
 

@@ -1,6 +1,4 @@
-"""`hfq.timeline` and what `hfq.report` keeps of it: whole models, from the recording to the file that
-`hfq report` reads.
-"""
+"""`hfq.timeline` and what `hfq.report` keeps of it, from the recording to the file that `hfq plot` reads."""
 
 import json
 

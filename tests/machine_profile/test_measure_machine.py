@@ -1,4 +1,4 @@
-"""`hfq calibrate --quick`: a profile with every rate, which hfq plan reads."""
+"""`hfq profile-machine --quick`: a profile with every rate, which hfq plan reads."""
 
 import pytest
 import tiny_models
@@ -15,7 +15,8 @@ GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 def test_a_profile_is_measured_written_and_used(tmp_path):
     file = tmp_path / "profile.json"
     done = CliRunner().invoke(
-        app, ["calibrate", GPTQ, "--quick", "--folder", str(tmp_path / "disk"), "--out", str(file)]
+        app,
+        ["profile-machine", GPTQ, "--quick", "--folder", str(tmp_path / "disk"), "--output-file", str(file)],
     )
     assert done.exit_code == 0, (done.output, done.exception)
     assert "GB/s" in done.output

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hfq.errors import PlacementError
 from hfq.placement.budget import Unit
 from hfq.placement.estimate.estimate import ModelSizes, Workload, estimate_placement
-from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.hardware import Hardware, parse_size
 from hfq.placement.estimate.kv_cache import Activations, KvLayer
 from hfq.placement.estimate.profile import PUBLISHED
 
@@ -91,11 +91,11 @@ def test_each_way_out_fits(hardware, workload):
     for way in ways:
         option, _, value = way.partition(" ")
         changes = {
-            "--cpu": lambda v: (replace(hardware, cpu=int(v)), workload),
-            "--gpu": lambda v: (replace(hardware, gpus=(int(v),)), workload),
-            "--batch": lambda v: (hardware, replace(workload, batch=int(v))),
-            "--context": lambda v: (hardware, replace(workload, context=int(v))),
-            "--kv-dtype": lambda v: (hardware, replace(workload, kv_dtype=v)),
+            "--cpu": lambda v: (replace(hardware, cpu=parse_size(v, "a size")), workload),
+            "--gpu": lambda v: (replace(hardware, gpus=(parse_size(v, "a size"),)), workload),
+            "--batch-size": lambda v: (hardware, replace(workload, batch=int(v))),
+            "--max-model-len": lambda v: (hardware, replace(workload, context=int(v))),
+            "--kv-cache-dtype": lambda v: (hardware, replace(workload, kv_dtype=v)),
             "leave": lambda v: (replace(hardware, disk=None), workload),
         }
         plan(*changes[option](value))

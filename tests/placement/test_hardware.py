@@ -11,9 +11,9 @@ from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
     [
         ("24GiB", 24 << 30),
         ("64 GB", 64 * 10**9),
-        ("1.5e9", 1_500_000_000),
+        ("1.5e9B", 1_500_000_000),
         ("512mib", 512 << 20),
-        ("7", 7),
+        ("7B", 7),
         (".5TiB", 1 << 39),
     ],
 )
@@ -22,12 +22,20 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "24", "0", "-1GiB", "24 GiBs", "lots", "1e30", "nan", "inf", "GiB", "24GiB×2"]
+    "text", ["", "24B", "0B", "-1GiB", "24 GiBs", "lots", "1e30B", "nan", "inf", "GiB", "24GiB×2"]
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(PlacementError, match="--cpu is no size") as refused:
         parse_size(text, "--cpu", least=25)
     assert "24GiB" in refused.value.fix
+
+
+@pytest.mark.parametrize("text", ["24", "0", "1.5e9", 24])
+def test_a_size_without_a_unit_is_refused(text):
+    with pytest.raises(PlacementError, match="has no unit") as refused:
+        parse_size(text, "--cpu")
+    assert f"--cpu {text}GiB" in refused.value.fix
+    assert f"--cpu {text}B" in refused.value.fix
 
 
 @pytest.mark.parametrize(

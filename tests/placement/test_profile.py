@@ -60,7 +60,7 @@ def test_a_profile_of_another_machine_is_refused(cache):
     cache.write_text(MEASURED.to_json())
     with pytest.raises(SetupError, match="another machine") as refused:
         read_profile(machine={"processor": "Q"})
-    assert "hfq calibrate" in refused.value.fix
+    assert "hfq profile-machine" in refused.value.fix
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from hfq.errors import PlacementError
 from hfq.placement.estimate.estimate import ModelSizes, Workload
-from hfq.placement.estimate.hardware import Hardware
+from hfq.placement.estimate.hardware import Hardware, parse_size
 from hfq.placement.estimate.kv_cache import Activations, KvLayer
 from hfq.placement.zero.fit import fit_zero3
 from hfq.placement.zero.memory import ModelStates
@@ -48,7 +48,7 @@ def test_the_way_out_of_what_does_not_fit_fits():
     with pytest.raises(PlacementError, match="does not fit under ZeRO-3") as refused:
         fit(tight)
     assert len(refused.value.problems) == 2
-    cpu = int(refused.value.fix.split("--cpu ")[1].split(",")[0].split()[0])
+    cpu = parse_size(refused.value.fix.split("--cpu ")[1].split(",")[0].split()[0], "--cpu")
     assert fit(replace(tight, cpu=cpu)).memory.setup.offload_param == "cpu"
 
 

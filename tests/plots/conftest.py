@@ -1,4 +1,4 @@
-"""Small results of every kind that `hfq report` draws, as their JSON."""
+"""Small results of every kind that `hfq plot` draws, as their JSON."""
 
 import copy
 import json
@@ -83,19 +83,19 @@ RUN = {
     },
 }
 HOME = {
-    "weights": 12000,
-    "ring": 500,
-    "experts": 0,
-    "kv_cache": 100,
-    "activations": 200,
-    "total": 12800,
-    "capacity": 14000,
+    "weights_nbytes": 12000,
+    "ring_nbytes": 500,
+    "experts_nbytes": 0,
+    "kv_cache_nbytes": 100,
+    "activations_nbytes": 200,
+    "total_nbytes": 12800,
+    "capacity_nbytes": 14000,
 }
 PLAN = {
     "model": {"path": "m", "class": "LlamaForCausalLM", "formats": "", "file_nbytes": 24000, "layers": 3},
     "workload": {"batch": 1, "context": 16, "kv_dtype": "auto"},
-    "machine": {"gpus": [24000], "cpu": 14000, "disk": None, "is_this_machine": False},
-    "devices": {"cpu": HOME, "disk": {**HOME, "capacity": None}},
+    "machine": {"gpu_nbytes": [24000], "cpu_nbytes": 14000, "disk_nbytes": None, "is_this_machine": False},
+    "devices": {"cpu": HOME, "disk": {**HOME, "capacity_nbytes": None}},
     "modules": MODULES,
     "prediction": {
         "load_seconds": 0.1,
@@ -151,7 +151,7 @@ CATALOG = {
 }
 LADDER = {
     "ladder": {
-        "budget": 10,
+        "budget_nbytes": 10,
         "best": "fp8",
         "note": "By bits.",
         "rungs": [{"name": "fp8", "weights_nbytes": 5, "total_nbytes": 8}],

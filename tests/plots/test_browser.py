@@ -136,7 +136,7 @@ def test_the_policy_lets_no_script_run(page, browse, tmp_path):
         page.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'ran'</script></body>")
     )
     dom, messages = browse(probe, "--dump-dom")
-    assert "<title>hfq report</title>" in dom
+    assert "<title>hfq plot</title>" in dom
     assert any(
         "Content Security Policy" in message for message in messages
     )  # and messages are seen by this test

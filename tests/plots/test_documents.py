@@ -1,6 +1,4 @@
-"""Files that `hfq report` is handed: every kind is known by its fields, and what is not right is refused by
-its place.
-"""
+"""Files for `hfq plot`: every kind is known by its fields, and an error names the place of what is wrong."""
 
 import json
 import sys
@@ -59,12 +57,12 @@ def test_a_model_that_streams_nothing_and_recorded_nothing(write, result):
         ("", "is no JSON"),
         ("{", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
-        ("[]", "nothing that hfq report can draw"),
-        ("null", "nothing that hfq report can draw"),
-        ("3", "nothing that hfq report can draw"),
-        ("{}", "nothing that hfq report can draw"),
-        ('{"kind": "another"}', "nothing that hfq report can draw"),
-        ('{"model": {}, "setup": {}, "stages": []}', "nothing that hfq report can draw"),
+        ("[]", "nothing that hfq plot can draw"),
+        ("null", "nothing that hfq plot can draw"),
+        ("3", "nothing that hfq plot can draw"),
+        ("{}", "nothing that hfq plot can draw"),
+        ('{"kind": "another"}', "nothing that hfq plot can draw"),
+        ('{"model": {}, "setup": {}, "stages": []}', "nothing that hfq plot can draw"),
     ],
 )
 def test_what_is_no_result_is_refused(text, said, write):
@@ -102,7 +100,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write, monkeypatch):
         ("run", ("timeline", "spans", 3, "end"), float("nan"), r"timeline.spans\[3\].end"),
         ("run", ("timeline", "spans", 3, "end"), -5, r"timeline.spans\[3\].end"),
         ("run", ("offload", "mode"), None, "offload.mode"),
-        ("plan", ("devices", "cpu", "weights"), "much", "devices.cpu.weights"),
+        ("plan", ("devices", "cpu", "weights_nbytes"), "much", "devices.cpu.weights_nbytes"),
         ("plan", ("modules",), None, "modules"),
         ("plan", ("prediction", "load_seconds"), 10**400, "prediction.load_seconds"),
         ("plan", ("prediction", "helps"), [["x"]], "prediction.helps"),

@@ -8,18 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from hfq.cli.model_argument import Model, Revision, model_folder
 from hfq.errors import HfqError, SetupError
 
-__all__ = ["EXAMPLE", "bench"]
-
-EXAMPLE = "Example: hfq bench Qwen/Qwen3-8B-AWQ --device-map disk -p 128 -n 16 -t 1,2"
+__all__ = ["bench"]
 
 
 def bench(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or its name on the Hub.")
-    ],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag, or commit on the Hub.")] = None,
+    model: Model,
+    revision: Revision = None,
     device_map: Annotated[
         str, typer.Option(help="auto, cpu, disk, cuda:0, or a device map in JSON.")
     ] = "auto",
@@ -42,7 +39,7 @@ def bench(
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure load time, memory, and tokens per second."""
+    """Measures load time, memory, and tokens per second."""
     from hfq.cli.bench.bench_run import BenchOptions, run_bench
     from hfq.cli.bench.bench_table import print_table
 
@@ -64,9 +61,8 @@ def bench(
 
 def _find_folder(model: str, revision: str | None) -> str:
     from hfq.checkpoint import Checkpoint
-    from hfq.integrations.hub.download import download_checkpoint
 
-    folder = download_checkpoint(model, revision)
+    folder = model_folder(model, revision)
     Checkpoint.open(folder)  # raises an error if it is not a checkpoint
     return folder
 

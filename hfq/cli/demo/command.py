@@ -21,11 +21,11 @@ _MEASURE = "hfq.cli.demo.measure"
 
 def demo(
     folder: Annotated[
-        Path, typer.Option(help="Holds tiny-llama, tiny-llama-gptq and tiny-llama-fp8.")
+        Path, typer.Option(help="Folder with tiny-llama, tiny-llama-gptq, and tiny-llama-fp8.")
     ] = Path("tests/data"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
-    """Inspect, load, run and compare a GPTQ and an FP8 checkpoint resident, half on disk and all on disk."""
+    """Runs a GPTQ and an FP8 checkpoint in memory, half on disk, and all on disk."""
     from hfq.cli.inspect import inspect_checkpoint
 
     paths = {name: folder / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
@@ -44,9 +44,9 @@ def demo(
     for name, path in paths.items():
         report = inspect_checkpoint(Checkpoint.open(path))
         if not as_json:
-            variants = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items())
+            dialects = ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items())
             print(
-                f"{path}: {variants}, {report['bits_per_packed_weight']} bits per packed weight, "
+                f"{path}: {dialects}, {report['bits_per_packed_weight']} bits per packed weight, "
                 f"{report['nbytes']:,} bytes"
             )
         rows += [
@@ -57,7 +57,7 @@ def demo(
             row |= {"checkpoint": name, "bit_equal": len(exact) == 1}
     baseline = _in_a_process(folder / "tiny-llama", folder / "tiny-llama" / "held_out.txt", "stock")
     rows.append(baseline | {"checkpoint": "bf16, stock transformers"})
-    print(json.dumps(rows, indent=2)) if as_json else _print(rows)
+    print(json.dumps({"measurements": rows}, indent=2)) if as_json else _print(rows)
     if not all(row.get("bit_equal", True) for row in rows):
         raise typer.Exit(1)
 

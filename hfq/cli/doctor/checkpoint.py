@@ -1,4 +1,4 @@
-"""`hfq doctor CHECKPOINT`: its files, its dialects and kernels, and the disk that it rests on."""
+"""`hfq doctor MODEL`: its files, its dialects and kernels, and the disk that it rests on."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
         found = f" (found: {error.found})" if error.found is not None else ""
         yield Finding("checkpoint", "error", f"{error.message}{found}", error.fix)
         return
-    variants = (
+    dialects = (
         ", ".join(f"{count} × {dialect}" for dialect, count in report["formats"].items()) or "not packed"
     )
-    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {variants}")
+    yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {dialects}")
     for note in report["odd"]:
         yield Finding("checkpoint", "note", note)
     chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"])

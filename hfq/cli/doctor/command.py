@@ -1,12 +1,11 @@
-"""`hfq doctor [CHECKPOINT]`: what this machine has, what stands in the way, and a block to paste into a
-report of a bug.
-"""
+"""`hfq doctor [MODEL]`: what this machine has, what prevents a load, and a block for a bug report."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from typing import Annotated
 import typer
 
 from hfq.cli.doctor.findings import Finding
+from hfq.cli.model_argument import Revision, model_headers
 
 __all__ = ["TESTED", "doctor"]
 
@@ -25,25 +25,42 @@ TESTED = {
     "deepspeed": ("0.19.8", "0.19.8"),
     "peft": ("0.21.2", "0.21.2"),
 }
-"""The oldest and the newest version that the test suite runs with: constraints-oldest.txt and
-constraints.txt.
-"""
+"""The oldest and newest versions that are tested: constraints-oldest.txt and constraints.txt."""
 
 _OPTIONAL = ("deepspeed", "peft")
 
 
 def doctor(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="[CHECKPOINT]", help="Also look at this checkpoint and its disk.")
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Also check this checkpoint and its disk.")
     ] = None,
+    revision: Revision = None,
     config: Annotated[
         list[Path] | None,
         typer.Option(help="Check a DeepSpeed (.json) or accelerate (.yaml) config; may be repeated."),
     ] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs have left behind.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed runs left behind.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine has and what stands in the way; the exit status is 1 where there is an error."""
+    """Reports what this machine has and which problems it finds.
+
+    The exit status is 1 if there is an error.
+    """
+    with contextlib.nullcontext() if model is None else model_headers(model, revision) as found:
+        checkpoint = None if found is None else Path(found.folder)
+        is_local = found is not None and found.commit is None
+        folder = checkpoint if checkpoint is not None and is_local else Path()
+        findings = list(_findings(folder, checkpoint, config or [], clean))
+    if as_json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print(findings)
+    if any(finding.status == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _findings(folder: Path, checkpoint: Path | None, configs: list[Path], clean: bool) -> Iterator[Finding]:
+    """All findings; `folder` is on the disk to look at."""
     from hfq.cli.doctor.checkpoint import checkpoint_findings, disk_findings
     from hfq.cli.doctor.machine import (
         device_findings,
@@ -52,25 +69,15 @@ def doctor(
         operator_findings,
     )
 
-    folder = path or Path()
-    sections: list[Callable[[], Iterable[Finding]]] = [
-        lambda: environment_findings(folder),
-        version_findings,
-        device_findings,
-        kernel_findings,
-        operator_findings,
-        lambda: disk_findings(folder),
-        lambda: checkpoint_findings(path),
-        lambda: config_findings(config or []),
-        lambda: leftover_findings(folder, clean),
-    ]
-    findings = [finding for section in sections for finding in section()]
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        _print(findings)
-    if any(finding.status == "error" for finding in findings):
-        raise typer.Exit(1)
+    yield from environment_findings(folder)
+    yield from version_findings()
+    yield from device_findings()
+    yield from kernel_findings()
+    yield from operator_findings()
+    yield from disk_findings(folder)
+    yield from checkpoint_findings(checkpoint)
+    yield from config_findings(configs)
+    yield from leftover_findings(folder, clean)
 
 
 def version_findings() -> Iterator[Finding]:

@@ -37,7 +37,7 @@ def environment_findings(folder: Path) -> Iterator[Finding]:
             "environment",
             "warning",
             f"this process may take {limit / 1e9:.1f} GB (its control group), less than is available",
-            f'plan with it: hfq plan CHECKPOINT --cpu {limit}, and pass max_memory={{"cpu": {limit}}}',
+            f'plan with it: hfq plan MODEL --cpu {limit}B, and pass max_memory={{"cpu": {limit}}}',
         )
     if os.path.isdir(_SHARED):
         status = os.statvfs(_SHARED)

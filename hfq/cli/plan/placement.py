@@ -1,64 +1,45 @@
-"""What `hfq plan CHECKPOINT` prints: a device map or ZeRO-3 ranks, with bytes, rates and the files that they
-imply.
-"""
+"""What `hfq plan MODEL` prints: a device map or ZeRO-3 ranks, with bytes, rates, and files."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hfq.cli.plan.options import PlanOptions
     from hfq.loading.dry_run import PlannedModel
     from hfq.placement.estimate.estimate import Estimate, Workload
     from hfq.placement.estimate.hardware import Hardware
     from hfq.placement.estimate.profile import Profile
 
-__all__ = ["PlacementOptions", "plan_placement"]
+__all__ = ["make_report", "plan_placement"]
 
 
-@dataclass(frozen=True)
-class PlacementOptions:
-    """The options of `hfq plan CHECKPOINT`, as they were given."""
-
-    path: str
-    gpu: list[str]
-    cpu: str | None
-    disk: str | None
-    nvme: str | None
-    profile: Path | None
-    batch: int
-    context: int
-    kv_dtype: str
-    dtype: str
-    launcher: str
-    ranks: int
-    ranks_per_node: int | None
-    catalog: str | None
-    budget: str | None
-    out: Path | None
-
-
-def plan_placement(options: PlacementOptions, as_json: bool) -> None:
+def plan_placement(options: PlanOptions) -> None:
     """Plans one checkpoint and prints the plan."""
     from hfq.cli.plan.tables import print_report
 
     _check_choices(options)
     report = make_report(options)
-    if options.out is not None:
-        _write(options.out, report["files"])
-    print(json.dumps(report, indent=2)) if as_json else print_report(report)
+    if options.output_dir is not None:
+        _write(options.output_dir, report["files"])
+    print(json.dumps(report, indent=2)) if options.as_json else print_report(report)
 
 
-def make_report(options: PlacementOptions) -> dict:
+def make_report(options: PlanOptions) -> dict:
     """The plan as JSON-ready data."""
-    from hfq.cli.model_argument import named_checkpoint
+    from hfq.cli.model_argument import model_headers
     from hfq.loading.dry_run import open_model
     from hfq.placement.estimate.estimate import Workload
 
-    hardware, workload = _hardware(options), Workload(options.batch, options.context, options.kv_dtype)
-    with named_checkpoint(options.path) as found:
+    hardware, workload = (
+        _hardware(options),
+        Workload(options.batch_size, options.max_model_len, options.kv_cache_dtype),
+    )
+    with model_headers(str(options.model), options.revision) as found:
         model = open_model(found.folder, options.dtype)
         described = model.describe() | {"path": found.name} | found.describe()
         report = {"model": described, "workload": asdict(workload), "machine": _describe(hardware, options)}
@@ -66,25 +47,24 @@ def make_report(options: PlacementOptions) -> dict:
 
 
 def _planned(
-    options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict
+    options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload, report: dict
 ) -> dict:
     if options.catalog is not None:
         from hfq.placement.estimate.catalog import rank_machines, read_catalog
 
         report["catalog"] = rank_machines(read_catalog(options.catalog), model.sizes, workload)
         return report | {"files": {}}
-    if options.budget is not None:
+    if options.suggest_format is not None:
         return report | {"ladder": _ladder(options, model, workload), "files": {}}
-    if options.launcher == "zero3":
+    if options.zero_stage is not None:
         return report | _zero3(options, model, hardware, workload)
     if len(hardware.gpus) > 1:
         return report | _spread(options, model, hardware, workload)
     return report | _placed(options, model, hardware, workload)
 
 
-def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+def _placed(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.checkpoint.filesystem import available_memory
-    from hfq.integrations.hub.find import split_name
     from hfq.placement.estimate.estimate import estimate_placement
     from hfq.placement.estimate.roofline import TERMS, what_helps
     from hfq.placement.launch_configs import accelerate_yaml, loading_code
@@ -103,14 +83,15 @@ def _placed(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     prediction["helps"] = [
         [what, each.tokens_per_second] for what, each in what_helps(estimate.work, profile)[:3]
     ]
-    path, revision = split_name(options.path) or (options.path, None)
-    code = loading_code(path, model.sizes.dtype, limits, options.kv_dtype, revision)
+    code = loading_code(
+        str(options.model), model.sizes.dtype, limits, options.kv_cache_dtype, options.revision
+    )
     return {
         "devices": _homes(estimate, weights, hardware),
         "moved": {
-            "streamed_nbytes_a_step": estimate.work.streamed,
-            "copied_nbytes_a_step": estimate.work.copied,
-            "nbytes_a_token": (estimate.work.streamed + estimate.work.copied) // workload.batch,
+            "streamed_per_step_nbytes": estimate.work.streamed,
+            "copied_per_step_nbytes": estimate.work.copied,
+            "per_token_nbytes": (estimate.work.streamed + estimate.work.copied) // workload.batch,
             "is_cached": estimate.work.is_cached,
         },
         "prediction": prediction,
@@ -130,11 +111,16 @@ def _homes(estimate: Estimate, weights: dict[str, int], hardware: Hardware) -> d
     found: dict[str, dict[str, int | None]] = {}
     for home, parts in estimate.devices(weights).items():
         total = sum(parts.values())
-        found[home] = {**parts, "total": total, "capacity": capacities.get(home)}
+        found[home] = _with_unit({**parts, "total": total, "capacity": capacities.get(home)})
     return found
 
 
-def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+def _with_unit(parts: Mapping[str, int | None]) -> dict[str, int | None]:
+    """The same numbers by names that say that they are bytes."""
+    return {f"{name}_nbytes": nbytes for name, nbytes in parts.items()}
+
+
+def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.placement.estimate.kv_cache import activation_nbytes, kv_nbytes
     from hfq.placement.launch_configs import accelerate_yaml
     from hfq.placement.multi_device import assign_units
@@ -150,7 +136,7 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     for home, capacity in capacities.items():
         parts = {"weights": weights.get(home, 0), "ring": 0, "experts": 0, "kv_cache": spread.kv.get(home, 0)}
         parts |= {"activations": activations}
-        devices[home] = parts | {"total": sum(parts.values()), "capacity": capacity}
+        devices[home] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}
     return {
         "devices": devices,
@@ -160,7 +146,7 @@ def _spread(options: PlacementOptions, model: PlannedModel, hardware: Hardware, 
     }
 
 
-def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
+def _zero3(options: PlanOptions, model: PlannedModel, hardware: Hardware, workload: Workload) -> dict:
     from hfq.placement.estimate.roofline import TERMS
     from hfq.placement.launch_configs import accelerate_yaml, deepspeed_config
     from hfq.placement.zero.fit import fit_zero3, predict_zero3
@@ -168,9 +154,11 @@ def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, w
 
     itemsize = {"float32": 4}.get(model.sizes.dtype, 2)
     states = count_states(model.loading.checkpoint, itemsize=itemsize)
-    ranks = options.ranks, options.ranks_per_node
-    fit = fit_zero3(states, model.sizes, hardware, workload, *ranks, has_nvme=options.nvme is not None)
-    config = deepspeed_config(fit.memory.setup.offload_param, options.nvme, model.sizes.dtype, workload.batch)
+    ranks = options.num_processes, options.per_machine
+    fit = fit_zero3(states, model.sizes, hardware, workload, *ranks, has_nvme=options.nvme_path is not None)
+    config = deepspeed_config(
+        fit.memory.setup.offload_param, options.nvme_path, model.sizes.dtype, workload.batch
+    )
     found = predict_zero3(fit, model.sizes, workload, _profile(options, model))
     prediction: dict[str, Any] = {"not_predicted": found}
     if not isinstance(found, str):
@@ -180,19 +168,23 @@ def _zero3(options: PlacementOptions, model: PlannedModel, hardware: Hardware, w
         "prediction": prediction,
         "files": {
             "deepspeed.json": json.dumps(config, indent=2),
-            "accelerate.yaml": accelerate_yaml(options.ranks, "deepspeed.json", on_cpu=not hardware.gpus),
+            "accelerate.yaml": accelerate_yaml(
+                options.num_processes, "deepspeed.json", options.num_machines, on_cpu=not hardware.gpus
+            ),
         },
     }
 
 
-def _ladder(options: PlacementOptions, model: PlannedModel, workload: Workload) -> dict:
+def _ladder(options: PlanOptions, model: PlannedModel, workload: Workload) -> dict:
     from hfq.placement.estimate.best_format import choose_format
     from hfq.placement.estimate.hardware import parse_size
 
-    return choose_format(model.shapes(), model.sizes, workload, parse_size(options.budget or "", "--budget"))
+    return choose_format(
+        model.shapes(), model.sizes, workload, parse_size(options.suggest_format or "", "--suggest-format")
+    )
 
 
-def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
+def _profile(options: PlanOptions, model: PlannedModel) -> Profile:
     """The machine's profile, with the rate that the catalog has of the accelerator that was named."""
     from hfq.machine_profile.machine_facts import machine_facts
     from hfq.placement.estimate.catalog import SHIPPED, read_catalog
@@ -210,13 +202,13 @@ def _profile(options: PlacementOptions, model: PlannedModel) -> Profile:
     )
 
 
-def _hardware(options: PlacementOptions) -> Hardware:
+def _hardware(options: PlanOptions) -> Hardware:
     from hfq.checkpoint.filesystem import available_memory
     from hfq.placement.estimate.catalog import SHIPPED, read_catalog
     from hfq.placement.estimate.hardware import Hardware, parse_gpus, parse_size
 
-    known = {} if all(text[:1].isdigit() for text in options.gpu) else read_catalog(SHIPPED).gpus
-    gpus = parse_gpus(options.gpu, known)
+    known = {} if all(text[:1].isdigit() for text in options.gpu or []) else read_catalog(SHIPPED).gpus
+    gpus = parse_gpus(options.gpu or [], known)
     if not options.gpu and options.cpu is None:
         gpus = _gpus_here()
     cpu = available_memory() or 0 if options.cpu is None else parse_size(options.cpu, "--cpu")
@@ -232,31 +224,28 @@ def _gpus_here() -> tuple[int, ...]:
     )
 
 
-def _describe(hardware: Hardware, options: PlacementOptions) -> dict[str, Any]:
+def _describe(hardware: Hardware, options: PlanOptions) -> dict[str, Any]:
     is_here = not options.gpu and options.cpu is None
     return {
-        "gpus": list(hardware.gpus),
-        "cpu": hardware.cpu,
-        "disk": hardware.disk,
+        "gpu_nbytes": list(hardware.gpus),
+        "cpu_nbytes": hardware.cpu,
+        "disk_nbytes": hardware.disk,
+        "limits": {"gpu": options.gpu or [], "cpu": options.cpu, "disk": options.disk},
         "is_this_machine": is_here,
     }
 
 
-def _check_choices(options: PlacementOptions) -> None:
+def _check_choices(options: PlanOptions) -> None:
     from hfq.errors import PlacementError, nearest
 
-    choices = {
-        "--launcher": (options.launcher, ("device_map", "zero3")),
-        "--dtype": (options.dtype, ("auto", "bfloat16", "float16", "float32")),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise PlacementError(
-                f"{name} {value} is not a choice{nearest(value, allowed)}.",
-                expected=" or ".join(allowed),
-                found=value,
-                fix=f"correct {name}",
-            )
+    allowed = ("auto", "bfloat16", "float16", "float32")
+    if options.dtype not in allowed:
+        raise PlacementError(
+            f"--dtype {options.dtype} is not valid{nearest(options.dtype, allowed)}.",
+            expected=" or ".join(allowed),
+            found=options.dtype,
+            fix="Pass --dtype auto, or another of these.",
+        )
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
-"""The tables of `hfq plan CHECKPOINT`."""
+"""The tables of `hfq plan MODEL`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hfq.cli.plan.zero_ranks import as_size
@@ -21,13 +22,13 @@ def print_report(report: dict) -> None:
     console = Console(markup=False, highlight=False)
     model, work = report["model"], report["workload"]
     console.print(
-        f"{model['path']}: {model['class']} of {model['layers']} layers, {model['formats'] or 'not packed'}, "
-        f"computes in "
+        f"{model['path']}: {model['class']} of {model['layers']} layers, "
+        f"{model['formats'] or 'not packed'}, computes in "
         f"{model['dtype']}, {as_size(model['file_nbytes'])} of files",
         soft_wrap=True,
     )
     console.print(
-        f"batch {work['batch']}, context {work['context']}, KV cache {work['kv_dtype']}; "
+        f"batch size {work['batch']}, {work['context']} tokens, KV cache {work['kv_dtype']}; "
         f"{_machine(report['machine'])}",
         soft_wrap=True,
     )
@@ -37,7 +38,7 @@ def print_report(report: dict) -> None:
             f"not counted"
         )
     sections: dict[str, Callable[[Console, Any], None]] = {
-        "devices": _homes,
+        "devices": partial(_homes, limits=report["machine"]["limits"]),
         "moved": _moved,
         "zero3": _zero3,
         "prediction": _prediction,
@@ -52,35 +53,35 @@ def print_report(report: dict) -> None:
 
 
 def _machine(machine: dict) -> str:
-    gpus = ", ".join(map(as_size, machine["gpus"])) or "no accelerator"
-    disk = "" if machine["disk"] is None else f", at most {machine['disk']:,} B on disk"
-    return (
-        f"{gpus}, {as_size(machine['cpu'])} of CPU "
-        f"memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
-    )
+    limits = machine["limits"]
+    gpus = ", ".join(limits["gpu"] or map(as_size, machine["gpu_nbytes"])) or "no accelerator"
+    cpu = limits["cpu"] or as_size(machine["cpu_nbytes"])
+    disk = f", at most {limits['disk']} on disk" if limits["disk"] else ""
+    return f"{gpus}, {cpu} of CPU memory{disk}{' (this machine)' if machine['is_this_machine'] else ''}"
 
 
-def _homes(console: Console, devices: dict) -> None:
+def _homes(console: Console, homes: dict, limits: dict[str, str | None]) -> None:
     from rich.table import Table
 
     table = Table("home", *PARTS.values(), "total", "of")
-    for home, parts in devices.items():
-        capacity = parts["capacity"]
-        sizes = [as_size(parts[part]) for part in (*PARTS, "total")]
-        table.add_row(home, *sizes, "no limit" if capacity is None else as_size(capacity))
+    for home, parts in homes.items():
+        capacity = parts["capacity_nbytes"]
+        sizes = [as_size(parts[part]) for part in (*PARTS, "total_nbytes")]
+        limit = limits.get(home) or ("no limit" if capacity is None else as_size(capacity))
+        table.add_row(home, *sizes, limit)
     console.print(table)
 
 
 def _moved(console: Console, moved: dict) -> None:
     cached = (
         ", from the page cache after the first step"
-        if moved["is_cached"] and moved["streamed_nbytes_a_step"]
+        if moved["is_cached"] and moved["streamed_per_step_nbytes"]
         else ""
     )
     console.print(
-        f"moved for a step: {as_size(moved['streamed_nbytes_a_step'])} from disk{cached}, "
-        f"{as_size(moved['copied_nbytes_a_step'])} to the accelerator; {as_size(moved['nbytes_a_token'])} a "
-        f"token",
+        f"moved for a step: {as_size(moved['streamed_per_step_nbytes'])} from disk{cached}, "
+        f"{as_size(moved['copied_per_step_nbytes'])} to the accelerator; "
+        f"{as_size(moved['per_token_nbytes'])} a token",
         soft_wrap=True,
     )
 
@@ -99,8 +100,8 @@ def _prediction(console: Console, prediction: dict) -> None:
         )
         return
     console.print(
-        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: {terms}), "
-        f"{load}",
+        f"predicted: {prediction['tokens_per_second']:.4g} tokens/s ({step * 1e3:.4g} ms a step: "
+        f"{terms}), {load}",
         soft_wrap=True,
     )
     console.print(f"decided by {prediction['dominant_term']}; rates: {prediction['source']}", soft_wrap=True)
@@ -156,6 +157,6 @@ def _ladder(console: Console, ladder: dict) -> None:
         )
     console.print(table)
     console.print(
-        f"best that fits {as_size(ladder['budget'])}: {ladder['best'] or 'none'}. {ladder['note']}",
+        f"best that fits {as_size(ladder['budget_nbytes'])}: {ladder['best'] or 'none'}. {ladder['note']}",
         soft_wrap=True,
     )

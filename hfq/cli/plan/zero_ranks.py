@@ -1,45 +1,25 @@
-"""`hfq plan CHECKPOINT --zero STAGE --ranks N`: what each rank and node would hold, from headers alone."""
+"""`hfq plan MODEL --zero-stage STAGE --num-processes N`: bytes on each rank and node, from headers alone."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hfq.cli.plan.options import PlanOptions
     from hfq.placement.zero.memory import ModelStates, ZeroMemory, ZeroSetup
 
-__all__ = ["ZeroOptions", "as_size", "plan_zero"]
+__all__ = ["as_size", "plan_zero"]
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-@dataclass(frozen=True)
-class ZeroOptions:
-    """The options of `hfq plan --zero`, as they were given."""
-
-    path: Path | None
-    zero: int
-    ranks: int
-    ranks_per_node: int | None
-    optimizer: str | None
-    offload_param: str
-    offload_optimizer: str
-    lora_rank: int | None
-    lora_target: list[str]
-    parameters: float | None
-    trainable: float | None
-
-
-def plan_zero(options: ZeroOptions, as_json: bool) -> None:
-    """Prints what a model takes under ZeRO: bytes on each device, in CPU memory and on NVMe, per rank and
-    node.
-    """
+def plan_zero(options: PlanOptions) -> None:
+    """Prints the bytes of a model under ZeRO on devices, in CPU memory, and on NVMe."""
     from hfq.errors import SetupError
     from hfq.placement.zero.memory import STAGES, estimate_zero
 
-    _check_source(options.path, options.parameters, options.lora_rank, options.trainable)
+    _check_source(options)
     if options.lora_target and options.lora_rank is None:
         raise SetupError(
             "--lora-target names layers that get an adapter.",
@@ -47,15 +27,16 @@ def plan_zero(options: ZeroOptions, as_json: bool) -> None:
             found="no rank",
             fix="add --lora-rank 16",
         )
-    optimizer, zero = options.optimizer, options.zero
+    optimizer, zero = options.optimizer, options.zero_stage or 0
     trains = options.lora_rank is not None or options.trainable is not None
     trains = trains or (options.parameters is not None and optimizer != "none")
     optimizer = optimizer or ("adam" if trains else "none")
-    states = _states(
-        options.path, options.parameters, optimizer, options.lora_rank, options.lora_target, options.trainable
-    )
-    offloads = {"offload_param": options.offload_param, "offload_optimizer": options.offload_optimizer}
-    ranks = options.ranks, options.ranks_per_node
+    states = _states(options, optimizer)
+    offloads = {
+        "offload_param": options.offload_param_device or "none",
+        "offload_optimizer": options.offload_optimizer_device,
+    }
+    ranks = options.num_processes, options.per_machine
     setup = _setup(zero, *ranks, optimizer, offloads)
     others = [
         _setup(stage, *ranks, optimizer, _allowed(stage, offloads)) for stage in STAGES if stage != zero
@@ -63,28 +44,27 @@ def plan_zero(options: ZeroOptions, as_json: bool) -> None:
     estimates = sorted(
         (estimate_zero(states, each) for each in (setup, *others)), key=lambda each: each.setup.stage
     )
-    if as_json:
+    if options.as_json:
         print(json.dumps(_report(states, setup, estimates), indent=2))
     else:
         _print(states, setup, estimates)
 
 
-def _check_source(
-    path: Path | None, parameters: float | None, lora_rank: int | None, trainable: float | None
-) -> None:
+def _check_source(options: PlanOptions) -> None:
     from hfq.errors import SetupError
 
-    if (path is None) == (parameters is None):
+    parameters, trainable = options.parameters, options.trainable
+    if (options.model is None) == (parameters is None):
         raise SetupError(
             "hfq plan counts a checkpoint, or a number of parameters.",
-            expected="CHECKPOINT or --parameters",
-            found="both" if path else "neither",
-            fix="pass one of the two",
+            expected="MODEL or --parameters",
+            found="both" if options.model else "neither",
+            fix="Pass one of the two.",
         )
-    if lora_rank and (trainable or parameters):
+    if options.lora_rank and (trainable or parameters):
         raise SetupError(
             "--lora-rank counts the adapters of a checkpoint's layers.",
-            expected="CHECKPOINT --lora-rank R",
+            expected="MODEL --lora-rank R",
             found="--trainable" if trainable else "--parameters",
             fix="give the adapters' parameters with --trainable alone",
         )
@@ -98,31 +78,27 @@ def _check_source(
             )
 
 
-def _states(
-    path: Path | None,
-    parameters: float | None,
-    optimizer: str,
-    lora_rank: int | None,
-    targets: list[str],
-    extra: float | None,
-) -> ModelStates:
+def _states(options: PlanOptions, optimizer: str) -> ModelStates:
     from dataclasses import replace
 
     from hfq.errors import SetupError
     from hfq.placement.zero.memory import ModelStates
 
-    added = (int(extra),) if extra else ()
-    if path is None:
-        whole = (int(parameters or 0),)
+    added = (int(options.trainable),) if options.trainable else ()
+    if options.model is None:
+        whole = (int(options.parameters or 0),)
         frozen, trained = (whole, added) if added or optimizer == "none" else ((), whole)
         return ModelStates(frozen=frozen, trained=trained, is_sum=True)
     from hfq.checkpoint import Checkpoint
-    from hfq.cli.model_argument import named_checkpoint
+    from hfq.cli.model_argument import model_headers
     from hfq.placement.zero.model_states import count_states
 
-    everything = optimizer != "none" and lora_rank is None and not added
-    with named_checkpoint(path) as found:
-        states = count_states(Checkpoint.open(found.folder), lora_rank, targets, trains_dense=everything)
+    everything = optimizer != "none" and options.lora_rank is None and not added
+    with model_headers(options.model, options.revision) as found:
+        checkpoint = Checkpoint.open(found.folder)
+        states = count_states(
+            checkpoint, options.lora_rank, options.lora_target or [], trains_dense=everything
+        )
     if everything and states.packed:
         raise SetupError(
             "Packed weights are not trained, so that an optimizer has nothing to do.",
@@ -172,8 +148,8 @@ def _print(states: ModelStates, setup: ZeroSetup, estimates: list[ZeroMemory]) -
 
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} other "
-        f"frozen parameters, "
+        f"{len(states.packed)} packed rows of {as_size(sum(states.packed))}, {sum(states.frozen):,} "
+        "other frozen parameters, "
         f"{sum(states.trained):,} trained; {setup.optimizer} ({OPTIMIZERS[setup.optimizer]} B a parameter)",
         soft_wrap=True,
     )
@@ -205,8 +181,9 @@ def _home(offload: str) -> str:
 
 
 def as_size(nbytes: float) -> str:
-    """Bytes for people: `4.5 GB`, or `-` for none."""
+    """Formats bytes with three significant digits: `4.5 GB`, or `-` for none."""
     if nbytes == 0:
         return "-"
-    scale, unit = next(((scale, unit) for scale, unit in _UNITS if nbytes >= scale), (1, "B"))
-    return f"{nbytes / scale:.4g} {unit}"
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if nbytes >= 0.9995 * scale), (1, "B"))
+    value = nbytes / scale
+    return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"

@@ -1,37 +1,33 @@
-"""Whole checkpoints from the Hub, for commands that read weights."""
+"""Download of whole models from the Hub, for commands that need weights."""
 
 from __future__ import annotations
 
-import os
-
-from hfq.integrations.hub.find import split_name
 from hfq.integrations.hub.hub_errors import explain
 
 __all__ = ["download_checkpoint"]
 
-_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""Weights, configs, and tokenizers; never code."""
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.md", "LICENSE*"]
+"""Weights, configs, and tokenizers; neither pickles nor code."""
+
+_IGNORED = ["consolidated*", "original/*"]
+"""Second copies of the weights in the layout of the model's author, which transformers does not read."""
 
 
-def download_checkpoint(path: str | os.PathLike, revision: str | None = None) -> str:
-    """Returns the folder of a checkpoint with its weights, from the Hub if need be.
+def download_checkpoint(repo: str, revision: str | None = None) -> str:
+    """Returns the folder of a model in the Hub's cache, after a download of what is missing there.
 
     Args:
-        path: A folder; or a model of the Hub, as `organisation/model`.
-        revision: A branch, a tag, or a commit of the Hub; None for the default branch.
+        repo: Id of the model, `organization/model`.
+        revision: Branch, tag, or commit; None for the default branch.
 
     Raises:
-        CheckpointError: The Hub has no such model, does not allow its download, or cannot be reached.
+        CheckpointError: The Hub has no such model or revision, does not give access, or cannot be reached.
     """
-    text = os.fspath(path)
-    named = split_name(text)
-    if named is None:
-        return text
     from huggingface_hub import snapshot_download
 
-    repo, named_revision = named
-    wanted = revision or named_revision
     try:
-        return str(snapshot_download(repo, revision=wanted, allow_patterns=_FILES))
-    except Exception as error:  # Hub, network, and disk raise many kinds; each gets its own text
-        raise explain(error, repo, wanted) from error
+        return str(
+            snapshot_download(repo, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
+        )
+    except Exception as error:  # of many kinds: of the Hub, of its HTTP client, and of the disk
+        raise explain(error, repo, revision) from error

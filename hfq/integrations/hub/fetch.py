@@ -40,7 +40,7 @@ class RemoteModel:
     """One commit of a model on the hub.
 
     Attributes:
-        repo: Its name, `organisation/model`.
+        repo: Its name, `organization/model`.
         commit: The commit that a revision meant when it was asked for.
         sizes: The bytes of each file.
         fetched_nbytes: The bytes of files that have been fetched.

@@ -1,5 +1,4 @@
-"""A checkpoint by its folder or by its name on the hub, for what reads headers alone: nothing is downloaded
-but headers.
+"""A checkpoint by its folder or by its id on the Hub; only headers are fetched.
 
 A model that is in the cache of the hub is taken from there. Of another one headers are fetched and kept in
 hfq's own cache, as an archive that nobody can take for a checkpoint, under the commit that they belong to.
@@ -21,9 +20,9 @@ from hfq.checkpoint.write_checkpoint import INDEX
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.fetch import SINGLE, RemoteModel
 
-__all__ = ["FoundCheckpoint", "find_checkpoint", "headers_cache", "split_name"]
+__all__ = ["FoundCheckpoint", "find_checkpoint", "headers_cache", "is_hub_id"]
 
-_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -63,32 +62,29 @@ class FoundCheckpoint:
         )
 
 
-def split_name(path: str) -> tuple[str, str | None] | None:
-    """(repository, revision) of `organisation/model` or `organisation/model@revision`; None for what is a
-    local path.
-    """
-    found = None if os.path.lexists(path) else _NAME.fullmatch(path)
-    return (found["repo"], found["revision"]) if found else None
+def is_hub_id(path: str) -> bool:
+    """True if a text has the form `organization/model`, and no local file or folder has this path."""
+    return not os.path.lexists(path) and _HUB_ID.fullmatch(path) is not None
 
 
 @contextlib.contextmanager
-def find_checkpoint(path: str | os.PathLike) -> Iterator[FoundCheckpoint]:
-    """The folder of a checkpoint, during a block.
+def find_checkpoint(path: str | os.PathLike, revision: str | None = None) -> Iterator[FoundCheckpoint]:
+    """A context manager that yields the folder of a checkpoint.
 
     Args:
-        path: A folder; or a model of the hub, as `organisation/model` or `organisation/model@revision`.
+        path: A folder, or the id of a model on the Hub: `organization/model`.
+        revision: Branch, tag, or commit of a model on the Hub; None for the default branch.
 
     Raises:
         CheckpointError: The hub has no such model, does not give it, or cannot be reached; or its headers are
             damaged.
     """
     text = os.fspath(path)
-    named = split_name(text)
-    cached = text if named is None else _snapshot(*named)
-    if named is None or cached is not None:
-        yield FoundCheckpoint(str(cached), str(cached))
+    cached = _snapshot(text, revision) if is_hub_id(text) else text
+    if cached is not None:
+        yield FoundCheckpoint(cached, cached)
         return
-    hollow, commit, fetched = _headers(*named)
+    hollow, commit, fetched = _headers(text, revision)
     with tempfile.TemporaryDirectory(prefix="hfq-") as folder:
         hollow.write(folder)
         yield FoundCheckpoint(folder, text, commit, fetched, hollow.nbytes)

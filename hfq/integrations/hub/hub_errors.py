@@ -29,8 +29,8 @@ def explain(
     file = repo if name is None else f"{repo}/{name}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return CheckpointError(
-            "The model is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE keeps hfq from "
-            "asking for its headers.",
+            "The model is neither a folder nor in the cache of the hub, and HF_HUB_OFFLINE keeps hfq "
+            "from asking for it.",
             file=file,
             expected="a folder with config.json and *.safetensors, or a network",
             found="HF_HUB_OFFLINE",
@@ -42,7 +42,7 @@ def explain(
             file=file,
             expected="a branch, a tag or a commit",
             found=repr(revision),
-            fix=f"name one that is listed with the files of {repo}, as {repo}@main",
+            fix=f"Name one that is listed with the files of {repo}, for example --revision main.",
         )
     is_missing = isinstance(error, errors.RepositoryNotFoundError) and not isinstance(
         error, errors.GatedRepoError
@@ -52,7 +52,7 @@ def explain(
             "The model is neither a folder nor a model of the hub that may be seen.",
             file=file,
             found=found,
-            expected="a folder with config.json and *.safetensors, or organisation/model",
+            expected="a folder with config.json and *.safetensors, or organization/model",
             fix="check the path or the name; for a private model: hf auth login, or set HF_TOKEN",
         )
     if status in (401, 403):
@@ -64,10 +64,10 @@ def explain(
             fix="accept the terms on the model's page, then: hf auth login, or set HF_TOKEN",
         )
     return CheckpointError(
-        "The headers of the model could not be had from the hub; nothing was planned.",
+        "The model could not be had from the hub.",
         file=file,
         expected="an answer",
         found=found,
-        fix=f"check the name, the network and HF_ENDPOINT, and try again; or download the model: hf download "
-        f"{repo}",
+        fix="check the name, the network and HF_ENDPOINT, and try again; or download the model: hf "
+        f"download {repo}",
     )

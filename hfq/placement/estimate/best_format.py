@@ -70,17 +70,17 @@ def choose_format(shapes: Shapes, sizes: ModelSizes, workload: Workload, budget:
     if best is None:
         least = min(int(rung["total_nbytes"]) for rung in rungs)  # type: ignore[call-overload]
         raise PlacementError(
-            "No format on the ladder fits this budget.",
+            "No format fits --suggest-format.",
             expected=f"at least {least:,} B ({rungs[-1]['name']})",
             found=f"{budget:,} B",
-            fix=f"pass --budget {least}, a shorter --context, or plan a placement that offloads (leave "
-            f"--budget out)",
+            fix=f"Pass --suggest-format {least}B or a shorter --max-model-len, or plan a placement that "
+            "offloads.",
         )
     note = (
         f"This checkpoint has {shapes.bits:.3g} bits a weight: a better rung has to be made from the "
-        f"original weights."
+        "original weights."
     )
-    return {"budget": budget, "best": best, "rungs": rungs, "note": note}
+    return {"budget_nbytes": budget, "best": best, "rungs": rungs, "note": note}
 
 
 def _layer_nbytes(weight_format: Format | None, out_features: int, in_features: int) -> int:

@@ -243,12 +243,12 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
     if hardware.disk is not None:
         found.append(("leave --disk out", (replace(hardware, disk=None), workload)))
     if workload.kv_dtype == "auto":
-        found.append(("--kv-dtype fp8", (hardware, replace(workload, kv_dtype="fp8"))))
+        found.append(("--kv-cache-dtype fp8", (hardware, replace(workload, kv_dtype="fp8"))))
     contexts = _halves(workload.context)
     batches = _halves(workload.batch)
     tries: list[tuple[str, Callable[[int], tuple[Hardware, Workload]], list[int]]] = [
-        ("--batch", lambda value: (hardware, replace(workload, batch=value)), batches),
-        ("--context", lambda value: (hardware, replace(workload, context=value)), contexts),
+        ("--batch-size", lambda value: (hardware, replace(workload, batch=value)), batches),
+        ("--max-model-len", lambda value: (hardware, replace(workload, context=value)), contexts),
     ]
     for option, make, values in tries:
         fitting = next((value for value in values if _fits(sizes, *make(value))), None)
@@ -258,14 +258,14 @@ def _changes(sizes: ModelSizes, hardware: Hardware, workload: Workload, taken: i
     more = [replace(hardware, cpu=need) for need in _memories(hardware.cpu, total)]
     enough = next((machine for machine in more if _fits(sizes, machine, workload)), None)
     if enough is not None:
-        found.append((f"--cpu {enough.cpu}", (enough, workload)))
+        found.append((f"--cpu {enough.cpu}B", (enough, workload)))
     if hardware.gpus:
         bigger = [
             replace(hardware, gpus=(need, *hardware.gpus[1:])) for need in _memories(hardware.gpus[0], total)
         ]
         enough = next((machine for machine in bigger if _fits(sizes, machine, workload)), None)
         if enough is not None:
-            found.append((f"--gpu {enough.gpus[0]}", (enough, workload)))
+            found.append((f"--gpu {enough.gpus[0]}B", (enough, workload)))
     return found
 
 

@@ -11,7 +11,6 @@ from hfq.errors import PlacementError, nearest
 __all__ = ["Hardware", "parse_gpus", "parse_size"]
 
 _UNITS = {
-    "": 1,
     "B": 1,
     "KB": 10**3,
     "MB": 10**6,
@@ -22,6 +21,7 @@ _UNITS = {
     "GIB": 1 << 30,
     "TIB": 1 << 40,
 }
+_NO_UNIT = re.compile(r"^\s*[0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?\s*$")
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _TIMES = re.compile(r"^(.*\S)\s*(?:[×*]|(?<=[\sA-Za-z])[xX])\s*([0-9]+)$")
 _MOST_NBYTES = 1 << 60
@@ -53,7 +53,7 @@ class Hardware:
 
 
 def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
-    """Bytes of `24GiB`, `64 GB`, `1.5e9`.
+    """Returns the bytes of a size with a unit: `24GiB`, `64 GB`, `1.5e9B`.
 
     Args:
         text: The size as it was given.
@@ -61,8 +61,15 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
         least: The smallest size that is allowed.
 
     Raises:
-        PlacementError: It is no size, or out of range.
+        PlacementError: The text is no size, has no unit, or is out of range.
     """
+    if _NO_UNIT.match(str(text)):
+        raise PlacementError(
+            f"{what} {text} has no unit.",
+            expected="a size with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, or TiB",
+            found=repr(text),
+            fix=f"Pass {what} {str(text).strip()}GiB, or {what} {str(text).strip()}B if these are bytes.",
+        )
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * unit if found and unit is not None else None
@@ -70,7 +77,7 @@ def parse_size(text: str | int | float, what: str, least: int = 1) -> int:
         hint = nearest(found[2].upper(), _UNITS) if found and unit is None else ""
         raise PlacementError(
             f"{what} is no size{hint}.",
-            expected=f"{least} B or more, as 24GiB, 64GB or 1.5e9",
+            expected=f"{least} B or more, for example 24GiB or 64GB",
             found=repr(text),
             fix=f"pass {what} 24GiB, for example",
         )

@@ -73,9 +73,9 @@ def _layer_nbytes(layer: KvLayer, batch: int, tokens: int, dtype: str, kv_dtype:
     if layer.window is not None or layer.extra:
         raise PlacementError(
             "transformers' quantized KV cache takes layers of full attention alone.",
-            found=f"--kv-dtype {kv_dtype}",
+            found=f"--kv-cache-dtype {kv_dtype}",
             expected="no sliding windows and no indexers",
-            fix="pass --kv-dtype auto",
+            fix="pass --kv-cache-dtype auto",
         )
     if kv_dtype == "fp8":
         return kept + (2 * _FP8_SCALE if kept else 0)
@@ -123,15 +123,15 @@ def activation_nbytes(sizes: Activations, batch: int, context: int, dtype: str) 
 
 
 def _check(batch: int, context: int, kv_dtype: str) -> None:
-    for name, value in (("--batch", batch), ("--context", context)):
+    for name, value in (("--batch-size", batch), ("--max-model-len", context)):
         if not 1 <= value <= 1 << 40:
             raise PlacementError(
                 f"{name} is out of range.", expected="1 or more", found=value, fix=f"pass {name} 1"
             )
     if kv_dtype not in KV_DTYPES:
         raise PlacementError(
-            f"--kv-dtype {kv_dtype} is not a choice{nearest(kv_dtype, KV_DTYPES)}.",
+            f"--kv-cache-dtype {kv_dtype} is not valid{nearest(kv_dtype, KV_DTYPES)}.",
             expected=", ".join(KV_DTYPES),
             found=kv_dtype,
-            fix="correct --kv-dtype",
+            fix="Pass --kv-cache-dtype auto, or another of these.",
         )

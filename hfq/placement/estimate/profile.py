@@ -1,6 +1,4 @@
-"""A machine's rates: what `hfq calibrate` measured, or, where it has not run, the limits that public
-standards state. Pure data.
-"""
+"""Rates of a machine: those that `hfq profile-machine` measured, or else the limits of public standards."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class Profile:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it comes from `hfq calibrate`."""
+        """Whether it comes from `hfq profile-machine`."""
         return self.source == "measured"
 
     def product_rate(self, kind: str, rows: int) -> float | None:
@@ -125,12 +123,12 @@ JESD79-4). A read through the page cache is a copy, which reads and writes.
 
 
 def profile_path() -> Path:
-    """Where `hfq calibrate` writes: `hfq/profile.json` in the user's cache folder."""
+    """Where `hfq profile-machine` writes: `hfq/profile.json` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfq" / "profile.json"
 
 
 def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = None) -> Profile:
-    """A profile that `hfq calibrate` wrote, or `PUBLISHED` where none is asked for and none was written.
+    """A profile that `hfq profile-machine` wrote, or `PUBLISHED` if none is asked for and none was written.
 
     Args:
         path: The file; None for `profile_path()`.
@@ -151,7 +149,7 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
             file=file,
             expected=f"a profile of version {_VERSION}",
             found=f"{type(error).__name__}: {error}",
-            fix="run `hfq calibrate` again, or remove the file",
+            fix="run `hfq profile-machine` again, or remove the file",
         ) from error
     for what, value in (machine or {}).items():
         if profile.machine.get(what) != value:
@@ -160,7 +158,7 @@ def read_profile(path: Path | None = None, machine: Mapping[str, str] | None = N
                 file=file,
                 expected=f"{what}: {value}",
                 found=profile.machine.get(what),
-                fix="run `hfq calibrate` here, or name another profile with --profile",
+                fix="run `hfq profile-machine` here, or name another profile with --profile",
             )
     return profile
 

@@ -80,7 +80,7 @@ def fit_zero3(
             "There are fewer accelerators than ranks on a node.",
             expected=f"{on_a_node}",
             found=f"{len(hardware.gpus)}",
-            fix=f"pass --gpu {hardware.gpus[0]}×{on_a_node}, or fewer --ranks",
+            fix=f"pass --gpu {hardware.gpus[0]}B×{on_a_node}, or fewer --num-processes",
         )
     tried = []
     for offload in ("none", "cpu", *(["nvme"] if has_nvme else [])):
@@ -97,9 +97,9 @@ def fit_zero3(
         tried.append(f"offload_param {offload}: {lacking}")
     least = fit.per_rank()
     node = (least["cpu"] + (0 if hardware.gpus else least["device"])) * on_a_node
-    ways = [f"--cpu {node}"] if node > hardware.cpu else []
+    ways = [f"--cpu {node}B"] if node > hardware.cpu else []
     ways += (
-        [f"--gpu {least['device']}×{on_a_node}"]
+        [f"--gpu {least['device']}B×{on_a_node}"]
         if hardware.gpus and least["device"] > min(hardware.gpus)
         else []
     )
@@ -108,7 +108,8 @@ def fit_zero3(
         expected="room on each rank and node",
         problems=tried,
         found=f"{len(hardware.gpus)} accelerators and {hardware.cpu:,} B of CPU memory on a node",
-        fix=f"pass {' and '.join(ways)}" + ("" if has_nvme else ", or --nvme FOLDER, or more --ranks"),
+        fix=f"pass {' and '.join(ways)}"
+        + ("" if has_nvme else ", or --nvme-path FOLDER, or more --num-processes"),
     )
 
 
@@ -147,7 +148,10 @@ def predict_zero3(fit: ZeroFit, sizes: ModelSizes, workload: Workload, profile: 
     """
     setup, rates = fit.memory.setup, profile.zero3
     if rates is None:
-        return f"gathers were not measured; `hfq calibrate --ranks {setup.ranks}` does, on this machine"
+        return (
+            f"gathers were not measured; `hfq profile-machine --num-processes {setup.ranks}` does, on "
+            "this machine"
+        )
     if setup.offload_param != "none":
         return f"shards rest on {setup.offload_param}, and what bringing them in costs was not measured"
     if (rates.ranks, rates.ranks) != (setup.ranks, setup.on_a_node):

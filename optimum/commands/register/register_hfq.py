@@ -15,7 +15,7 @@ class HfqCommand(BaseOptimumCLICommand):
     """Hands everything behind `hfq` to hfq's own command, which parses it."""
 
     COMMAND = CommandInfo(
-        name="hfq", help="Quantize, convert, evaluate, verify and plan checkpoints of any dialect with hfq."
+        name="hfq", help="Quantize, convert, evaluate, compare, and plan checkpoints of any format with hfq."
     )
 
     @staticmethod
@@ -27,7 +27,7 @@ class HfqCommand(BaseOptimumCLICommand):
             "arguments",
             nargs=REMAINDER,
             metavar="VERB ...",
-            help="quantize, convert, eval, verify, plan, or another verb of hfq",
+            help="quantize, convert, evaluate, compare, plan, or another verb of hfq",
         )
 
     def run(self) -> None:

@@ -1,0 +1,131 @@
+"""The options of `hfq plan`, and which of them belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PlanOptions"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options as they were typed; each field is the option of its name."""
+
+    model: str | None
+    revision: str | None
+    gpu: list[str] | None
+    cpu: str | None
+    disk: str | None
+    profile: Path | None
+    catalog: str | None
+    suggest_format: str | None
+    batch_size: int
+    max_model_len: int
+    kv_cache_dtype: str
+    dtype: str
+    output_dir: Path | None
+    as_json: bool
+    zero_stage: int | None
+    num_processes: int
+    num_machines: int
+    nvme_path: str | None
+    offload_param_device: str | None
+    offload_optimizer_device: str
+    optimizer: str | None
+    lora_rank: int | None
+    lora_target: list[str] | None
+    parameters: float | None
+    trainable: float | None
+
+    @property
+    def counts_states(self) -> bool:
+        """True for a plan that counts the bytes of every ZeRO stage, not of a placement."""
+        if self.model is None or self.parameters is not None:
+            return True
+        is_given = self.offload_param_device is not None or any(self._training().values())
+        return self.zero_stage is not None and (self.zero_stage != 3 or is_given)
+
+    @property
+    def per_machine(self) -> int | None:
+        """Processes on each machine; None if all are on one.
+
+        Raises:
+            SetupError: The machines cannot share the processes evenly.
+        """
+        from hfq.errors import SetupError
+
+        if self.num_machines == 1:
+            return None
+        if self.num_machines < 1 or self.num_processes % self.num_machines:
+            raise SetupError(
+                f"--num-machines {self.num_machines} cannot share --num-processes {self.num_processes} "
+                "evenly.",
+                expected="a multiple of the number of machines",
+                found=self.num_processes,
+                fix="Pass a --num-processes that is a multiple of --num-machines.",
+            )
+        return self.num_processes // self.num_machines
+
+    def check(self) -> None:
+        """Raises an error for an option that this kind of plan would ignore.
+
+        Raises:
+            SetupError: There is such an option, or nothing to plan for.
+        """
+        from hfq.errors import SetupError
+
+        if self.counts_states:
+            advice = "Leave it out; or plan MODEL with --zero-stage 3, without training and offload options."
+            _check_unused(self._machine() | self._host(), "plans for a machine", advice)
+            if self.zero_stage is None:
+                raise SetupError(
+                    "hfq plan requires something to plan for.",
+                    expected="MODEL, or --parameters with --zero-stage STAGE",
+                    found="neither",
+                    fix="Pass MODEL for a device map, or --zero-stage 3 for DeepSpeed.",
+                )
+        elif self.zero_stage is None:
+            _check_unused(self._training() | self._ranks(), "is for DeepSpeed ZeRO", "Add --zero-stage 3.")
+        else:
+            _check_unused(self._machine(), "is for a device map", "Leave out --zero-stage.")
+
+    def _machine(self) -> dict[str, object]:
+        return {"--disk": self.disk, "--catalog": self.catalog, "--suggest-format": self.suggest_format}
+
+    def _host(self) -> dict[str, object]:
+        return {
+            "--gpu": self.gpu,
+            "--cpu": self.cpu,
+            "--nvme-path": self.nvme_path,
+            "--profile": self.profile,
+            "--output-dir": self.output_dir,
+        }
+
+    def _ranks(self) -> dict[str, object]:
+        return {
+            "--num-processes": self.num_processes != 1,
+            "--num-machines": self.num_machines != 1,
+            "--nvme-path": self.nvme_path,
+            "--offload-param-device": self.offload_param_device,
+        }
+
+    def _training(self) -> dict[str, object]:
+        return {
+            "--optimizer": self.optimizer,
+            "--lora-rank": self.lora_rank,
+            "--lora-target": self.lora_target,
+            "--trainable": self.trainable,
+            "--offload-optimizer-device": self.offload_optimizer_device != "none",
+        }
+
+
+def _check_unused(options: Mapping[str, object], what: str, fix: str) -> None:
+    from hfq.errors import SetupError
+
+    for name, value in options.items():
+        if value:
+            raise SetupError(
+                f"{name} {what}, which this plan does not use.", expected=f"no {name}", found=name, fix=fix
+            )
