@@ -73,7 +73,7 @@ class ErrorCall:
     cls: str
     module: Module
     line: int
-    what: tuple[str, ...]
+    message: tuple[str, ...]
     expected: tuple[str, ...]
     found: tuple[str, ...]
     fix: tuple[str, ...]

@@ -32,11 +32,11 @@ Where no error was raised and something is odd all the same:
 
 | question | command |
 |---|---|
-| What is in this checkpoint, which kernel multiplies it, and why no other? | `hfq inspect PATH --kernels` |
-| Does it fit, where would it rest, how fast would it be? | `hfq plan PATH` |
-| Is this machine, or a DeepSpeed or accelerate config, in the way? | `hfq doctor PATH --config FILE` |
+| What is in this checkpoint, which kernel multiplies it, and why no other? | `hfq inspect MODEL --kernels` |
+| Does it fit, where would it rest, how fast would it be? | `hfq plan MODEL` |
+| Is this machine, or a DeepSpeed or accelerate config, in the way? | `hfq doctor MODEL --config FILE` |
 | What has a loaded model done so far? | `print(hfq.report(model))` |
-| Are two checkpoints, or two placements, the same model? | `hfq verify A B` |
+| Are two checkpoints, or two placements, the same model? | `hfq compare A B` |
 
 `hfq doctor` prints a block for a report of a bug, without names of hosts, users or folders.
 """
@@ -75,7 +75,7 @@ def as_markdown() -> str:
 def _entry(errors: list[ErrorCall]) -> str:
     """One message with one fix: its causes are what is expected and found wherever it is raised."""
     causes = dict.fromkeys(_cause(error) for error in errors)
-    lines = [f"- {_either(errors[0].what)}", *(f"    {cause}" for cause in causes if cause)]
+    lines = [f"- {_either(errors[0].message)}", *(f"    {cause}" for cause in causes if cause)]
     return "\n".join([*(f"{line}  " for line in lines), f"    **Fix:** {_either(errors[0].fix)}\n"])
 
 

@@ -41,7 +41,6 @@ NEEDS = {"docs/quantize.md": "optimum", "docs/report.md": "matplotlib", "docs/tr
 """What a page says that has to be installed."""
 
 STAND_INS = {
-    "CHECKPOINT": "tiny-llama-gptq",
     "A": "tiny-llama-gptq",
     "B": "tiny-llama-gptq",
     "tiny-llama-gptq": "tiny-llama-gptq",
@@ -49,9 +48,7 @@ STAND_INS = {
     "tiny-llama": "tiny-llama",
     "path/to/floats": "tiny-llama",
 }
-"""What the pages call a checkpoint, and the one of tests/data that it is here; SRC is one that the page's
-command takes.
-"""
+"""The names of checkpoints on the pages, and which of tests/data they are; MODEL depends on the page."""
 
 
 class OffloadUnit(NamedTuple):
@@ -121,7 +118,8 @@ def test_every_block_of_a_page_runs(page, folder):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
     shutil.copytree(
-        tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"), folder / "SRC"
+        tiny_models.DATA / ("tiny-llama" if page == "docs/quantize.md" else "tiny-llama-gptq"),
+        folder / "MODEL",
     )
     names = {"path": str(tiny_models.DATA / "tiny-llama-gptq")}
     for block in blocks_of(page):

@@ -44,7 +44,7 @@ def explained(error: hfq.HfqError, entries) -> list:
         entry
         for entry in entries
         if entry.cls == type(error).__name__
-        and any(pattern(what).fullmatch(error.message) for what in entry.what)
+        and any(pattern(what).fullmatch(error.message) for what in entry.message)
         and any(pattern(fix).fullmatch(error.fix) for fix in entry.fix)
     ]
 
@@ -81,9 +81,9 @@ def test_every_place_that_makes_an_error_is_read(modules):
 
 def test_every_entry_says_what_and_how_to_mend_it(entries):
     for entry in entries:
-        assert entry.what, entry
-        assert all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.what), entry
-        is_of_another_rank = entry.what[0].startswith("Another rank of this run failed")
+        assert entry.message, entry
+        assert all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.message), entry
+        is_of_another_rank = entry.message[0].startswith("Another rank of this run failed")
         assert is_of_another_rank or (
             entry.fix and all(re.sub(r"\{[^}]*\}|\W", "", text) for text in entry.fix)
         ), entry
@@ -92,7 +92,7 @@ def test_every_entry_says_what_and_how_to_mend_it(entries):
 def test_the_page_shows_each_message_and_fix(entries):
     page = troubleshooting.as_markdown()
     for entry in entries:
-        assert all(" ".join(text.split()) in page for text in (*entry.what, *entry.fix))
+        assert all(" ".join(text.split()) in page for text in (*entry.message, *entry.fix))
 
 
 def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
@@ -123,7 +123,7 @@ def test_errors_that_are_raised_are_on_the_page(entries, tmp_path):
 
 
 def test_what_a_helper_is_given_by_its_callers_stands_on_the_page(entries):
-    texts = {what for entry in entries for what in entry.what}
+    texts = {what for entry in entries for what in entry.message}
     assert (
         "The calibration set cannot be used: it is shorter than one sequence." in texts
     )  # a helper that puts texts together
