@@ -124,7 +124,7 @@ def error_calls(modules: list[Module]) -> list[ErrorCall]:
         for node in (node for name in classes for node in module.calls.get(name, ())):
             if not (isinstance(node.args[0], ast.Attribute) and node.args[0].attr == "message"):
                 found += [_described(node, scope) for scope in _scopes(node, modules, module)]
-    return sorted(found, key=lambda error: (error.module.name, error.line, error.what))
+    return sorted(found, key=lambda error: (error.module.name, error.line, error.message))
 
 
 def _described(node: ast.Call, scope: Scope) -> ErrorCall:

@@ -46,13 +46,13 @@ Where no error was raised and something is odd all the same:
 def entries() -> list[ErrorCall]:
     """Every error that a user can meet, each text once in a module."""
     found = {
-        (error.cls, error.module.name, error.what, error.expected, error.found, error.fix): error
+        (error.cls, error.module.name, error.message, error.expected, error.found, error.fix): error
         for error in error_calls(read_modules(ROOT / "hfq"))
         if error.fix != _INSIDE
     }
     return sorted(
         found.values(),
-        key=lambda error: (error.module.name, error.what, error.fix, error.expected, error.found),
+        key=lambda error: (error.module.name, error.message, error.fix, error.expected, error.found),
     )
 
 
@@ -67,7 +67,7 @@ def as_markdown() -> str:
             parts.append(f"**{module.name}** · {module.summary}\n")
             parts += [
                 _entry(list(same))
-                for _, same in itertools.groupby(group, key=lambda error: (error.what, error.fix))
+                for _, same in itertools.groupby(group, key=lambda error: (error.message, error.fix))
             ]
     return "\n".join(parts)
 

@@ -19,12 +19,12 @@ __all__ = ["quantize"]
 
 _METHODS = (
     "gptq, awq; or rounding to nearest: rtn (written as GPTQ), fp8, mxfp4, w8a8, w8a16 (INT8 by "
-    "row), glm (GLM-130B's)."
+    "row), w4a16 (GLM-130B's)."
 )
 
 Method = Annotated[str, typer.Option(help=_METHODS)]
 Bits = Annotated[
-    int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; of glm: 4 or 8; by default 4.")
+    int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; of w4a16: 4 or 8; by default 4.")
 ]
 GroupSize = Annotated[
     int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
