@@ -25,7 +25,7 @@ check: $(VENV)/.installed  ## style, layers, types
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed  ## write the pages and tables that are made from the sources, the tests and the benchmarks
-	PYTHONPATH=docs:tests $(BIN)/python -m generate
+	PYTHONPATH=docs $(BIN)/python -m generate
 
 site: $(VENV)/.installed  ## build the documentation into build/site; a broken link fails
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import tiny_models
-from zero_launch import once
+
+from tests.support import tiny_models
+from tests.support.zero_launch import once
 
 CHECK = """
 from transformers.quantizers import auto

@@ -105,19 +105,19 @@ ERRATA = (
         "absmax by channel to 2 bits, a 4 × 4 matrix: the text has 1.98 at [0][2]",
         "its printed errors, 2.08 by channel and 2.28 by tensor, are those of the matrix with 1.48; 1.98 "
         "gives 1.99 and 2.20",
-        "tests/quantize/test_affine.py",
+        "tests/quantization/textbook/test_linear.py",
     ),
     (
         "memory of inference: T5-11B 176 GB, OPT-66B 1,056 GB, BLOOM 2,800 GB",
         "16 bytes a parameter, which is training with Adam (2,816 GB for 176B); in 16 bits inference takes "
         "22, 132 and 352 GB",
-        "tests/placement/test_zero_memory.py",
+        "tests/placement/zero/test_memory.py",
     ),
     (
         "ZeRO for 7.5B parameters on 3 devices: 54.8, 47.9 and 41 GB",
         "the formula gives 60, 50 and 40 GB, on 64 devices the paper's 31.4, 16.6 and 1.9 GB; no number of "
         "devices gives these",
-        "tests/placement/test_zero_memory.py",
+        "tests/placement/zero/test_memory.py",
     ),
     (
         "GPTQ on OPT-66B: 9.55 at 4 bits and 14.16 at 3",

@@ -1,4 +1,4 @@
-"""`make docs`: writes every page and table that is made. PYTHONPATH holds `docs` and `tests`."""
+"""`make docs`: writes every page and table that is made. Run in the repository, with `docs` in PYTHONPATH."""
 
 from __future__ import annotations
 

@@ -4,15 +4,14 @@ and what stock tools do.
 
 from __future__ import annotations
 
-from contract.cases import CASES, REPRESENTATIVES
-from contract.test_contract_model import PLACEMENTS
-from distributed import test_tensor_parallel, test_zero3_matrix
-from formats.test_sharding import CUT
-from zero_models import FORMATS as SHARDED
-
 from generate.stock import STOCK, STOCK_VERSIONS, Stock
 from hfq.formats import FORMATS
 from hfq.formats.base import FormatVariant
+from tests.contract.cases import CASES, REPRESENTATIVES
+from tests.contract.test_contract_model import PLACEMENTS
+from tests.distributed import test_tensor_parallel, test_zero3_matrix
+from tests.formats.layouts.test_slicing import CUT
+from tests.support.zero_models import FORMATS as SHARDED
 
 __all__ = ["as_markdown"]
 

@@ -1,7 +1,8 @@
 """Copies of the tiny checkpoints, for a test to spoil."""
 
 import pytest
-from attacks.builders import copy_model
+
+from tests.support.model_copies import copy_model
 
 
 @pytest.fixture(params=["gptq", "fp8"])

@@ -9,10 +9,10 @@ import struct
 
 import pytest
 import torch
-from attacks.builders import copy_model, edit_config, load, opened_files
-from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 
 from hfq.checkpoint import Checkpoint, read_header
+from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
+from tests.support.model_copies import copy_model, edit_config, load, opened_files
 
 SIZES = {"a": 24, "b": 1, "c": 40}
 BIG = 4 << 20

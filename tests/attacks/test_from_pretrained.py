@@ -9,12 +9,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from attacks.builders import cache_model, copy_model, edit_config, load, shard_model
-from checkpoint.builders import refused, run_python
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, PlacementError
+from tests.support.checkpoint_files import refused, run_python
+from tests.support.model_copies import cache_model, copy_model, edit_config, load, shard_model
 
 WHOLE = {
     "model.embed_tokens": "cpu",

@@ -5,10 +5,10 @@ shows it.
 import json
 
 import pytest
-from attacks.builders import edit_config, load
-from checkpoint.builders import refused
 
 from hfq import FormatError
+from tests.support.checkpoint_files import refused
+from tests.support.model_copies import edit_config, load
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 GATE_PROJ = "model.layers.0.mlp.gate_proj"

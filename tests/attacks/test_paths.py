@@ -4,10 +4,10 @@ import json
 import os
 
 import pytest
-from attacks.builders import opened_files
-from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 
 from hfq.checkpoint import Checkpoint, Reader
+from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
+from tests.support.model_copies import opened_files
 
 INDEX = "model.safetensors.index.json"
 

@@ -6,13 +6,13 @@ import os
 import random
 
 import pytest
-from checkpoint.builders import refused, write_raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.checkpoint.direct_io import DirectFiles
 from hfq.tensor_spec import ByteRange
+from tests.support.checkpoint_files import refused, write_raw
 
 PAGE, SIZE = 4096, 40_000  # about ten pages; not a multiple
 NOISE = random.Random(0).randbytes(SIZE)

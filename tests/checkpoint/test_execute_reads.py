@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from checkpoint.builders import refused, stored_bytes
 from safetensors.torch import save_file
 
 from hfq.checkpoint import Checkpoint, Reader, read_plan
@@ -20,6 +19,7 @@ from hfq.checkpoint.execute_reads import bring_in, cold_ranges, read_arena
 from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import Arena, ModuleRead, plan_reads
 from hfq.tensor_spec import ByteRange
+from tests.support.checkpoint_files import refused, stored_bytes
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.float32]
 

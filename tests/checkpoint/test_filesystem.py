@@ -5,7 +5,6 @@ import os
 import threading
 
 import pytest
-from checkpoint.builders import refused
 
 from hfq.checkpoint import filesystem
 from hfq.checkpoint.filesystem import (
@@ -16,6 +15,7 @@ from hfq.checkpoint.filesystem import (
     resident_fraction,
 )
 from hfq.tensor_spec import ByteRange
+from tests.support.checkpoint_files import refused
 
 MIB = 1 << 20
 MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -7,9 +7,9 @@ import struct
 import pytest
 import safetensors.torch
 import torch
-from checkpoint.builders import entry, refused, stored_bytes, write_raw
 
 from hfq.checkpoint import HeaderLimits, read_header
+from tests.support.checkpoint_files import entry, refused, stored_bytes, write_raw
 
 DATA = b"\x01\x02\x03\x04"
 DTYPES = list(safetensors.torch._SIZE)

@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from checkpoint.builders import entry, refused, run_python, write_raw, write_shards
 from safetensors.torch import save_file
 
 from hfq.checkpoint import Checkpoint, HeaderLimits
+from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -10,11 +10,11 @@ import os
 import threading
 
 import pytest
-from checkpoint.builders import refused, stored_bytes
 
 from hfq import HfqError
 from hfq.checkpoint import Reader, reader
 from hfq.tensor_spec import ByteRange, ByteRuns
+from tests.support.checkpoint_files import refused, stored_bytes
 
 
 def read(source, info):

@@ -4,10 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from checkpoint.builders import write_shards
-from checkpoint.pack_builders import ODD, assert_nothing_left, assert_packed, made_up
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +12,9 @@ import hfq
 from hfq.checkpoint import Checkpoint, read_header
 from hfq.checkpoint import write_checkpoint as writing
 from hfq.checkpoint.reshard import reshard_checkpoint
+from tests.support import tiny_models
+from tests.support.checkpoint_files import write_shards
+from tests.support.reshard_files import ODD, assert_nothing_left, assert_packed, made_up
 
 SIZES = {"U8": 1, "F32": 4, "I64": 8, "BF16": 2}
 EXPERT = [

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint.builders import refused, run_python
-from checkpoint.pack_builders import ODD, assert_nothing_left, assert_packed, made_up
 
 import hfq
 from hfq.checkpoint import write_checkpoint as folder
 from hfq.checkpoint.reshard import reshard_checkpoint
+from tests.support.checkpoint_files import refused, run_python
+from tests.support.reshard_files import ODD, assert_nothing_left, assert_packed, made_up
 
 
 @pytest.fixture

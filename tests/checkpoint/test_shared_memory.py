@@ -13,10 +13,10 @@ import sys
 import threading
 
 import pytest
-from checkpoint.builders import ROOT, refused
 
 from hfq import CheckpointError, PlacementError
 from hfq.checkpoint.shared_memory import SharedMemory
+from tests.support.checkpoint_files import ROOT, refused
 
 NBYTES = 1 << 20
 

@@ -12,11 +12,11 @@ import sys
 
 import pytest
 import torch
-from checkpoint.builders import ROOT, refused, run_python
 from safetensors import safe_open
 
 from hfq.checkpoint import read_header, write_safetensors
 from hfq.tensor_spec import DTYPE_BITS
+from tests.support.checkpoint_files import ROOT, refused, run_python
 
 OLD = {"a": ("U8", (4,), b"old!")}
 NEW = {"a": ("U8", (4,), b"new!")}

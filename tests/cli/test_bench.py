@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import huggingface_hub
 import pytest
-import tiny_models
 from huggingface_hub.errors import RepositoryNotFoundError
 from rich.console import Console
 from typer.testing import CliRunner
@@ -23,6 +22,7 @@ from hfq.cli.bench.bench_worker import BenchWorker
 from hfq.cli.main import app, main
 from hfq.errors import CheckpointError, PlacementError, SetupError
 from hfq.placement.estimate.profile import PUBLISHED
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 SMALL = ("-p", "8", "-n", "4", "-r", "2")

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models
 
 from hfq.cli import main
+from tests.support import tiny_models
 
 HFQ = [sys.executable, "-m", "hfq"]
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")

@@ -2,10 +2,10 @@
 
 import json
 
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 

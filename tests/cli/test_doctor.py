@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.checkpoint import cleanup as leftovers
 from hfq.cli.doctor.command import TESTED
 from hfq.cli.main import app
 from hfq.kernels.cpp import library
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

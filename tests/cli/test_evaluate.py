@@ -3,10 +3,10 @@
 import json
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from tests.support import tiny_models
 
 LLAMA, GPTQ, FP8 = (tiny_models.DATA / name for name in ("tiny-llama", "tiny-llama-gptq", "tiny-llama-fp8"))
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from contract.cases import CASES
 from typer.testing import CliRunner
 
 from hfq.cli.formats import as_markdown
 from hfq.cli.main import app
 from hfq.formats import FORMATS
 from hfq.formats.detection.unsupported import REFUSED
+from tests.contract.cases import CASES
 
 DOCS = Path(__file__).parents[2] / "docs"
 DIALECTS = [dialect for cls in FORMATS.values() for dialect in cls.variants]

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 
 from hfq.checkpoint import Checkpoint
 from hfq.formats.configs.source_config import source_config
+from tests.support import tiny_models
 
 optimum_cli = pytest.importorskip("optimum.commands.optimum_cli")
 QUANTIZE = ["quantize", "--method", "rtn", "--bits", "3", "--group-size", "32"]

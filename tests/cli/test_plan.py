@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import tiny_models
-from contract.cases import CASES
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 DENSE = str(tiny_models.DATA / "tiny-llama")

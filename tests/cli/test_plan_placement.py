@@ -1,14 +1,14 @@
-"""`hfq plan MODEL`: tables, JSON, files, and errors. Its bytes: tests/integrations/test_planning.py."""
+"""`hfq plan MODEL`: tables, JSON, files, and errors. Its bytes: tests/loading/test_dry_run.py."""
 
 import json
 
 import pytest
-import tiny_models
 import yaml
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
 from hfq.placement.estimate.profile import Profile, Zero3Rates
+from tests.support import tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 

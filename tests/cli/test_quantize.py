@@ -3,13 +3,13 @@
 import json
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq import FormatError
 from hfq.checkpoint import Checkpoint
 from hfq.cli.main import app
 from hfq.formats.configs.source_config import source_config
+from tests.support import tiny_models
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 

@@ -18,7 +18,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from leaving import leave
+from tests.support.leaving import leave
 
 ADDRESS = "HFQ_TEST_FORKS"
 """The variable that names the socket of the process that forks."""
@@ -45,7 +45,8 @@ def served(environment: dict[str, str]):
 def serve(listener: socket.socket) -> None:
     """Forks for each rank that asks, until the input ends."""
     import deepspeed
-    import ranks  # noqa: F401  (imports what ranks use)
+
+    from tests.support import ranks  # noqa: F401  (imports what ranks use)
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

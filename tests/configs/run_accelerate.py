@@ -7,13 +7,14 @@ Every rank writes OUT-<rank>.json.
 import json
 import sys
 
-import compiled_io
 import torch
 from accelerate import Accelerator
-from leaving import leave
 from run_deepspeed import digest, small_model
 from torch.utils.data import DataLoader
 from transformers.integrations import is_deepspeed_zero3_enabled
+
+from tests.support import compiled_io
+from tests.support.leaving import leave
 
 
 def main() -> None:

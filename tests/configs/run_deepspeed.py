@@ -10,12 +10,13 @@ import hashlib
 import json
 from pathlib import Path
 
-import compiled_io
 import deepspeed
 import torch
-from leaving import leave
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations import HfDeepSpeedConfig
+
+from tests.support import compiled_io
+from tests.support.leaving import leave
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing to compile
 

@@ -24,7 +24,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers.integrations import HfDeepSpeedConfig
-from configs.run_deepspeed import filled
+from tests.configs.run_deepspeed import filled
 
 fields = DeepSpeedZeroConfig.model_fields
 known = set(fields) | {field.alias for field in fields.values() if field.alias}
@@ -51,7 +51,7 @@ print(json.dumps(found))
 def parsed() -> dict:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n{PARSE}"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{PARSE}"
     command = [sys.executable, "-c", code, *map(str, JSONS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

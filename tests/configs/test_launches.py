@@ -11,11 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compiled_io
 import pytest
 
-from configs import forked
 from hfq.placement.zero.memory import ModelStates, ZeroSetup, estimate_zero
+from tests.configs import forked
+from tests.support import compiled_io
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,7 +38,7 @@ def free_port() -> str:
 
 
 def variables() -> dict[str, str]:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
+    paths = os.pathsep.join(map(str, (ROOT, HERE)))
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",

@@ -1,15 +1,15 @@
 """Every test of the contract runs once for each row of the table."""
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES, REPRESENTATIVES, Case
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
+from tests.contract.cases import CASES, REPRESENTATIVES, Case
+from tests.support import tiny_models
 
 
 def pytest_generate_tests(metafunc):

@@ -1,10 +1,10 @@
 """What every format promises as pure functions on one module's tensors."""
 
 import pytest
-import tiny_models
 import torch
 
 from hfq.kernels import reference
+from tests.support import tiny_models
 
 OUT, IN = 128, 256
 MODULE = "model.layers.0.mlp.down_proj"

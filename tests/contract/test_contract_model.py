@@ -3,13 +3,13 @@ damage is refused.
 """
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError
 from hfq.checkpoint import Checkpoint
 from hfq.cli.inspect import inspect_checkpoint
+from tests.support import tiny_models
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {

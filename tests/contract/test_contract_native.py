@@ -3,10 +3,10 @@ up to rounding.
 """
 
 import pytest
-from contract.test_contract_model import PLACEMENTS, logits
 
 from hfq.kernels.cpp.layers import reason_against
 from hfq.modules.linear import QuantizedLinear
+from tests.contract.test_contract_model import PLACEMENTS, logits
 
 
 def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(

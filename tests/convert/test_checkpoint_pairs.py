@@ -5,9 +5,7 @@ way back.
 import json
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
@@ -15,6 +13,8 @@ from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 ROWS = {case.id: case for case in CASES}
 TOKENS = torch.arange(1, 25)[None]

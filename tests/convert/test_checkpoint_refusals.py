@@ -6,19 +6,18 @@ import os
 import shutil
 import weakref
 
-import moe_models
 import pytest
-import tiny_models
 import torch
-from checkpoint.builders import refused
-from checkpoint.pack_builders import assert_nothing_left
-from contract.cases import CASES
 
 from hfq import CheckpointError, FormatError, SetupError
 from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.convert import convert_checkpoint, layer_plan
 from hfq.convert.integer_codes import plan_gptq
 from hfq.convert.layer_plan import NewTensor
+from tests.contract.cases import CASES
+from tests.support import moe_models, tiny_models
+from tests.support.checkpoint_files import refused
+from tests.support.reshard_files import assert_nothing_left
 
 ROWS = {case.id: case for case in CASES}
 FIRST = tiny_models.FIRST

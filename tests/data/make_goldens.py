@@ -1,15 +1,16 @@
 """Cuts `tests/data/goldens` out of other projects' checkpoints: 64 output rows of one module, and those rows as the peer's own
 code dequantizes them. Run where the peers are installed (tests/interop/requirements.txt):
 
-    PYTHONPATH=.:tests python tests/data/make_goldens.py
+    PYTHONPATH=. python tests/data/make_goldens.py
 """
 
 import json
 
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from tests.support import tiny_models
 
 MODULE = "model.layers.0.self_attn.k_proj"
 ROWS = 64

@@ -12,7 +12,8 @@ from pathlib import Path
 import deepspeed
 import torch
 from accelerate.state import AcceleratorState
-from leaving import leave
+
+from tests.support.leaving import leave
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import deepspeed
 import torch
 import worker
-from leaving import leave
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 import hfq
 from hfq import HfqConfig
+from tests.support.leaving import leave
 
 DATA = Path(__file__).parents[1] / "data"
 BLOCK, BLOCKS = 64, 10

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from leaving import leave
 from torch.distributed import pipelining
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support.leaving import leave
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_pipeline.py"
 MICRO_BATCHES = 4

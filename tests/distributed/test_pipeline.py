@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
-from zero_launch import BIN, ROOT, launch, start
 
 from hfq import HfqConfig
+from tests.support import tiny_models
+from tests.support.zero_launch import BIN, ROOT, launch, start
 
 pytestmark = pytest.mark.slow
 

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import moe_models
 import pytest
-import tiny_models
 import torch
-from contract.cases import GPTQMODEL, compressed_tensors
 
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from tests.contract.cases import GPTQMODEL, compressed_tensors
+from tests.support import moe_models, tiny_models
 
 pytest.importorskip(
     "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"
@@ -93,7 +92,7 @@ def torchrun(script: Path, *arguments: object) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "TQDM_DISABLE": "1",
     }

@@ -3,9 +3,10 @@ bit.
 """
 
 import pytest
-import tiny_models
-from zero_launch import DEEPSPEED, check_exact, launch, once, shared_folder
-from zero_models import write_format, write_mixtral, write_own_code, write_reading
+
+from tests.support import tiny_models
+from tests.support.zero_launch import DEEPSPEED, check_exact, launch, once, shared_folder
+from tests.support.zero_models import write_format, write_mixtral, write_own_code, write_reading
 
 POISONED = "model.layers.1.mlp.up_proj.weight_scale_inv"
 

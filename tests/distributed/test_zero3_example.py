@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from zero_launch import ROOT, start
 
 from hfq import HfqConfig
+from tests.support.zero_launch import ROOT, start
 
 pytestmark = pytest.mark.slow
 

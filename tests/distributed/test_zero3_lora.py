@@ -4,13 +4,14 @@ saved and loaded.
 
 from pathlib import Path
 
-import compiled_io
 import pytest
 import torch
-from lora_runs import PATHS, load, unpack
 from transformers import AutoModelForCausalLM
-from zero_launch import launch
-from zero_models import write_mixtral
+
+from tests.support import compiled_io
+from tests.support.lora_runs import PATHS, load, unpack
+from tests.support.zero_launch import launch
+from tests.support.zero_models import write_mixtral
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,12 @@ stock does to words.
 
 import json
 
-import compiled_io
 import pytest
-from contract.cases import CASES, REPRESENTATIVES
-from zero_launch import BIN, check_exact, launch, once
-from zero_models import FORMATS, write_dialect, write_format
+
+from tests.contract.cases import CASES, REPRESENTATIVES
+from tests.support import compiled_io
+from tests.support.zero_launch import BIN, check_exact, launch, once
+from tests.support.zero_models import FORMATS, write_dialect, write_format
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from leaving import leave
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hfq import HfqConfig
 from hfq.errors import HfqError
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support.leaving import leave
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "06_tensor_parallel.py"

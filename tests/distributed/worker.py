@@ -21,18 +21,18 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["HF_MODULES_CACHE"] = (
     tempfile.mkdtemp()
 )  # code that comes with a model: of each rank, as on nodes of their own
-import compiled_io
 import deepspeed
 import torch
 import transformers
 from accelerate import Accelerator
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
-from leaving import leave
 from transformers.integrations import HfDeepSpeedConfig
 
 import hfq.integrations.deepspeed.private_api as internals
 from hfq import HfqConfig
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support import compiled_io
+from tests.support.leaving import leave
 
 TOKENS = [[3, 5, 7, 11, 13, 2], [1, 4, 9], [8, 8, 1, 30, 31]]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from leaving import leave
+
+from tests.support.leaving import leave
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/benchmarks", "configs/deepspeed", "configs/accelerate", "examples")

@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
-from docs.test_blocks import blocks_of
 from transformers import AutoModelForCausalLM
-from zero_launch import ROOT, start
 
 from hfq import HfqConfig
+from tests.docs.test_blocks import blocks_of
+from tests.support import tiny_models
+from tests.support.zero_launch import ROOT, start
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ import functools
 import re
 
 import pytest
-import tiny_models
 from generate import troubleshooting
 from generate.errors import error_calls, error_classes, read_modules
 from transformers import AutoModelForCausalLM
@@ -15,6 +14,7 @@ import hfq
 from hfq import Recipe
 from hfq.checkpoint import Checkpoint
 from hfq.formats.detection.unsupported import REFUSED, refused
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

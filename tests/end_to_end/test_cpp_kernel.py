@@ -3,14 +3,14 @@ rounding.
 """
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
-from zero_models import write_dialect
 
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear
+from tests.contract.cases import CASES
+from tests.support import tiny_models
+from tests.support.zero_models import write_dialect
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])

@@ -1,9 +1,7 @@
 """Where offloaded layers compute, and how activations are rounded, through `from_pretrained`."""
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 import hfq
@@ -11,6 +9,8 @@ from hfq import HfqConfig, SetupError
 from hfq.errors import FormatError
 from hfq.loading import model_loader
 from hfq.modules.linear import QuantizedLinear
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 TOKENS = torch.arange(1, 21)[None]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

@@ -14,8 +14,9 @@ import traceback
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
+
+from tests.support import tiny_models
 
 ROOT, GPTQ = Path(__file__).parents[2], tiny_models.DATA / "tiny-llama-gptq"
 PRELUDE = """

@@ -3,14 +3,14 @@ it refuses.
 """
 
 import pytest
-import tiny_models
 import torch
-from code_models import CASES, LLAMA, TOKENS, write
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import write_safetensors
+from tests.support import tiny_models
+from tests.support.code_models import CASES, LLAMA, TOKENS, write
 
 
 def output(model, inputs) -> torch.Tensor:

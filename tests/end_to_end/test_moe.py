@@ -4,11 +4,15 @@ and saves back.
 
 from concurrent.futures import ThreadPoolExecutor
 
-import moe_models
 import pytest
-import tiny_models
 import torch
-from moe_models import (
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hfq import HfqConfig
+from hfq.formats.bitsandbytes import Bnb4Bit
+from hfq.formats.unquantized import Dense
+from tests.support import moe_models, tiny_models
+from tests.support.moe_models import (
     BNB_CONFIG,
     EXPERTS,
     FP8,
@@ -24,11 +28,6 @@ from moe_models import (
     load,
     logits,
 )
-from transformers import AutoModel, AutoModelForCausalLM
-
-from hfq import HfqConfig
-from hfq.formats.bitsandbytes import Bnb4Bit
-from hfq.formats.unquantized import Dense
 
 
 @pytest.fixture(scope="module", params=SCHEMES, ids=lambda scheme: scheme.id)

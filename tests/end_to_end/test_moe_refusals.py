@@ -2,13 +2,13 @@
 name.
 """
 
-import moe_models
 import pytest
 import torch
-from moe_models import EXPERTS, FP8, FP8_CONFIG, ONE, SCHEMES, Scheme, load, logits
 
 from hfq import FormatError
 from hfq.formats.gpt_oss import GptOssMxfp4
+from tests.support import moe_models
+from tests.support.moe_models import EXPERTS, FP8, FP8_CONFIG, ONE, SCHEMES, Scheme, load, logits
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,13 @@ import copy
 import os
 import threading
 
-import moe_models
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig, PlacementError, pretrained_config
 from hfq.modules.linear import QuantizedLinear
+from tests.support import moe_models, tiny_models
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}

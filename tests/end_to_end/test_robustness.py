@@ -9,12 +9,12 @@ import shutil
 import threading
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from hfq import FormatError, HfqConfig, HfqError, PlacementError, SetupError, pretrained_config
 from hfq.formats.gptq import Gptq
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8]])

@@ -4,14 +4,14 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq import HfqConfig, SetupError
 from hfq.checkpoint import write_safetensors
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 HALF = {"": "cpu", "model.layers.1": "disk"}
 ROWS = {case.id: case for case in CASES}

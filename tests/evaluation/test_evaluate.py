@@ -7,12 +7,12 @@ import math
 import shutil
 
 import pytest
-import tiny_models
 import torch
 
 from hfq import CheckpointError, SetupError
 from hfq.evaluation import perplexity
 from hfq.evaluation.evaluate import evaluate
+from tests.support import tiny_models
 
 LLAMA, GPTQ, FP8 = (tiny_models.DATA / name for name in ("tiny-llama", "tiny-llama-gptq", "tiny-llama-fp8"))
 

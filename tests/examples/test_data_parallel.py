@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig
+from tests.support import tiny_models
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "05_data_parallel.py"
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

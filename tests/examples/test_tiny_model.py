@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import tiny_models
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = tiny_models.DATA / "tiny-llama"

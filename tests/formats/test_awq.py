@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
+from tests.support.tiny_models import described
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CONFIG = {"quant_method": "awq", "bits": 4, "zero_point": True}

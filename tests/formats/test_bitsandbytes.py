@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
+from tests.support.tiny_models import described
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
 SIZES = [(4, 128), (6, 48), (5, 96), (3, 7), (7, 3), (1, 1), (9, 65), (64, 2), (10, 33)]

@@ -5,10 +5,10 @@ say.
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.compressed_tensors import IntQuantized, PackQuantized
+from tests.support.tiny_models import described
 
 BITS = tuple(range(1, 9))
 

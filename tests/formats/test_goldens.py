@@ -5,7 +5,6 @@ in.
 import json
 
 import pytest
-import tiny_models
 import torch
 
 from hfq.checkpoint import Reader, read_header
@@ -13,6 +12,7 @@ from hfq.checkpoint.index import Checkpoint
 from hfq.formats import FORMATS, detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
 from hfq.modules.flat_buffer import read_tensor
+from tests.support import tiny_models
 
 GOLDENS = sorted((tiny_models.DATA / "goldens").glob("*.safetensors"))
 STEPS = {"every eighth": 8, "every fourth": 4}

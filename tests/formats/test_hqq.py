@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.hqq import Hqq
+from tests.support.tiny_models import described
 
 PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.modelopt.linear import ModeloptInt4, ModeloptInt8
+from tests.support.tiny_models import described
 
 AWQ = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}
 SQ = {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}

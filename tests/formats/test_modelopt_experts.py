@@ -5,12 +5,12 @@ dialects, refused.
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.layouts.fp4 import E2M1
 from hfq.formats.modelopt.experts import ModeloptExpert
+from tests.support.tiny_models import described
 
 IN, OUT = 48, 6
 CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4"}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.quanto import QuantoBits, QuantoBytes
+from tests.support.tiny_models import described
 
 SIZES = [((12, 96), 32), ((8, 128), 128), ((5, 64), 16), ((64, 24), 24), ((16, 20), 40)]
 

@@ -5,13 +5,13 @@ import json
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from tiny_models import described
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig, HfqError
 from hfq.formats.torchao import Torchao
+from tests.support import tiny_models
+from tests.support.tiny_models import described
 
 CONFIG = {"quant_method": "torchao"}
 KINDS = {

@@ -10,8 +10,6 @@ import tempfile
 
 import huggingface_hub.constants
 import pytest
-import tiny_models
-from fake_hub import FakeHub, running
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -24,6 +22,8 @@ from hfq.cli.main import app
 from hfq.errors import CheckpointError
 from hfq.integrations.hub.find import find_checkpoint, headers_cache, is_hub_id
 from hfq.tensor_spec import ByteRange
+from tests.support import tiny_models
+from tests.support.fake_hub import FakeHub, running
 
 TINY = {f"tests/{folder.name}": folder for folder in sorted(tiny_models.DATA.glob("tiny-llama*"))}
 SHARED = {

@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
-import tiny_models
 import torch
 import transformers
 
 from benchmarks.fms.fms_models import COMMON, FORMATS, HEADS, HIDDEN, INNER, LAYERS, PARITY
 from benchmarks.fms.fms_models import write_fms_model as write
 from hfq.checkpoint import write_safetensors
+from tests.support import tiny_models
 
 __all__ = ["OTHERS", "PARITY", "write", "write_other"]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fms.models import get_model
-from leaving import leave
 
 import hfq
 from hfq import HfqConfig
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support.leaving import leave
 
 CONFIG = HfqConfig(kernel="reference")
 

@@ -40,4 +40,4 @@ for maker in "$@"; do
 done
 make --quiet .venv/.installed
 shared=../shared/checkpoints
-PYTHONPATH=tests .venv/bin/python tests/interop/table.py $([ -d $shared ] && ls -d $shared/*/) "$MADE"/*/
+PYTHONPATH=. .venv/bin/python tests/interop/table.py $([ -d $shared ] && ls -d $shared/*/) "$MADE"/*/

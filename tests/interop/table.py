@@ -1,7 +1,7 @@
 """Loads checkpoints of other projects in three placements and prints one table; exits with 1 where a promise
 does not hold.
 
-    PYTHONPATH=tests python tests/interop/table.py FOLDER ...
+    PYTHONPATH=. python tests/interop/table.py FOLDER ...
 
 Each folder holds a checkpoint and `reference_weightonly.safetensors`: tokens, and the logits of a plain
 float32 model with the exactly dequantized weights. Columns: relative L2 error of the logits; whether they are
@@ -14,13 +14,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import tiny_models
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
 from hfq import HfqConfig, HfqError
 from hfq.formats.detection.unsupported import UnsupportedFormatError
+from tests.support import tiny_models
 
 LIMIT, MOST_RESIDENT = 1e-5, 1.02
 

@@ -1,15 +1,15 @@
 """Other projects' own readers take what `hfq convert` wrote for what it was converted from."""
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
 from hfq.modules.linear import QuantizedLinear
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.peers
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from interop import fms_models
 from transformers import AutoModelForCausalLM
 
 import hfq
@@ -22,6 +21,7 @@ from hfq import HfqConfig
 from hfq.errors import FormatError, HfqError, PlacementError, SetupError
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.quantized_module import QuantizedModule
+from tests.interop import fms_models
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
 pytestmark = pytest.mark.peers
@@ -236,7 +236,7 @@ def ranks(folder, shared) -> list[dict]:
     torch.save(cases, folder / "cases.pt")
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HFQ_DISABLE_CPP": "1",
     }

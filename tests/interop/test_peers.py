@@ -3,13 +3,13 @@ nothing for them.
 """
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.peers
 

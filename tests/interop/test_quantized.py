@@ -3,7 +3,6 @@ within their rounding.
 """
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +10,7 @@ import hfq
 from hfq import HfqConfig, Recipe
 from hfq.formats import FORMATS
 from hfq.modules.linear import QuantizedLinear
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.peers
 
@@ -124,7 +124,7 @@ OUTPUTS = [{"method": "mxfp4"}, {"method": "w8a8"}, {"method": "w8a16"}, {"metho
 @pytest.mark.parametrize("recipe", OUTPUTS, ids=str)
 def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     """What is packed while loading and saved is the same as what `hfq.quantize` writes
-    (tests/integrations/test_packing.py).
+    (tests/loading/quantize_on_load/test_quantizing_loader.py).
     """
     model = AutoModelForCausalLM.from_pretrained(
         SOURCE, quantization_config=HfqConfig(**recipe), dtype=torch.float32

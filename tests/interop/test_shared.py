@@ -5,12 +5,12 @@ placed, saved.
 import json
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.loading.saving import SIDE_FILES
+from tests.support import tiny_models
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.skipif(

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from interop import fms_models
-from interop.test_fms import CONFIG, TOKENS, error, logits, reference
-from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("fms", reason="ibm-fms is not installed (pip install hfq[fms])")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.interop import fms_models
+from tests.interop.test_fms import CONFIG, TOKENS, error, logits, reference
+
 pytestmark = pytest.mark.peers
 
 GPTQ = {"linear_type": "gptq_cpu", "bits": 4, "group_size": 64, "desc_act": False}

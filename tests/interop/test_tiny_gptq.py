@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 
 from hfq.checkpoint import Checkpoint
 from hfq.cli.inspect import inspect_checkpoint
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.peers
 

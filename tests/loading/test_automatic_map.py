@@ -7,9 +7,7 @@ import json
 import logging
 import re
 
-import moe_models
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +16,7 @@ from hfq.checkpoint import Reader
 from hfq.formats.fp8 import Fp8
 from hfq.integrations.transformers.quantizer import HfqQuantizer
 from hfq.loading import automatic_map
+from tests.support import moe_models, tiny_models
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 TOKENS = torch.arange(3, 12)[None]

@@ -5,7 +5,6 @@ config.
 import json
 
 import pytest
-import tiny_models
 import torch
 from transformers import (
     AutoConfig,
@@ -17,6 +16,7 @@ from transformers import (
 
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 FP8 = tiny_models.DATA / "tiny-llama-fp8"

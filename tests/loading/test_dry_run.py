@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from hfq.loading.dry_run import open_model
 from hfq.loading.kv_layers import kv_layers
 from hfq.loading.loaded_model import loader_of
 from hfq.placement.estimate.kv_cache import kv_nbytes
+from tests.support import tiny_models
 
 SIZES = {
     "hidden_size": 64,

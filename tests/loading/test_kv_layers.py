@@ -5,13 +5,13 @@ memory.
 import importlib.util
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, cache_utils
 
 from hfq import HfqConfig
 from hfq.loading.kv_layers import kv_layers
 from hfq.placement.estimate.kv_cache import kv_nbytes
+from tests.support import tiny_models
 
 PLACEMENTS = {
     "memory": None,

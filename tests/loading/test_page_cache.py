@@ -1,7 +1,6 @@
 """Early reading: only what will be mapped whole in CPU memory is brought in before its home is settled."""
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -10,6 +9,7 @@ from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.shared_memory import SharedMemory
 from hfq.loading import page_cache
 from hfq.loading.context import load_context
+from tests.support import tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 

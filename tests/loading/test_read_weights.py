@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -25,6 +24,7 @@ from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
 from hfq.loading import read_weights
 from hfq.modules.linear import QuantizedLinear
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"

@@ -1,13 +1,13 @@
 """`hfq profile-machine --quick`: a profile with every rate, which hfq plan reads."""
 
 import pytest
-import tiny_models
 from typer.testing import CliRunner
 
 from hfq.cli.main import app
 from hfq.errors import SetupError
 from hfq.machine_profile.measure_machine import measure_machine
 from hfq.placement.estimate.profile import read_profile
+from tests.support import tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 

@@ -1,7 +1,6 @@
 """Several packed layers in the place of one: the outputs of each, put together."""
 
 import torch
-from tiny_models import described
 
 from hfq.formats.base import Format
 from hfq.formats.fp8 import Fp8
@@ -9,6 +8,7 @@ from hfq.formats.gptq import Gptq
 from hfq.kernels.registry import choose_kernel
 from hfq.modules.concat_linear import ConcatLinear
 from hfq.modules.linear import QuantizedLinear
+from tests.support.tiny_models import described
 
 
 def layer(weight_format: Format, out_features: int) -> QuantizedLinear:

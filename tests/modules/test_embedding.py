@@ -3,7 +3,6 @@ than it needs.
 """
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 
@@ -16,6 +15,7 @@ from hfq.formats.gptq import Gptq
 from hfq.formats.hqq import Hqq
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.flat_buffer import FlatBuffer, map_tensors
+from tests.support import tiny_models
 
 FORMATS = {
     "fp8": Fp8(strategy="channel"),

@@ -6,7 +6,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -21,6 +20,7 @@ from hfq.kernels.cpp.kernel import FUSED_ROWS
 from hfq.kernels.registry import KERNELS, choose_kernel
 from hfq.modules.experts import QuantizedExperts
 from hfq.modules.linear import QuantizedLinear
+from tests.support import tiny_models
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, CHOSEN = 5, 64, 96, 7, 2
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "hidden_act": "silu"}

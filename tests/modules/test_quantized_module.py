@@ -5,7 +5,6 @@ as `weight`.
 import itertools
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 
@@ -18,6 +17,7 @@ from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.flat_buffer import FlatBuffer, map_tensors
 from hfq.modules.linear import QuantizedLinear
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support import tiny_models
 
 IN, OUT = 96, 64
 SCALARS = (("input_scale", "BF16", ()), ("output_scale", "BF16", ()))

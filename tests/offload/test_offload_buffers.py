@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from streaming.fake_lane import FakeLane
 
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
 from hfq.errors import CheckpointError
@@ -17,6 +16,7 @@ from hfq.offload.offload_buffers import AcceleratorBuffers
 from hfq.offload.offloader import Offloader, OffloadOptions
 from hfq.offload.reader_threads import Pool
 from hfq.offload.unit_layout import lay_out
+from tests.support.fake_copy_stream import FakeLane
 
 BLOCKS, SIZE = 5, 64
 

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from streaming.conftest import SIZE
-from streaming.fake_lane import FakeLane
 
 from hfq.checkpoint import Checkpoint, Reader
 from hfq.errors import SetupError
@@ -15,6 +13,8 @@ from hfq.offload.offloader import OffloadOptions
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder, recording
 from hfq.offload.unit_layout import lay_out
+from tests.offload.conftest import SIZE
+from tests.support.fake_copy_stream import FakeLane
 
 OPTIONS = OffloadOptions("buffered", threads=2, read_ahead_nbytes=0)
 

@@ -81,7 +81,7 @@ def browse(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The page of what the documentation shows, and of every kind of plan."""
-    from plots.conftest import BENCH, RESULTS
+    from tests.plots.conftest import BENCH, RESULTS
 
     folder = tmp_path_factory.mktemp("page")
     groups = ["one row", "eight rows", "one hundred and twenty-eight rows", "512"]

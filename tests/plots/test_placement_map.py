@@ -1,10 +1,10 @@
 """The placement map's parts: modules of a layer are one, and the table says the same in fewer rows."""
 
 import pytest
-from plots.conftest import MODULES
 
 from hfq.placement.plan import ModuleDevice
 from hfq.plots.placement_map import gather_units, home_colour, placement_picture
+from tests.plots.conftest import MODULES
 
 
 def test_modules_of_a_layer_are_one_part():

@@ -1,10 +1,10 @@
 """The timeline's arithmetic: which pass is shown, where spans lie, and what is counted once."""
 
 import pytest
-from plots.conftest import SPANS
 
 from hfq.offload.spans import Span
 from hfq.plots.timeline_plot import busy_seconds, last_pass, timeline_picture
+from tests.plots.conftest import SPANS
 
 BLOCKS = ["model.layers.1", "model.layers.2"]
 

@@ -1,12 +1,12 @@
 """One GPTQ run of the small trained model that several tests look at."""
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hfq
 from hfq import HfqConfig, Recipe
+from tests.support import tiny_models
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

@@ -7,11 +7,7 @@ import math
 import shutil
 
 import pytest
-import tiny_models
 import torch
-from quantize.conftest import LENGTH, SAMPLES, SOURCE, load
-from quantize.test_families import IDS, source  # noqa: F401
-from quantize.test_quantize import files_of, logits
 from transformers import AutoTokenizer
 
 import hfq
@@ -19,6 +15,10 @@ from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.formats.awq import Awq
 from hfq.formats.configs.source_config import source_config
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
+from tests.quantization.test_driver import files_of, logits
+from tests.quantization.test_driver_families import IDS, source  # noqa: F401
+from tests.support import tiny_models
 
 AWQ = {"method": "awq", "bits": 3, "group_size": 64}
 READERS = {

@@ -3,11 +3,7 @@ what they were.
 """
 
 import pytest
-import tiny_models
 import torch
-from quantize.conftest import LENGTH, SAMPLES, SOURCE, load
-from quantize.test_awq import perplexity
-from quantize.test_quantize import files_of
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -19,6 +15,10 @@ from hfq.quantization.decoder_layer import as_weight
 from hfq.quantization.distillation import _Layer
 from hfq.quantization.gptq import factorize, solve
 from hfq.recipes.recipe import Recipe
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
+from tests.quantization.test_awq_scales import perplexity
+from tests.quantization.test_driver import files_of
+from tests.support import tiny_models
 
 ROUNDED = {"method": "rtn", "bits": 2, "group_size": 64, "sym": False}
 

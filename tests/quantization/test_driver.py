@@ -10,10 +10,7 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models
 import torch
-from quantize.conftest import LENGTH, SAMPLES, SOURCE, load
-from tiny_models import digests
 
 import hfq
 from hfq import Recipe
@@ -21,6 +18,9 @@ from hfq.checkpoint import Checkpoint
 from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
 from hfq.formats.gptq import Gptq
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
+from tests.support import tiny_models
+from tests.support.tiny_models import digests
 
 
 def files_of(folder):

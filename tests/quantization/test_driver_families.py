@@ -4,12 +4,12 @@ of experts.
 
 import pytest
 import torch
-from quantize.conftest import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
 from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
+from tests.quantization.conftest import load
 
 COMMON = {
     "vocab_size": 96,

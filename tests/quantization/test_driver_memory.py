@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from quantize.conftest import SOURCE
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +18,7 @@ from hfq.quantization.calibration_data import Calibration
 from hfq.quantization.float_checkpoint import Source
 from hfq.quantization.temporary_forward import hold, let_go, tensors_of
 from hfq.recipes.recipe import METHODS, Recipe
+from tests.quantization.conftest import SOURCE
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -7,9 +7,7 @@ import os
 import shutil
 
 import pytest
-import tiny_models
 import torch
-from quantize.conftest import SOURCE
 
 import hfq
 from hfq import CheckpointError, FormatError, HfqConfig, Recipe, SetupError
@@ -17,6 +15,8 @@ from hfq.checkpoint import writer
 from hfq.formats import FORMATS
 from hfq.quantization import driver
 from hfq.quantization.calibration_data import calibrate
+from tests.quantization.conftest import SOURCE
+from tests.support import tiny_models
 
 GPTQ = Recipe("gptq", group_size=64)
 RTN = Recipe("rtn", group_size=64)

@@ -4,12 +4,12 @@ did.
 
 import pytest
 import torch
-from quantize.test_families import COMMON, GATED, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfq.loading.matching.quantizable_layers import find_blocks, find_linears
 from hfq.quantization.folding import find_fold, scale_columns, trace
 from hfq.quantization.layer_inputs import capture, run_block
+from tests.quantization.test_driver_families import COMMON, GATED, MODELS
 
 NORM, ATTENTION, MLP = "input_layernorm", "self_attn.v_proj", "post_attention_layernorm"
 NEOX = {"query_key_value": NORM, "dense_h_to_4h": MLP, "dense_4h_to_h": None}

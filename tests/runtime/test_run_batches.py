@@ -6,9 +6,7 @@ import signal
 import threading
 import time
 
-import moe_models
 import pytest
-import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -16,6 +14,7 @@ import hfq
 from hfq import CheckpointError, HfqConfig, SetupError, run_batches
 from hfq.formats.gptq import Gptq
 from hfq.offload import lockstep
+from tests.support import moe_models, tiny_models
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 DISK = {"": "disk"}

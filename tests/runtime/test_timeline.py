@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import hfq
 from hfq.errors import SetupError
 from hfq.plots.documents import read_section
+from tests.support import tiny_models
 
 TOKENS = torch.tensor([[1, 2, 3]])
 HALF = {"": "cpu", "model.layers.1": "disk", "model.layers.3": "disk"}

@@ -3,13 +3,13 @@
 import json
 import re
 
-import tiny_models
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 from hfq.checkpoint import write_safetensors
 from hfq.formats.fp8 import Fp8
+from tests.support import tiny_models
 
 CONFIG = {"quant_method": "fbgemm_fp8"}
 TOKENS = {"input_ids": torch.tensor([[1, 5, 9, 60, 33, 2, 7]])}

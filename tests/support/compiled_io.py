@@ -1,5 +1,5 @@
 """DeepSpeed's file I/O for the tests, compiled once for its and torch's versions:
-`python tests/compiled_io.py`, in some minutes.
+`python tests/support/compiled_io.py`, in some minutes.
 
 DeepSpeed keeps one for all environments of a user, and compiles it anew when another environment asks: within
 a test, in each run of CI. Tests load what is compiled in a folder of their own as it is there, compile
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PARTS = ("pin_memory", "async_io")
 REASON = (
-    "DeepSpeed's async_io is not compiled: apt-get install libaio-dev; python tests/compiled_io.py, "
+    "DeepSpeed's async_io is not compiled: apt-get install libaio-dev; python tests/support/compiled_io.py, "
     "for "
     "15 minutes"
 )

@@ -4,7 +4,6 @@ bit.
 
 from dataclasses import dataclass
 
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -14,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hfq import HfqConfig
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support import tiny_models
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 DISK = {"": "disk"}

@@ -7,10 +7,10 @@ import shutil
 import sys
 
 from safetensors.torch import load_file, save_file
-from tiny_models import DATA
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
+from tests.support.tiny_models import DATA
 
 _recordings = []
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +23,7 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.unquantized import Dense
+from tests.support import tiny_models
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {

@@ -19,11 +19,11 @@ import deepspeed  # noqa: F401
 import peft  # noqa: F401
 import transformers.integrations.deepspeed
 import transformers.trainer  # noqa: F401
-from leaving import leave
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
 import hfq.integrations.deepspeed.private_api  # noqa: F401
+from tests.support.leaving import leave
 
 TIMEOUT = 600
 """Seconds after which what still runs is ended."""

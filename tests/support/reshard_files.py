@@ -3,11 +3,11 @@
 import hashlib
 import os
 
-import tiny_models
 import torch
 
 from hfq.checkpoint import Checkpoint, write_safetensors
 from hfq.tensor_spec import DTYPE_BITS
+from tests.support import tiny_models
 
 ODD = [
     ("model.layers.10.mlp.a", "U8", (3,)),

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zero_launch import free_port
+from tests.support.zero_launch import free_port
 
 RANK = """
 import atexit, os, threading, time
 import torch, torch.distributed as dist
-from leaving import leave
+from tests.support.leaving import leave
 
 begun = threading.Event()
 

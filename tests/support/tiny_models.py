@@ -13,8 +13,8 @@ from hfq.formats.codecs.dtypes import safetensors_dtype, torch_dtype
 from hfq.modules.flat_buffer import read_tensor
 from hfq.tensor_spec import ByteRange, TensorInfo
 
-DATA = Path(__file__).parent / "data"
-SHARED = Path(__file__).parents[2] / "shared" / "checkpoints"
+DATA = Path(__file__).parents[1] / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).parent / "ranks.py"
-WORKER = Path(__file__).parent / "distributed" / "worker.py"
+WORKER = ROOT / "tests" / "distributed" / "worker.py"
 BIN = Path(sys.executable).parent
 
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}",

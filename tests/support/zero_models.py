@@ -3,15 +3,13 @@
 import json
 from pathlib import Path
 
-import code_models
-import moe_models
-import tiny_models
-from contract.cases import Case
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq.formats.bitsandbytes import Bnb4Bit, BnbInt8
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from tests.contract.cases import Case
+from tests.support import code_models, moe_models, tiny_models
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 FORMATS = {

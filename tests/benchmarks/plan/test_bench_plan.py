@@ -2,7 +2,6 @@
 how predictions fare."""
 
 import pytest
-import tiny_models
 
 from benchmarks.plan import bench_plan as plan
 from benchmarks.plan.plan_cases import PLACEMENTS, open_cases
@@ -10,6 +9,7 @@ from benchmarks.plan.plan_report import bytes_apart, plan_report
 from hfq.loading.dry_run import open_model
 from hfq.placement.estimate.profile import PUBLISHED
 from hfq.placement.estimate.roofline import predict
+from tests.support import tiny_models
 
 CHECKPOINTS = [tiny_models.DATA / name for name in ("tiny-llama-gptq", "tiny-llama-fp8", "tiny-llama")]
 

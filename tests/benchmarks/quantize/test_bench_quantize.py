@@ -1,12 +1,12 @@
 """`python -m benchmarks quantize`: what it asks of its process, and what it makes of the answers."""
 
-import tiny_models
 import torch
 from transformers import AutoTokenizer
 
 from benchmarks.quantize import bench_quantize as quantize
 from benchmarks.quantize.quantize_report import make_report
 from benchmarks.quantize.quantize_worker import QuantizeWorker, read_tokens, write_tokens
+from tests.support import tiny_models
 
 
 def test_a_quantization_is_measured_beside_its_bound(tmp_path, monkeypatch, in_process):

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-import tiny_models
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.awq import Awq
@@ -15,6 +13,8 @@ from hfq.formats.gptq import Gptq
 from hfq.formats.modelopt.linear import ModeloptInt4
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.quanto import QuantoBits
+from tests.support import tiny_models
+from tests.support.tiny_models import described
 
 OUT, IN = 64, 256
 

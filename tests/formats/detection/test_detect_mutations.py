@@ -7,9 +7,7 @@ import functools
 import json
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES, REPRESENTATIVES
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,8 @@ from hfq import HfqError
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.codecs.dtypes import torch_dtype
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
+from tests.contract.cases import CASES, REPRESENTATIVES
+from tests.support import tiny_models
 
 OUT, IN = 64, 128
 MODULE = "model.layers.0.self_attn.q_proj"

@@ -5,14 +5,14 @@ if broken.
 import sys
 
 import pytest
-import tiny_models
 import torch
-from tiny_models import described
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, SetupError
 from hfq.formats import FORMATS, NotQuantizedFormatError, detect_formats
 from hfq.formats.detection import plugins
+from tests.support import tiny_models
+from tests.support.tiny_models import described
 
 METHOD = "halves-of-tests"
 SOURCE = '''

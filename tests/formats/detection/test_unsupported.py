@@ -3,7 +3,6 @@ loaded.
 """
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +10,7 @@ from hfq import FormatError, HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.detection.unsupported import REFUSED
+from tests.support import tiny_models
 
 CT = {"quant_method": "compressed-tensors"}
 WORDS, FLOATS = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.nvfp4_e5m3 import Nvfp4E5m3
+from tests.support.tiny_models import described
 
 SIZES = [(5, 32), (1, 64), (3, 96)]
 MX = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_models import described
 
 from hfq import FormatError
 from hfq.checkpoint import Checkpoint, Reader, write_safetensors
@@ -12,6 +11,7 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.layouts.fused_experts import split_experts
 from hfq.modules.flat_buffer import read_tensor
+from tests.support.tiny_models import described
 
 LAYER = "model.layers.3.mlp"
 

@@ -4,13 +4,13 @@ dialect is refused.
 
 import pytest
 import torch
-from contract.cases import CASES
-from tiny_models import settled
 
 from hfq.errors import FormatError
 from hfq.formats.base import Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
+from tests.contract.cases import CASES
+from tests.support.tiny_models import settled
 
 SIZE = OUT, IN = 192, 384
 REFUSED = ("awq-gemv-fast",)

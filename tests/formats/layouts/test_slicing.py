@@ -4,14 +4,14 @@ refused.
 
 import pytest
 import torch
-from contract.cases import CASES
-from tiny_models import described, settled
 
 from hfq.errors import FormatError
 from hfq.formats.base import Format
 from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.placement.tensor_parallel import rank_slice
+from tests.contract.cases import CASES
+from tests.support.tiny_models import described, settled
 
 SIZE = OUT, IN = 192, 384
 CUT = [case for case in CASES if type(case.format).shard is not Format.shard and "gemv" not in case.id]

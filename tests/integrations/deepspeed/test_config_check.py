@@ -9,7 +9,7 @@ import yaml
 from hfq.errors import SetupError
 from hfq.integrations.deepspeed.config_check import check_config
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 GOOD = json.loads((CONFIGS / "deepspeed" / "inference_zero3.json").read_text())
 SAVING = {"zero_stage": 3, "zero3_init_flag": True, "zero3_save_16bit_model": True}
 PLUGIN = {"deepspeed_config_file": "zero3.json", "zero3_init_flag": True}

@@ -1,13 +1,13 @@
 """Which models an engine of DeepSpeed may be made for; tests/distributed/test_zero3.py makes real ones."""
 
 import pytest
-import tiny_models
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.errors import SetupError
 from hfq.integrations.deepspeed.private_api import _check_held
 from hfq.modules.quantized_module import QuantizedModule
+from tests.support import tiny_models
 
 
 def load(cpu_memory: str, **options):

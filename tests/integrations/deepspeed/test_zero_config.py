@@ -5,7 +5,6 @@ a second rank.
 import copy
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from hfq.integrations.deepspeed.swap_buffers import Pool, plan_pool, swap_option
 from hfq.integrations.deepspeed.zero_config import read_zero_config
 from hfq.loading import ranks
 from hfq.placement.zero.shards import FlatParameter, ZeroPlan
+from tests.support import tiny_models
 
 pytest.importorskip("deepspeed")
 from transformers.integrations import HfDeepSpeedConfig

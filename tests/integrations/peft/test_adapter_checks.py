@@ -2,16 +2,16 @@
 replaced.
 """
 
-import moe_models
 import pytest
 import torch
-from code_models import LLAMA, write
-from lora_runs import DISK, adapt, load, logits, packed_bytes
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, PlacementError, SetupError
+from tests.support import moe_models
+from tests.support.code_models import LLAMA, write
+from tests.support.lora_runs import DISK, adapt, load, logits, packed_bytes
 
 Q, EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
 

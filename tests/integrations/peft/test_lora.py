@@ -4,19 +4,18 @@ it is run.
 
 import copy
 
-import lora_runs
 import pytest
-import tiny_models
 import torch
-from code_models import CASES, LLAMA, T5, write
-from contract.cases import CASES as CONTRACT
-from lora_runs import DISK, HALF, TOKENS, adapt, load, logits, train, unpack
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq.integrations.peft.training import prepare_for_training
 from hfq.modules.quantized_module import QuantizedModule
+from tests.contract.cases import CASES as CONTRACT
+from tests.support import lora_runs, tiny_models
+from tests.support.code_models import CASES, LLAMA, T5, write
+from tests.support.lora_runs import DISK, HALF, TOKENS, adapt, load, logits, train, unpack
 
 
 @pytest.fixture(scope="module", params=lora_runs.PATHS)

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from lora_runs import DISK, adapt, load, logits
 from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hfq import SetupError
 from hfq.integrations.peft.training import prepare_for_training
+from tests.support import tiny_models
+from tests.support.lora_runs import DISK, adapt, load, logits
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune_lora.py"
 
 
 class Samples(Dataset):

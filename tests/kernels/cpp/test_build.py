@@ -266,9 +266,9 @@ def test_the_child_of_a_fork_settles_for_itself(runs, monkeypatch):
 
 def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
     import torch
-    from kernels.layers import CASES
 
     from hfq.kernels.cpp import kernel
+    from tests.support.kernel_layers import CASES
 
     weight_format, tensors = CASES["w4 g32"].make()
     activations, before = torch.ones(32, 352), torch.get_num_threads()

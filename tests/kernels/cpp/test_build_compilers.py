@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.layers import CASES
-from kernels.test_native import random
 
 from hfq.kernels.cpp import build as building
 from hfq.kernels.cpp import int8_library as compiled_int8
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES
+from tests.kernels.cpp.test_kernel import random
+from tests.support.kernel_layers import CASES
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-from kernels.layers import CASES, at_the_end_of_a_page, fp8, gptq, misplaced
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from hfq.kernels.cpp import layers, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
 from hfq.kernels.cpp.openmp_team import team
 from hfq.kernels.cpu import panels
+from tests.support.kernel_layers import CASES, at_the_end_of_a_page, fp8, gptq, misplaced
 
 # float32 sums in another order, or integers exactly; then one rounding of the result
 RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

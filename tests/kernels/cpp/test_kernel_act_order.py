@@ -8,14 +8,14 @@ import threading
 
 import pytest
 import torch
-from kernels.layers import Case
-from kernels.test_native import misplaced, random
-from kernels.test_tiles import kept_by_a_thread
 
 from hfq.errors import CheckpointError
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
+from tests.kernels.cpp.test_kernel import misplaced, random
+from tests.kernels.cpp.test_kernel_tiles import kept_by_a_thread
+from tests.support.kernel_layers import Case
 
 SIZES = [
     (2, 64, 704, 304),

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from kernels.layers import Case, at_the_end_of_a_page, misplaced
 
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
+from tests.support.kernel_layers import Case, at_the_end_of_a_page, misplaced
 
 # rows of words are whole lines; columns are several parts for one row, and end within what is taken together
 LAYERS = {

@@ -9,8 +9,6 @@ import threading
 
 import pytest
 import torch
-from kernels.layers import CASES, GPTQ_IN, Case, fp8, gptq, packed
-from kernels.test_native import misplaced, random
 
 from hfq.formats.awq import Awq
 from hfq.formats.compressed_tensors import IntQuantized
@@ -18,6 +16,8 @@ from hfq.formats.fp8 import Fp8
 from hfq.formats.gptq import Gptq
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES, describe_layer
+from tests.kernels.cpp.test_kernel import misplaced, random
+from tests.support.kernel_layers import CASES, GPTQ_IN, Case, fp8, gptq, packed
 
 SHORT = torch.bfloat16
 

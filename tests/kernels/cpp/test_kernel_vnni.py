@@ -4,7 +4,6 @@ them.
 
 import pytest
 import torch
-from kernels.layers import CASES, Case, packed
 
 from hfq.formats.awq import Awq
 from hfq.formats.gptq import Gptq
@@ -12,6 +11,7 @@ from hfq.formats.mxfp4 import Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.kernels.cpp import kernel, library
 from hfq.kernels.cpp.layers import DTYPES
+from tests.support.kernel_layers import CASES, Case, packed
 
 ROWS = (1, 2, 3, 8, 17)
 # several spans to a group, parts of several strips, and columns and rows that end within what is taken

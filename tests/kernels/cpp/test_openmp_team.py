@@ -9,10 +9,10 @@ import threading
 
 import pytest
 import torch
-from kernels.layers import CASES
 
 from hfq.kernels.cpp.layer_struct import PRODUCT
 from hfq.kernels.cpp.layers import describe_layer
+from tests.support.kernel_layers import CASES
 
 CHILDREN = """
 import os, signal, sys

@@ -4,11 +4,11 @@ every size.
 
 import pytest
 import torch
-from kernels.layers import fp8
 
 from hfq.formats.codecs.thread_buffers import release_buffers, thread_buffer
 from hfq.kernels import reference
 from hfq.kernels.cpu import fp8_bfloat16, panels
+from tests.support.kernel_layers import fp8
 
 CASES = {
     "tensor": fp8(300, 37, strategy="tensor"),

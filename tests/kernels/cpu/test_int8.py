@@ -11,8 +11,6 @@ import subprocess
 
 import pytest
 import torch
-from kernels.layers import misplaced
-from kernels.test_reference_memory import Allocations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfq.formats import ActivationScheme
@@ -27,6 +25,8 @@ from hfq.kernels.cpp.int8_library import Engine, RoundedWeight, best_engine, int
 from hfq.kernels.cpu import int8, panels
 from hfq.kernels.layer_tensors import LayerTensors
 from hfq.kernels.registry import choose_kernel, explain_kernels
+from tests.kernels.test_reference_memory import Allocations
+from tests.support.kernel_layers import misplaced
 
 TOKEN, TENSOR = ActivationScheme("token", dtype="int8"), ActivationScheme("tensor", dtype="int8")
 LLM = ActivationScheme("token", dtype="int8", outlier_threshold=6.0)

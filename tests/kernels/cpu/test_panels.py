@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from kernels.layers import CASES, misplaced
 
 from benchmarks.kernels.bench_kernels import FORMATS, random_layer
 from hfq.formats.codecs.fp8_codes import has_nan, widen_into
 from hfq.formats.codecs.thread_buffers import _buffers, release_buffers
 from hfq.kernels import reference
 from hfq.kernels.cpu import panels
+from tests.support.kernel_layers import CASES, misplaced
 
 RELATIVE = {
     torch.float32: 1e-6,

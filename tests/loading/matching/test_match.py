@@ -5,13 +5,13 @@ not chosen from.
 import json
 
 import pytest
-import tiny_models
 import torch
-from contract.cases import CASES
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
 from hfq.formats.fp8 import Fp8
+from tests.contract.cases import CASES
+from tests.support import tiny_models
 
 CONFIG = {"quant_method": "fbgemm_fp8"}
 LAYER = "layers.0.self_attn.q_proj"

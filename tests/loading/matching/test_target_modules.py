@@ -6,9 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
-from moe_models import GPTQ, GPTQMODEL_CONFIG, PLACEMENTS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import (
@@ -21,6 +19,8 @@ from hfq.errors import PlacementError
 from hfq.loading.matching.target_modules import halves_of
 from hfq.loading.tensor_parallel.slices import _axis
 from hfq.modules.concat_linear import ConcatLinear
+from tests.support import tiny_models
+from tests.support.moe_models import GPTQ, GPTQMODEL_CONFIG, PLACEMENTS
 
 SIZES = {
     "hidden_size": 64,

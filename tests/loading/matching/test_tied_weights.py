@@ -5,12 +5,12 @@ set of bytes.
 import json
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, HfqConfig
 from hfq.formats.mlx.affine import Mlx
+from tests.support import tiny_models
 
 QUANTIZATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

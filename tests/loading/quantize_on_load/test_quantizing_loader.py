@@ -10,9 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from quantize.test_families import FUSED, IDS, MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfq
@@ -26,6 +24,8 @@ from hfq.loading.loaded_model import loader_of
 from hfq.loading.quantize_on_load.requirements import refuse_quantize_on_load
 from hfq.machine_profile.probe_models import Architecture
 from hfq.recipes.recipe import RECIPE_OPTIONS
+from tests.quantization.test_driver_families import FUSED, IDS, MODELS
+from tests.support import tiny_models
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"

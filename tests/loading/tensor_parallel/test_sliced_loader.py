@@ -7,13 +7,13 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig
 from hfq.errors import PlacementError, SetupError
 from hfq.loading.tensor_parallel.slices import _EXPERTS, _expert_axis, generic
 from hfq.modules.linear import QuantizedLinear
+from tests.support import tiny_models
 
 pytest.importorskip(
     "transformers.distributed.mixin", reason="transformers before 5.23 cuts models in another way"

@@ -1,4 +1,4 @@
-"""Worked examples of the KV cache; tests/integrations/test_planning.py compares with transformers' own
+"""Worked examples of the KV cache; tests/loading/test_dry_run.py compares with transformers' own
 tensors.
 """
 

@@ -1,13 +1,13 @@
 """What headers say of a checkpoint's weights: rows as the loader makes them, adapters as PEFT sizes them."""
 
 import pytest
-import tiny_models
 
 from hfq.checkpoint import Checkpoint
 from hfq.errors import PlacementError
 from hfq.formats import tensors_by_module
 from hfq.modules.flat_buffer import flat_layout
 from hfq.placement.zero.model_states import count_states
+from tests.support import tiny_models
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from quantize.test_affine import WEIGHT
 
 from hfq import SetupError
 from hfq.quantization.textbook.k_means import CODEBOOKS, fixed, kmeans
+from tests.quantization.textbook.test_linear import WEIGHT
 
 
 def test_kmeans_of_the_worked_example():
