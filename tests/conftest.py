@@ -32,26 +32,18 @@ def pytest_collection():
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The settled state of a process that wants the compiled part, built into the user's own cache unless it
-    is there.
-    """
+    """The compiled part, built into the user's own cache unless it is there."""
     from hfq.kernels.cpp import library
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(library.SWITCH, "0")
-        once = library._Once()
-        once.settle()
-    if once.library is None:
-        pytest.skip(f"no compiled kernel: {once.reason}")
-    return once
+    with library.use("cpp"):
+        if library.library() is None:
+            pytest.skip(f"no compiled kernel: {library.reason_missing()}")
+        return library.library()
 
 
 @pytest.fixture(scope="session")
 def emulated(compiled, tmp_path_factory):
-    """As `compiled`, with plain C++ in place of AVX-512 and of tiles: what it computes can be tested
-    anywhere.
-    """
-    import ctypes
+    """As `compiled`, with plain C++ in place of AVX-512 and of tiles, which can be tested anywhere."""
     import subprocess
 
     from hfq.kernels.cpp import build, library
@@ -62,17 +54,13 @@ def emulated(compiled, tmp_path_factory):
         [*build.find_compiler(), "-DHFQ_EMULATE", "-O1", *flags, str(build.SOURCE), "-o", str(made)],
         check=True,
     )
-    once = library._Once()
-    once.is_settled, once.library = True, library._declared(ctypes.CDLL(str(made)))
-    return once
+    return library.load(made)
 
 
 @pytest.fixture
-def native(compiled, monkeypatch):
+def native(compiled):
     """The compiled part, in use for one test, at the best level of the processor."""
     from hfq.kernels.cpp import library
 
-    monkeypatch.setattr(library, "_once", compiled)
-    yield compiled.library
-    compiled.library.hfq_use(-1), compiled.library.hfq_use_subnormals(-1), compiled.library.hfq_use_short(-1)
-    compiled.library.hfq_use_vnni(-1)
+    with library.use(compiled):
+        yield compiled

@@ -79,8 +79,8 @@ def test_what_is_missing_for_a_kernel_is_told_of_that_kernel(monkeypatch, tmp_pa
     monkeypatch.setenv("HFQ_DISABLE_CPP", "0")
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_once", library._Once())
-    found = texts(findings(), "kernels")
+    with library.use("auto"):
+        found = texts(findings(), "kernels")
     assert "cpp does not run: CXX='no-such-compiler' names a compiler that is not there" in found
     assert found.count("no-such-compiler") == 1
 
@@ -91,7 +91,8 @@ def without_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setitem(sys.modules, "ziglang", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(library, "_once", library._Once())
+    with library.use("auto"):
+        yield
 
 
 def test_without_a_compiler_the_extra_that_brings_one_is_the_fix(without_compiler, monkeypatch):

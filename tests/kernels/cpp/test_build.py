@@ -36,18 +36,10 @@ def runs(tmp_path, monkeypatch):
     return lambda: log.read_text().count("run") if log.exists() else 0
 
 
-@pytest.fixture
-def settle(monkeypatch):
-    """settle() → the state of a process that wants the compiled part and has just asked for it."""
-
-    def settle():
-        monkeypatch.setenv(library.SWITCH, "0")
-        once = library._Once()
-        monkeypatch.setattr(library, "_once", once)
-        once.settle()
-        return once
-
-    return settle
+def reason_missing() -> str:
+    """Why a process that wants the compiled part, and has just asked for it, has none."""
+    with library.use("cpp"):
+        return library.reason_missing()
 
 
 def test_a_second_call_compiles_nothing(runs):
@@ -100,9 +92,9 @@ def test_a_compiler_with_arguments_is_run_with_them(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", ["no-such-compiler -O3", "'g++"])
-def test_a_compiler_that_was_asked_for_and_is_not_there_is_named(runs, settle, monkeypatch, wanted):
+def test_a_compiler_that_was_asked_for_and_is_not_there_is_named(runs, monkeypatch, wanted):
     monkeypatch.setenv("CXX", wanted)
-    assert wanted in str(settle().reason)
+    assert wanted in reason_missing()
 
 
 @pytest.fixture
@@ -165,51 +157,49 @@ def test_a_cache_that_others_may_write_to_is_not_used(runs, tmp_path):
     assert runs() == 0
 
 
-def test_a_user_without_a_home_is_told_so(monkeypatch, settle):
+def test_a_user_without_a_home_is_told_so(monkeypatch):
     """As in a container that runs as a number: pathlib raises RuntimeError there."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
-    assert "set XDG_CACHE_HOME" in settle().reason
+    assert "set XDG_CACHE_HOME" in reason_missing()
 
 
-def test_a_cache_that_cannot_be_made_is_said(runs, tmp_path, settle):
+def test_a_cache_that_cannot_be_made_is_said(runs, tmp_path):
     (tmp_path / "cache").write_text("in the way")
-    assert "the cache cannot be used" in settle().reason
+    assert "the cache cannot be used" in reason_missing()
 
 
-def test_without_a_compiler_torch_multiplies_and_it_is_said_once(monkeypatch, tmp_path, settle, caplog):
+def test_without_a_compiler_torch_multiplies_and_it_is_said_once(monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setitem(sys.modules, "ziglang", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.WARNING, logger="hfq"):
-        once = settle()
+    with caplog.at_level(logging.WARNING, logger="hfq"), library.use("cpp"):
         assert library.library() is library.library() is None
-    assert "no C++ compiler" in once.reason
+        assert "no C++ compiler" in library.reason_missing()
     assert caplog.text.count("hfq multiplies in plain torch") == 1
 
 
-def test_what_is_no_library_is_not_loaded(runs, settle):
-    assert "cannot be loaded" in settle().reason
+def test_what_is_no_library_is_not_loaded(runs):
+    assert "cannot be loaded" in reason_missing()
 
 
 def test_switched_off_nothing_is_built_or_said(runs, monkeypatch, caplog):
     monkeypatch.setenv(library.SWITCH, "1")
-    monkeypatch.setattr(library, "_once", library._Once())
-    library.start()
-    assert library.library() is None
-    assert library.reason_missing() == "HFQ_DISABLE_CPP=1"
+    with library.use("auto"):
+        library.start()
+        assert library.library() is None
+        assert library.reason_missing() == "HFQ_DISABLE_CPP=1"
     assert runs() == 0
     assert not caplog.text
 
 
-def test_a_model_waits_for_the_build_that_was_begun(runs, settle, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "0")
-    monkeypatch.setattr(library, "_once", library._Once())
-    library.start()
-    library.start()
-    assert "cannot be loaded" in library.reason_missing()
+def test_a_model_waits_for_the_build_that_was_begun(runs):
+    with library.use("cpp"):
+        library.start()
+        library.start()
+        assert "cannot be loaded" in library.reason_missing()
     assert runs() == 1
 
 
@@ -252,16 +242,13 @@ def test_a_lock_is_given_back_though_a_child_of_a_fork_has_it_open(tmp_path, mon
         os.waitpid(child, 0)
 
 
-def test_the_child_of_a_fork_settles_for_itself(runs, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "0")
-    once = library._Once()
-    monkeypatch.setattr(library, "_once", once)
-    library.start()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if library.reason_missing() else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    once.thread.join(60)
+def test_the_child_of_a_fork_settles_for_itself(runs):
+    with library.use("cpp"):
+        library.start()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if library.reason_missing() else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_compiled_part_runs_in_the_child_of_a_fork(native):

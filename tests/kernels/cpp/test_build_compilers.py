@@ -59,26 +59,21 @@ def zig():
 
 
 @pytest.mark.slow
-def test_the_packages_compiler_makes_the_same_of_it(zig, compiled, monkeypatch):
-    other = library._Once()
-    with monkeypatch.context() as patch:
-        patch.setenv(library.SWITCH, "0")
-        other.settle()
-    assert other.reason is None
-    assert detected(other.library) == detected(compiled.library)
-    for level in range(compiled.library.hfq_detected() + 1):
+def test_the_packages_compiler_makes_the_same_of_it(zig, compiled):
+    other = library.load(building.build())
+    assert detected(other) == detected(compiled)
+    for level in range(compiled.hfq_detected() + 1):
         for name, case in CASES.items():
             weight_format, tensors = case.make()
             for dtype in DTYPES:
                 for rows in (1, 2, 5, 17):
                     given = random(rows, case.in_features, dtype=dtype)
                     results = []
-                    for once in (compiled, other):
-                        monkeypatch.setattr(library, "_once", once)
-                        once.library.hfq_use(level)
-                        results.append(kernel.linear(given, tensors, weight_format))
+                    for loaded in (compiled, other):
+                        with library.use(loaded):
+                            loaded.hfq_use(level)
+                            results.append(kernel.linear(given, tensors, weight_format))
                     assert torch.equal(*results), (level, name, dtype, rows)
-    compiled.library.hfq_use(-1)
 
 
 @pytest.mark.slow

@@ -528,22 +528,20 @@ def test_stand_ins_for_tensors_are_left_to_torch(native):
 
 
 @pytest.mark.slow
-def test_the_forms_for_other_processors_compute_the_same(emulated, monkeypatch):
+def test_the_forms_for_other_processors_compute_the_same(emulated):
     """AVX-512 in plain C++: sixteen lanes, without the instructions."""
-    monkeypatch.setattr(library, "_once", emulated)
-    assert emulated.library.hfq_use(2) == 2
-    for name, case in CASES.items():
-        weight_format, tensors = case.make()
-        weight = weight_format.dequantize(tensors)
-        fill = cpu._filler(emulated.library, describe_layer(weight_format, tensors), tensors, weight_format)
-        assert torch.equal(fill(0, weight.shape[0], torch.float32), weight), name
-        for rows in (1, 3, 8, 17):
-            for dtype in DTYPES:
-                activations = random(rows, weight.shape[1], dtype=dtype)
-                assert (
-                    error(cpu.linear(activations, tensors, weight_format), activations, weight)
-                    <= RELATIVE[dtype]
-                ), name
+    with library.use(emulated):
+        assert emulated.hfq_use(2) == 2
+        for name, case in CASES.items():
+            weight_format, tensors = case.make()
+            weight = weight_format.dequantize(tensors)
+            fill = cpu._filler(emulated, describe_layer(weight_format, tensors), tensors, weight_format)
+            assert torch.equal(fill(0, weight.shape[0], torch.float32), weight), name
+            for rows in (1, 3, 8, 17):
+                for dtype in DTYPES:
+                    activations = random(rows, weight.shape[1], dtype=dtype)
+                    found = cpu.linear(activations, tensors, weight_format)
+                    assert error(found, activations, weight) <= RELATIVE[dtype], name
 
 
 def test_many_experts_with_many_rows_are_taken_in_groups_that_change_nothing(native):

@@ -90,14 +90,11 @@ def test_each_bit_is_that_of_the_layer_in_order(native, size, short, level):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("short", [0, 1, 2])
-def test_the_forms_for_other_processors_do_so_too(emulated, monkeypatch, short):
-    monkeypatch.setattr(library, "_once", emulated)
-    try:
-        emulated.library.hfq_use_short(short)
+def test_the_forms_for_other_processors_do_so_too(emulated, short):
+    with library.use(emulated):
+        emulated.hfq_use_short(short)
         for size in SIZES:
             compare(size)
-    finally:
-        emulated.library.hfq_use_short(-1)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -90,14 +90,11 @@ VECTORS, TILES = 1, 2
 def form(request):
     """(the compiled part in use, how it multiplies bfloat16)."""
     name, wanted = request.param
-    once = request.getfixturevalue(name)
-    if once.library.hfq_use_short(wanted) != wanted:
-        once.library.hfq_use_short(-1)
-        pytest.skip(f"the processor has no {'tiles' if wanted == TILES else 'products of bfloat16'}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_once", once)
-        yield once.library, wanted
-    once.library.hfq_use_short(-1)
+    loaded = request.getfixturevalue(name)
+    with library.use(loaded):
+        if loaded.hfq_use_short(wanted) != wanted:
+            pytest.skip(f"the processor has no {'tiles' if wanted == TILES else 'products of bfloat16'}")
+        yield loaded, wanted
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,9 @@ def test_it_is_used_where_the_processor_has_it(native):
 
 
 @pytest.mark.slow
-def test_the_form_for_other_processors_computes_the_same(emulated, monkeypatch):
-    monkeypatch.setattr(library, "_once", emulated)
-    emulated.library.hfq_use_short(0)
-    assert emulated.library.hfq_use_vnni(-1) == 1
-    try:
+def test_the_form_for_other_processors_computes_the_same(emulated):
+    with library.use(emulated):
+        emulated.hfq_use_short(0)
+        assert emulated.hfq_use_vnni(-1) == 1
         for case in [*CASES.values(), *LARGER.values()]:
-            compare(emulated.library, case)
-    finally:
-        emulated.library.hfq_use_vnni(-1), emulated.library.hfq_use_short(-1)
+            compare(emulated, case)
