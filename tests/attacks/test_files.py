@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hfq.checkpoint import Checkpoint, read_header
-from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
+from tests.support import programs
+from tests.support.checkpoint_files import entry, refused, write_raw, write_shards
 from tests.support.model_copies import copy_model, edit_config, load, opened_files
 
 SIZES = {"a": 24, "b": 1, "c": 40}
@@ -111,22 +112,9 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(tmp_path, offsets, w
 # 7. Reading a header costs no more than its limit allows, and ends no process.
 
 
-MEASURED = """
-import resource, sys
-from hfq import CheckpointError
-from hfq.checkpoint import Checkpoint
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    Checkpoint.open(sys.argv[1])
-except CheckpointError as error:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    print(used.ru_maxrss - before, used.ru_utime + used.ru_stime, str(error).splitlines()[0], sep="|")
-"""
-
-
 def refusal(folder):
     """(KiB of memory, seconds of CPU, first line) of the refusal of a checkpoint, by a process of its own."""
-    result = run_python(MEASURED, folder)
+    result = programs.run("measure_refusal", folder)
     assert result.returncode == 0, result.stderr
     memory, seconds, text = result.stdout.strip().split("|")
     return int(memory), float(seconds), text

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hfq import FormatError, PlacementError
-from tests.support.checkpoint_files import refused, run_python
+from tests.support import programs
+from tests.support.checkpoint_files import refused
 from tests.support.model_copies import cache_model, copy_model, edit_config, load, shard_model
 
 WHOLE = {
@@ -188,17 +189,6 @@ DANGEROUS = {
     "truncated shard": ("CheckpointError", "model-00002-of-00002.safetensors"),
     "not cached": ("CheckpointError", "nobody/no-such-model"),
 }
-LOAD_EACH = """
-import json, resource, sys, hfq
-from transformers import AutoModelForCausalLM
-resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
-for path in sys.argv[1:]:
-    try:
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=hfq.HfqConfig())
-        print(json.dumps(["nothing", ""]), flush=True)
-    except Exception as error:
-        print(json.dumps([type(error).__name__, str(error)]), flush=True)
-"""
 
 
 def dangerous(kind, folder) -> list:
@@ -219,7 +209,9 @@ def ended(tmp_path_factory):
     kinds.
     """
     paths = [path for kind in ("gptq", "fp8") for path in dangerous(kind, tmp_path_factory.mktemp(kind))]
-    return run_python(LOAD_EACH, *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache")))
+    return programs.run(
+        "load_each", *paths, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("cache"))
+    )
 
 
 @pytest.fixture(params=["gptq", "fp8"])

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from hfq.checkpoint import Checkpoint, Reader
-from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
+from tests.support import programs
+from tests.support.checkpoint_files import entry, refused, write_raw, write_shards
 from tests.support.model_copies import opened_files
 
 INDEX = "model.safetensors.index.json"
@@ -174,20 +175,8 @@ def test_the_hub_cache_opens_no_door_but_its_own_blobs(tmp_path, outside, target
 # 4. Devices and pipes in place of files are refused, neither read without end nor waited for.
 
 
-OPEN_WITHIN_LIMITS = """
-import resource, signal, sys, hfq
-from hfq.checkpoint import Checkpoint
-resource.setrlimit(resource.RLIMIT_AS, (256 << 20, 256 << 20))
-signal.alarm(3)
-try:
-    print("opened", Checkpoint.open(sys.argv[1]))
-except hfq.CheckpointError as error:
-    print("refused", error)
-"""
-
-
 def test_the_limits_of_the_tests_below_are_wide_enough_for_a_good_checkpoint(inside):
-    result = run_python(OPEN_WITHIN_LIMITS, write_shards(inside, {"x.safetensors": {"a": [1.0]}}))
+    result = programs.run("open_within_limits", write_shards(inside, {"x.safetensors": {"a": [1.0]}}))
     assert result.stdout.startswith("opened"), result.stderr
 
 
@@ -196,7 +185,7 @@ def test_a_config_or_an_index_that_is_a_device_is_not_read_without_end(inside, n
     write_shards(inside, {"x.safetensors": {"a": [1.0]}})
     (inside / name).unlink(missing_ok=True)
     os.symlink("/dev/zero", inside / name)
-    result = run_python(OPEN_WITHIN_LIMITS, inside)
+    result = programs.run("open_within_limits", inside)
     assert result.stdout.startswith("refused"), result.stderr
 
 
@@ -204,5 +193,5 @@ def test_a_config_or_an_index_that_is_a_device_is_not_read_without_end(inside, n
 def test_a_named_pipe_is_refused_and_not_waited_for(inside, name):
     write_shards(inside, {"x.safetensors": {"a": [1.0]}})
     os.mkfifo(inside / name)
-    result = run_python(OPEN_WITHIN_LIMITS, inside)
+    result = programs.run("open_within_limits", inside)
     assert result.stdout.startswith("refused"), f"ended by signal {-result.returncode}"

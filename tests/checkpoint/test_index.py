@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from hfq.checkpoint import Checkpoint, HeaderLimits
-from tests.support.checkpoint_files import entry, refused, run_python, write_raw, write_shards
+from tests.support import programs
+from tests.support.checkpoint_files import entry, refused, write_raw, write_shards
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -235,8 +236,11 @@ def test_the_links_of_the_hub_cache_are_followed(tmp_path):
 def test_the_links_of_the_hub_cache_are_followed_from_within(tmp_path, cwd, root):
     snapshot, _ = hub_cache(tmp_path)
     os.symlink("../../blobs/f00", snapshot / "model.safetensors")
-    code = "import os, sys; from hfq.checkpoint import Checkpoint; os.chdir(sys.argv[1]); print(list(Checkpoint.open(sys.argv[2]).tensors))"
-    result = run_python(code, snapshot / cwd, root)
+    code = (
+        "import os, sys; from hfq.checkpoint import Checkpoint; "
+        "os.chdir(sys.argv[1]); print(list(Checkpoint.open(sys.argv[2]).tensors))"
+    )
+    result = programs.run_line(code, snapshot / cwd, root)
     assert result.stdout == "['a']\n", result.stderr
 
 

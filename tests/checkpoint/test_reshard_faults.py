@@ -10,7 +10,8 @@ import pytest
 import hfq
 from hfq.checkpoint import write_checkpoint as folder
 from hfq.checkpoint.reshard import reshard_checkpoint
-from tests.support.checkpoint_files import refused, run_python
+from tests.support import programs
+from tests.support.checkpoint_files import refused
 from tests.support.reshard_files import ODD, assert_nothing_left, assert_packed, made_up
 
 
@@ -104,21 +105,8 @@ def test_the_free_space_decides_on_a_system_that_cannot_reserve(tmp_path, odd, m
         assert_packed(odd.root, tmp_path / "packed")
 
 
-FULL_DISK = """
-import resource, sys, hfq
-from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.reshard import reshard_checkpoint
-source = Checkpoint.open(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    reshard_checkpoint(source, sys.argv[2])
-except hfq.CheckpointError as error:
-    print(error)
-"""
-
-
 def test_a_real_limit_leaves_nothing_behind(tmp_path, odd):
-    result = run_python(FULL_DISK, odd.root, tmp_path / "packed")
+    result = programs.run("reshard_on_full_disk", odd.root, tmp_path / "packed")
     assert result.returncode == 0, result.stderr
     assert "found: File too large; " in result.stdout
     assert_nothing_left(tmp_path)
@@ -196,16 +184,8 @@ def test_a_copy_that_does_not_read_back_is_refused(tmp_path, odd, monkeypatch):
     assert_nothing_left(tmp_path)
 
 
-KILLED = """
-import os, sys, hfq
-from hfq.checkpoint import Checkpoint
-from hfq.checkpoint.reshard import reshard_checkpoint
-reshard_checkpoint(Checkpoint.open(sys.argv[1]), sys.argv[2], lambda nbytes: os.kill(os.getpid(), 9))
-"""
-
-
 def test_a_killed_pack_never_leaves_a_part_under_the_name(tmp_path, odd):
-    assert run_python(KILLED, odd.root, tmp_path / "packed").returncode == -9
+    assert programs.run("reshard_until_killed", odd.root, tmp_path / "packed").returncode == -9
     assert not (tmp_path / "packed").exists()
     reshard_checkpoint(odd, tmp_path / "packed")
     assert_packed(odd.root, tmp_path / "packed")

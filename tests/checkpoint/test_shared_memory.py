@@ -8,55 +8,22 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from hfq import CheckpointError, PlacementError
 from hfq.checkpoint.shared_memory import SharedMemory
-from tests.support.checkpoint_files import ROOT, refused
+from tests.support import programs
+from tests.support.checkpoint_files import refused
 
 NBYTES = 1 << 20
-
-SCRIPT = """
-import sys
-from hfq.checkpoint.shared_memory import SharedMemory
-folder, role, nbytes, key = sys.argv[1:]
-def fill(memory):
-    if role == "filler":  # stops in the middle, until it is killed
-        memory[:10] = b"x" * 10
-        print("ready", flush=True)
-        sys.stdin.read()
-    memory[:] = b"\\x05" * len(memory)
-arena = SharedMemory.open(key, int(nbytes), fill, folder)
-assert set(arena.memory[:]) == {5}
-print("ready", arena.was_filled, flush=True)
-sys.stdin.readline()
-nbytes, is_arena = 0, False
-for line in open("/proc/self/smaps"):
-    if not line[0].isupper():
-        is_arena = "/hfq-" in line
-    elif is_arena and line.startswith("Pss:"):
-        nbytes += int(line.split()[1]) * 1024
-print(nbytes, flush=True)
-sys.stdin.read()
-"""
 
 
 @contextlib.contextmanager
 def process(folder, role, nbytes=NBYTES, key="key"):
-    """A process that opens an arena, says so, and says how much of it is its own when it is asked by a
-    line.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), role, str(nbytes), key],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as started:
+    """A process that opens shared memory and says so; it says how much is its own when asked by a line."""
+    with programs.start("open_shared_memory", folder, role, nbytes, key) as started:
         try:
             yield started
         finally:

@@ -8,7 +8,6 @@ import random
 import signal
 import stat
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from safetensors import safe_open
 
 from hfq.checkpoint import read_header, write_safetensors
 from hfq.tensor_spec import DTYPE_BITS
-from tests.support.checkpoint_files import ROOT, refused, run_python
+from tests.support import programs
+from tests.support.checkpoint_files import refused
 
 OLD = {"a": ("U8", (4,), b"old!")}
 NEW = {"a": ("U8", (4,), b"new!")}
@@ -135,20 +135,8 @@ def test_the_file_is_synced_before_it_takes_the_name(path, monkeypatch):
     assert calls == ["fsync", "replace"]
 
 
-FULL_DISK = """
-import resource, sys, hfq
-from hfq.checkpoint import Checkpoint
-from hfq.checkpoint import write_safetensors
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    write_safetensors(sys.argv[1], {"a": ("U8", (1 << 20,), bytes(1 << 20))})
-except hfq.CheckpointError as error:
-    print(error)
-"""
-
-
 def test_a_full_disk_midway_leaves_the_old_file_and_nothing_else(path):
-    result = run_python(FULL_DISK, path)
+    result = programs.run("write_on_full_disk", path)
     assert result.returncode == 0, result.stderr
     assert "nothing was left behind" in result.stdout
     assert "found: File too large" in result.stdout
@@ -168,22 +156,11 @@ def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-ENDLESS_WRITER = """
-import itertools, sys
-from hfq.checkpoint import write_safetensors
-for turn in itertools.count():
-    print(turn, flush=True)
-    byte = bytes([turn % 2 + 1])
-    write_safetensors(sys.argv[1], {"a": ("U8", (4 << 20,), byte * (4 << 20))})
-"""
-
-
 def test_a_killed_writer_leaves_the_old_file_or_the_new_and_never_a_part(path):
-    dice, environment = random.Random(0), {**os.environ, "PYTHONPATH": str(ROOT)}
+    dice = random.Random(0)
     for finished in (0, 0, 0, 1, 2, 3, 4, 5):
-        command = [sys.executable, "-c", ENDLESS_WRITER, str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
-            assert [child.stdout.readline() for _ in range(finished + 1)][-1] == b"%d\n" % finished
+        with programs.start("write_without_end", path) as child:
+            assert [child.stdout.readline() for _ in range(finished + 1)][-1] == f"{finished}\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(timeout=dice.uniform(0.0, 0.02))
             child.kill()

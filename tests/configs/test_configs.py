@@ -4,56 +4,25 @@ harm packed bytes.
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
+from tests.support import programs
+
 ROOT = Path(__file__).parents[2]
 JSONS = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
 YAMLS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 NAMES = {f"{use}zero3{home}" for use in ("", "inference_") for home in ("", "_cpu", "_nvme")}
-
-PARSE = """
-import json, sys
-from pathlib import Path
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers.integrations import HfDeepSpeedConfig
-from tests.configs.run_deepspeed import filled
-
-fields = DeepSpeedZeroConfig.model_fields
-known = set(fields) | {field.alias for field in fields.values() if field.alias}
-found = {}
-for file in map(Path, sys.argv[1:]):
-    stored = json.loads(file.read_text())
-    hf = HfDeepSpeedConfig(str(file))
-    parsed = DeepSpeedConfig(filled(json.loads(file.read_text())))
-    zero = parsed.zero_config
-    found[file.stem] = {
-        "is_zero3": hf.is_zero3(), "is_offload": hf.is_offload(), "bf16": parsed.bfloat16_config.enabled,
-        "unknown": sorted(set(stored["zero_optimization"]) - known) + sorted(set(stored.get("aio", {})) - set(AIO_DEFAULT_DICT)),
-        "param": zero.offload_param.device if zero.offload_param else "none",
-        "optimizer": zero.offload_optimizer.device if zero.offload_optimizer else "none",
-        "harmful": [zero.use_all_reduce_for_fetch_params, zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights,
-                    zero.gather_16bit_weights_on_model_save],
-        "reuse": zero.max_reuse_distance, "aio": parsed.aio_config["queue_depth"],
-    }
-print(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
 def parsed() -> dict:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{PARSE}"
-    command = [sys.executable, "-c", code, *map(str, JSONS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = programs.run("parse_deepspeed_configs", *JSONS, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

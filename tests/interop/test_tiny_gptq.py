@@ -3,42 +3,26 @@ Llama, and hfq reads it.
 """
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hfq.checkpoint import Checkpoint
 from hfq.cli.inspect import inspect_checkpoint
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 
 pytestmark = pytest.mark.peers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import pydoc_data.topics
-import quantize_tiny_gptq as script
-script.read_documents = lambda: [text[:1200] for text in sorted(pydoc_data.topics.topics.values(), key=len)[-6:]]
-sys.argv = ["quantize_tiny_gptq.py", *sys.argv[2:]]
-script.main()
-"""
 
 
 def test_the_script_writes_a_checkpoint_that_hfq_reads(tmp_path):
     pytest.importorskip("gptqmodel")
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        str(EXAMPLES),
-        str(tiny_models.DATA / "tiny-llama"),
-        str(tmp_path / "made"),
-    ]
-    environment = os.environ | {"GPTQMODEL_CPU_WORKERS": "2", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = programs.command(
+        "quantize_tiny_gptq_briefly", EXAMPLES, tiny_models.DATA / "tiny-llama", tmp_path / "made"
+    )
+    environment = programs.environment(GPTQMODEL_CPU_WORKERS="2")
     # gptqmodel writes logs into the folder that it is called in
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

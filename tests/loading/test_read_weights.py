@@ -9,8 +9,6 @@ import logging
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
 from hfq.loading import read_weights
 from hfq.modules.linear import QuantizedLinear
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
@@ -350,38 +348,6 @@ def test_a_file_truncated_while_it_is_loaded_is_an_error(cold, monkeypatch, cpu_
         load(cold, cpu_memory=cpu_memory)
 
 
-SCRIPT = """
-import gc, re, sys
-import torch
-from transformers import AutoModelForCausalLM
-from hfq import HfqConfig
-small, large, cpu_memory = sys.argv[1:]
-def load(path):
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=HfqConfig(cpu_memory=cpu_memory), dtype=torch.bfloat16)
-def anonymous():
-    gc.collect()
-    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-def proportional():
-    nbytes, counts = 0, False
-    for line in open("/proc/self/smaps"):
-        if not line[0].isupper():
-            counts = "/hfq-" in line or large in line
-        elif counts and line.startswith("Pss:"):
-            nbytes += int(line.split()[1]) * 1024
-    return nbytes
-load(small)
-before = anonymous()
-model = load(large)
-print(anonymous() - before, flush=True)
-sys.stdin.readline()
-assert all(int(p.data.reshape(-1).view(torch.uint8)[::512].sum()) >= 0 for p in model.parameters())
-print(anonymous() - before, flush=True)
-sys.stdin.readline()
-print(proportional(), flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """(folder, bytes) of a model of about 100 MB, nearly all of it FP8."""
@@ -413,18 +379,8 @@ def large(tmp_path_factory):
 
 @contextlib.contextmanager
 def loaded(folder, cpu_memory):
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(FP8), str(folder), cpu_memory],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TRANSFORMERS_VERBOSITY": "error",
-            "OMP_NUM_THREADS": "1",
-        },
-    ) as process:
+    variables = {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    with programs.start("hold_model", FP8, folder, cpu_memory, **variables) as process:
         try:
             yield process
             process.communicate("", timeout=60)

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
 from hfq.formats.gptq import Gptq
 from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 from tests.support.tiny_models import digests
 
 
@@ -133,25 +131,11 @@ def test_fp8_of_other_sizes_is_written_by_channel(tmp_path):
     assert (found - exact).norm() < 0.1 * exact.norm()
 
 
-KILLED = """
-import os, pathlib, signal, sys, torch, hfq
-def stop(progress):
-    if progress.done == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-source, target, tokens = sys.argv[1:]
-recipe = hfq.Recipe("gptq", bits=4, group_size=64)
-tokens = list(torch.load(tokens))
-hfq.quantize(source, recipe, target, dataset=tokens, num_calibration_samples=12, max_seq_length=64, on_progress=stop)
-"""
-
-
 def test_after_a_kill_it_goes_on_and_gives_the_same_bytes(gptq, tokens, tmp_path):
     torch.save(torch.stack(tokens), tmp_path / "tokens.pt")
     target, begun = tmp_path / "gptq", tmp_path / ".gptq.quantizing"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", KILLED, str(SOURCE), str(target), str(tmp_path / "tokens.pt")]
-    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    killed = programs.run("quantize_until_killed", SOURCE, target, tmp_path / "tokens.pt")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert not target.exists()
     shards = sorted(begun.glob("model-*.safetensors"))
     assert len(shards) == 3  # what is outside of the blocks, and two blocks

@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from hfq import CheckpointError, HfqError
-
-ROOT = Path(__file__).parents[2]
 
 
 def entry(dtype="U8", shape=(4,), offsets=(0, 4)):
@@ -62,15 +57,3 @@ def refused(*words, kind=CheckpointError, file=None, tensor=None):
     assert [word for word in words if str(word) not in text] == [], text
     assert file is None or f"\n  file: {file}\n" in text, text
     assert tensor is None or caught.value.tensor == tensor, text
-
-
-def run_python(code, *arguments, **environment):
-    """Runs a script of its own process, where a signal or a blocked call cannot take the tests along."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )

@@ -11,48 +11,11 @@ from transformers import AutoModelForCausalLM
 from hfq import HfqConfig, SetupError
 from hfq.formats import FORMATS, NotQuantizedFormatError, detect_formats
 from hfq.formats.detection import plugins
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 from tests.support.tiny_models import described
 
 METHOD = "halves-of-tests"
-SOURCE = '''
-from dataclasses import dataclass
-
-import torch
-
-from hfq.formats.base import FLOATS, Format
-from hfq.tensor_spec import TensorSpec
-
-
-@dataclass(frozen=True)
-class Halves(Format):
-    """Signed bytes in steps of 1 / 512."""
-
-    name = "halves-of-tests"
-
-    @classmethod
-    def detect(cls, module, tensors, config):
-        return cls() if "halves" in tensors else None
-
-    def tensor_specs(self, in_features, out_features):
-        return TensorSpec("halves", ("I8",), (out_features, in_features), "codes"), TensorSpec("step", FLOATS, (1,), "scale")
-
-    @property
-    def codes_name(self):
-        return "halves"
-
-    def shape(self, tensors):
-        return tuple(tensors["halves"].shape)
-
-    def describe(self):
-        return "halves"
-
-    def dequantize_into(self, panel, tensors, start):
-        panel.copy_(tensors["halves"][start : start + panel.shape[0]]).mul_(tensors["step"])
-
-    def quantize(self, weight):
-        return {"halves": (weight * 512).round().clamp(-127, 127).to(torch.int8), "step": torch.tensor([1 / 512])}
-'''
+SOURCE = programs.path("halves_of_tests").read_text()
 
 
 @pytest.fixture

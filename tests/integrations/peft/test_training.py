@@ -3,7 +3,6 @@ stopped.
 """
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hfq import SetupError
 from hfq.integrations.peft.training import prepare_for_training
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 from tests.support.lora_runs import DISK, adapt, load, logits
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune_lora.py"
@@ -141,17 +140,7 @@ def test_pefts_own_preparation_still_casts_models_that_are_not_hfqs():
 
 @pytest.mark.slow
 def test_hfq_does_not_import_peft_and_changes_it_when_it_is_imported():
-    lines = [
-        "import sys, hfq",
-        "assert not {'torch', 'transformers', 'peft'} & sys.modules.keys()",
-        "hfq.HfqConfig",
-        "assert 'peft' not in sys.modules",
-        "import peft",
-        "assert hasattr(peft.PeftModel.load_adapter, '__wrapped__')",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
-    )
+    done = programs.run("import_peft_after_hfq", timeout=120)
     assert done.returncode == 0, done.stderr
     assert hasattr(PeftModel.load_adapter, "__wrapped__")  # imported before hfq, by this file's helpers
 

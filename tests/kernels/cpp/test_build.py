@@ -15,6 +15,7 @@ import pytest
 
 from hfq.kernels.cpp import build as building
 from hfq.kernels.cpp import library
+from tests.support import programs
 
 FAKE = """#!/bin/sh
 if [ "$1" = --version ]; then echo fake 1; exit; fi
@@ -204,17 +205,7 @@ def test_a_model_waits_for_the_build_that_was_begun(runs):
 
 
 def test_the_child_of_a_fork_holds_no_lock_of_a_parent_that_was_killed(tmp_path, monkeypatch):
-    code = f"""
-import os, time
-from pathlib import Path
-from hfq.kernels.cpp.build import _locked
-with _locked(Path({str(tmp_path / "lock")!r})):
-    if os.fork():
-        os._exit(1)
-    print(os.getpid(), flush=True)
-    time.sleep(60)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    parent = programs.start("lock_and_fork", tmp_path / "lock")
     child = int(parent.stdout.readline())
     parent.wait(30)
     monkeypatch.setattr(building, "SECONDS", 5)
@@ -223,7 +214,7 @@ with _locked(Path({str(tmp_path / "lock")!r})):
             os.kill(child, 0)  # which raises where it has ended
     finally:
         os.kill(child, signal.SIGKILL)
-        parent.stdout.close()
+        parent.stdin.close(), parent.stdout.close()
 
 
 def test_a_lock_is_given_back_though_a_child_of_a_fork_has_it_open(tmp_path, monkeypatch):

@@ -2,14 +2,10 @@
 dequantizes.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.support import programs
 from tests.support.kernel_layers import CASES
 
 pytest.importorskip("triton")
@@ -150,19 +146,8 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_they_compile_for_gpus_that_are_not_there(tmp_path):
-    """What the interpreter lets pass and a compiler does not: types, shapes, constants. Of a process without
-    the interpreter.
-    """
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    script = Path(__file__).with_name("compile_triton.py")
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=300
-    )
+    """Types, shapes and constants, which the interpreter lets pass and a compiler does not."""
+    done = programs.run("compile_triton", timeout=300, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout.splitlines() == [
         "gptq_linear 75 True",
         "gptq_linear 90 True",

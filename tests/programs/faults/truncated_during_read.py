@@ -1,0 +1,34 @@
+"""A file that is cut during a read, then restored."""
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from hfq import CheckpointError
+from tests.programs.faults.tools import FILE, expected, is_offloaded, load, logits
+
+content = Path(FILE).read_bytes()
+model, really, cuts = load(), os.preadv, []
+
+
+def cut(descriptor, targets, offset):
+    if threading.current_thread().name == "hfq-reader" and not cuts:
+        cuts.append(offset)
+        count = really(descriptor, [targets[0][:4096]], offset)
+        os.truncate(FILE, offset + 4096)
+        return count
+    return really(descriptor, targets, offset)
+
+
+os.preadv = cut
+try:
+    logits(model)
+    raise SystemExit("no error")
+except CheckpointError as error:
+    assert "changed after it was validated" in str(error), error
+assert cuts and is_offloaded(model)
+with open(FILE, "r+b") as stream:
+    stream.write(content)
+assert torch.equal(logits(model), expected)
