@@ -4,34 +4,43 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # the processes of the tests would compile every module anew
 
+.SILENT:  # each verb says in words what it does
+
 .PHONY: demo test check docs site bench bench-fms tables interop clean
 
 $(VENV)/.installed: setup.py constraints.txt
+	echo "Making the environment $(VENV) and installing hfq and its dependencies (minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,deepspeed,peft]'
 	$(BIN)/python -c 'import hfq.integrations, transformers.models.llama.modeling_llama'  # compiles what is used, and once
 	touch $@
 
 demo: $(VENV)/.installed  ## create the environment, install, and run the main job on a small real model
+	echo "Running hfq demo: a model on less memory than it needs"
 	$(BIN)/hfq demo
 
 test: $(VENV)/.installed  ## install what is needed and run the fast suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	echo "Running the fast suite in 3 processes"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=15
 
 check: $(VENV)/.installed  ## style, layers, types
+	echo "Checking style, format, layers and types"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed  ## write the pages and tables that are made from the sources, the tests and the benchmarks
+	echo "Writing the pages and tables that are made from the sources, the tests and the benchmarks"
 	PYTHONPATH=docs $(BIN)/python -m generate
 
 site: $(VENV)/.installed  ## build the documentation into build/site; a broken link fails
+	echo "Building the documentation into build/site"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
+	echo "Measuring loading, streaming and kernels; results go to docs/benchmarks"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks load --out docs/benchmarks
 	$(BIN)/python -m benchmarks stream --out docs/benchmarks
@@ -40,15 +49,19 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 	$(BIN)/python -m benchmarks plan --out docs/benchmarks
 
 bench-fms: $(VENV)/.installed  ## measure IBM's FMS by itself and with hfq (Python 3.11 or 3.12); writes docs/benchmarks/fms.md
+	echo "Measuring IBM FMS alone and with hfq; results go to docs/benchmarks"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench,fms]'
 	$(BIN)/python -m benchmarks fms --out docs/benchmarks
 
 tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
+	echo "Training two small models and making the tables of docs/benchmarks/quality.md"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks quality --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table
+	echo "Making other projects' environments and checkpoints, and loading each with hfq"
 	tests/interop/run.sh
 
 clean:
+	echo "Removing $(VENV), build output and caches"
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -25,7 +26,7 @@ class FakeHub:
 
     def __init__(self, models):
         self.models, self.answers, self.faults, self.token = dict(models), [], set(), None
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self.server = _Server(("127.0.0.1", 0), _Handler)
         self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -55,6 +56,14 @@ def running(hub, monkeypatch):
         hub.server.shutdown()
         hub.server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that is silent when a client hangs up, as clients do after an error."""
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
