@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
 from tests.contract.cases import CASES, REPRESENTATIVES, Case
-from tests.support import tiny_models
+from tests.support import models, tiny_models
 
 
 def pytest_generate_tests(metafunc):
@@ -68,10 +66,4 @@ def detected(case, checkpoint):
 
 @pytest.fixture(scope="session")
 def load():
-    def load(path, device_map=None, **options):
-        config = HfqConfig(quantize_activations=False, **options)
-        return AutoModelForCausalLM.from_pretrained(
-            path, quantization_config=config, dtype=torch.float32, device_map=device_map
-        )
-
-    return load
+    return models.load

@@ -10,6 +10,7 @@ from hfq import FormatError
 from hfq.checkpoint import Checkpoint
 from hfq.cli.inspect import inspect_checkpoint
 from tests.support import tiny_models
+from tests.support.models import logits
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7], [1, 90, 4, 4, 17, 80, 3]])
 PLACEMENTS = {
@@ -22,14 +23,9 @@ ONCE = pytest.mark.once_each_format  # a device map or a cpu_memory is read abov
 HALF_AND_ONCE = ["half", *(pytest.param(placement, marks=ONCE) for placement in ("cpu", "disk"))]
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=TOKENS).logits
-
-
 @pytest.fixture(scope="session")
 def resident(load, checkpoint):
-    return logits(load(checkpoint))
+    return logits(load(checkpoint), TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +33,14 @@ def resident(load, checkpoint):
 )
 def test_every_placement_gives_the_same_logits(load, checkpoint, resident, placement):
     model = load(checkpoint, PLACEMENTS[placement])
-    assert torch.equal(logits(model), resident)
-    assert torch.equal(logits(model), resident)
+    assert torch.equal(logits(model, TOKENS), resident)
+    assert torch.equal(logits(model, TOKENS), resident)
 
 
 @ONCE
 @pytest.mark.parametrize("cpu_memory", ["mmap", "private"])
 def test_both_backings_give_the_same_logits(load, checkpoint, resident, cpu_memory):
-    assert torch.equal(logits(load(checkpoint, cpu_memory=cpu_memory)), resident)
+    assert torch.equal(logits(load(checkpoint, cpu_memory=cpu_memory), TOKENS), resident)
 
 
 def test_the_logits_are_those_of_the_dequantized_weights(detected, load, resident, tensors, tmp_path):
@@ -55,7 +51,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(detected, load, residen
         tiny_models.write_model(tmp_path / "dense", dense, None), dtype=torch.float32
     )
     # the same weights bit for bit; the products of panels may sum in another order
-    assert (logits(plain) - resident).norm() <= 1e-5 * resident.norm()
+    assert (logits(plain, TOKENS) - resident).norm() <= 1e-5 * resident.norm()
 
 
 def test_inspecting_counts_every_packed_module(case, checkpoint, detected):
@@ -77,7 +73,7 @@ def test_saving_gives_back_the_bytes(load, checkpoint, resident, placement, tmp_
     packed = [name for name in source if "_proj." in name]
     assert len(packed) >= 28
     assert {name: saved[name] for name in packed} == {name: source[name] for name in packed}
-    assert torch.equal(logits(load(tmp_path)), resident)
+    assert torch.equal(logits(load(tmp_path), TOKENS), resident)
 
 
 def damaged(tensors, tmp_path, case, name, change) -> str:

@@ -6,7 +6,8 @@ import pytest
 
 from hfq.kernels.cpp.layers import reason_against
 from hfq.modules.linear import QuantizedLinear
-from tests.contract.test_contract_model import PLACEMENTS, logits
+from tests.contract.test_contract_model import PLACEMENTS, TOKENS
+from tests.support.models import logits
 
 
 def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(
@@ -19,6 +20,6 @@ def test_the_compiled_kernel_gives_the_same_logits_in_every_placement(
     assert {module.kernel.name for module in model.modules() if isinstance(module, QuantizedLinear)} == {
         "cpp"
     }
-    found, reference = logits(model), logits(load(checkpoint, kernel="reference"))
+    found, reference = logits(model, TOKENS), logits(load(checkpoint, kernel="reference"), TOKENS)
     assert (found - reference).norm() <= 1e-5 * reference.norm()  # the products are summed in another order
-    assert logits(load(checkpoint, PLACEMENTS["half"], cpu_memory="private")).equal(found)
+    assert logits(load(checkpoint, PLACEMENTS["half"], cpu_memory="private"), TOKENS).equal(found)

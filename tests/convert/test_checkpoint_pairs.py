@@ -6,15 +6,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hfq import HfqConfig
 from hfq.checkpoint import Checkpoint
 from hfq.convert import convert_checkpoint
 from hfq.formats import detect_formats, tensors_by_module
 from hfq.formats.configs.source_config import detection_hints
 from tests.contract.cases import CASES
-from tests.support import tiny_models
+from tests.support import models, tiny_models
 
 ROWS = {case.id: case for case in CASES}
 TOKENS = torch.arange(1, 25)[None]
@@ -70,12 +68,7 @@ def sources(tmp_path_factory):
 
 
 def logits(path, device_map=None):
-    config = HfqConfig(kernel="reference", quantize_activations=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=torch.float32, device_map=device_map
-    )
-    with torch.no_grad():
-        return model(TOKENS).logits
+    return models.logits(models.load(path, device_map, kernel="reference"), TOKENS)
 
 
 def formats_of(path):

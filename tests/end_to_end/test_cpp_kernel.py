@@ -10,6 +10,7 @@ from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear
 from tests.contract.cases import CASES
 from tests.support import tiny_models
+from tests.support.models import load, logits
 from tests.support.zero_models import write_dialect
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
@@ -27,18 +28,6 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
 @pytest.fixture(params=PATHS)
 def path(request, native):
     return PATHS[request.param]
-
-
-def load(path, device_map=None, dtype=torch.float32, **options):
-    config = HfqConfig(**options)
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=dtype, device_map=device_map
-    )
-
-
-def logits(model, tokens=TOKENS):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
 
 
 def kernels(model) -> set[str]:

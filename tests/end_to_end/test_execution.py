@@ -1,8 +1,9 @@
 """Where offloaded layers compute, and how activations are rounded, through `from_pretrained`."""
 
+import functools
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import hfq
 from hfq import HfqConfig, SetupError
@@ -10,16 +11,11 @@ from hfq.errors import FormatError
 from hfq.loading import model_loader
 from hfq.modules.linear import QuantizedLinear
 from tests.contract.cases import CASES
-from tests.support import tiny_models
+from tests.support import models, tiny_models
 
 TOKENS = torch.arange(1, 21)[None]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
-
-
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map="cpu"
-    )
+load = functools.partial(models.load, device_map="cpu")
 
 
 def linears(model):

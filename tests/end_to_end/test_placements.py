@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfq import HfqConfig, PlacementError, pretrained_config
 from hfq.modules.linear import QuantizedLinear
 from tests.support import moe_models, tiny_models
+from tests.support.models import load
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
@@ -21,12 +22,6 @@ HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
 @pytest.fixture(params=PATHS)
 def path(request):
     return PATHS[request.param]
-
-
-def load(path, device_map=None, dtype=torch.float32, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), dtype=dtype, device_map=device_map
-    )
 
 
 def prompt(path):

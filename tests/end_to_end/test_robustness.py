@@ -12,23 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
-from hfq import FormatError, HfqConfig, HfqError, PlacementError, SetupError, pretrained_config
+from hfq import FormatError, HfqError, PlacementError, SetupError, pretrained_config
 from hfq.formats.gptq import Gptq
 from tests.support import tiny_models
+from tests.support.models import load, logits
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 CONFIG = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4, "group_size": 32, "sym": True}
-
-
-def load(path=GPTQ, device_map=None, cls=AutoModelForCausalLM, **options):
-    options = {"dtype": torch.float32, **options}
-    return cls.from_pretrained(path, quantization_config=HfqConfig(), device_map=device_map, **options)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 def written(tmp_path, change=lambda tensors: None, **config):
@@ -39,7 +30,7 @@ def written(tmp_path, change=lambda tensors: None, **config):
 
 
 def test_threads_that_load_without_the_patch_wait_for_each_other_too():
-    expected, found = logits(load()), []
+    expected, found = logits(load(), TOKENS), []
 
     def work():
         for _ in range(3):
@@ -47,7 +38,8 @@ def test_threads_that_load_without_the_patch_wait_for_each_other_too():
                 logits(
                     AutoModelForCausalLM.from_pretrained(
                         GPTQ, config=pretrained_config(GPTQ), dtype=torch.float32
-                    )
+                    ),
+                    TOKENS,
                 )
             )
 
@@ -90,7 +82,7 @@ def test_a_bias_that_the_model_does_not_have_is_refused_unless_it_is_zero(tmp_pa
     zero = load(
         written(tmp_path / "zero", lambda t: t.__setitem__(name, torch.zeros(128, dtype=torch.float16)))
     )
-    assert torch.equal(logits(zero), logits(load(written(tmp_path / "none"))))
+    assert torch.equal(logits(zero, TOKENS), logits(load(written(tmp_path / "none")), TOKENS))
 
 
 def test_what_transformers_keeps_in_float32_stays_so_in_every_placement():
@@ -123,8 +115,8 @@ def test_a_head_is_new_only_for_another_class_than_the_checkpoints(tmp_path):
 
 def test_a_cast_of_a_model_on_disk_is_followed():
     resident, disk = (load(device_map=device_map).to(torch.bfloat16) for device_map in (None, {"": "disk"}))
-    assert logits(disk).dtype == torch.bfloat16
-    assert torch.equal(logits(disk), logits(resident))
+    assert logits(disk, TOKENS).dtype == torch.bfloat16
+    assert torch.equal(logits(disk, TOKENS), logits(resident, TOKENS))
 
 
 def test_a_model_on_disk_says_where_it_computes():

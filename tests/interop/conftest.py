@@ -9,7 +9,7 @@ from tests.support import programs
 
 @pytest.fixture(scope="module")
 def stock_digest(tmp_path_factory):
-    """stock_digest(path, flag="") → the digest of a stock load's logits, in a process without hfq or with it."""
+    """stock_digest(path, flag="") → the digest of a stock load's logits; hfq is imported if the flag says so."""
     environment, readers = programs.environment(GPTQMODEL_CPU_WORKERS="2"), {}
     errors = tmp_path_factory.mktemp("stock") / "stderr"
 

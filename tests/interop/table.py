@@ -16,20 +16,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, logging
+from transformers import logging
 
-from hfq import HfqConfig, HfqError
+from hfq import HfqError
 from hfq.formats.detection.unsupported import UnsupportedFormatError
 from tests.support import tiny_models
+from tests.support.models import load
 
 LIMIT, MOST_RESIDENT = 1e-5, 1.02
-
-
-def load(folder: Path, device_map: dict):
-    config = HfqConfig(quantize_activations=False)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.float32, device_map=device_map
-    )
 
 
 def placements(model) -> list[dict]:

@@ -11,6 +11,7 @@ from hfq import HfqConfig, Recipe
 from hfq.formats import FORMATS
 from hfq.modules.linear import QuantizedLinear
 from tests.support import tiny_models
+from tests.support.models import load
 
 pytestmark = pytest.mark.peers
 
@@ -24,12 +25,6 @@ RECIPES = [
     {"method": "awq", "bits": 3, "group_size": 32, "modules_to_not_convert": ["model.layers.1.mlp"]},
     {"method": "rtn", "bits": 4, "modules_to_not_convert": ["model.layers.1.self_attn.o_proj"]},
 ]
-
-
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), dtype=torch.float32
-    )
 
 
 def logits(model):

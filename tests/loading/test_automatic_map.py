@@ -3,35 +3,25 @@ change.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hfq import HfqConfig, PlacementError
 from hfq.checkpoint import Reader
 from hfq.formats.fp8 import Fp8
 from hfq.integrations.transformers.quantizer import HfqQuantizer
 from hfq.loading import automatic_map
-from tests.support import moe_models, tiny_models
+from tests.support import models, moe_models, tiny_models
+from tests.support.models import logits
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 TOKENS = torch.arange(3, 12)[None]
-
-
-def load(path, max_memory=None, device_map="auto", **options):
-    config = HfqConfig(**{"quantize_activations": False, **options})
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=torch.float32, device_map=device_map, max_memory=max_memory
-    )
-
-
-def logits(model, tokens=TOKENS):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
+load = functools.partial(models.load, device_map="auto")
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -95,14 +85,14 @@ def test_everything_is_resident_where_nothing_is_asked(resident):
 @pytest.mark.parametrize(("share", "device_map"), [(0.999, "balanced"), (0.55, "sequential")])
 def test_what_rests_and_the_ring_stay_within_the_limit(path, resident, share, device_map):
     limit = int(total(resident) * share) // 1000 * 1000
-    model = load(path, {"cpu": f"{limit // 1000}KB"}, device_map)
+    model = load(path, device_map=device_map, max_memory={"cpu": f"{limit // 1000}KB"})
     loading = model.hf_quantizer.loading
     ring = loading.offloader.regions.nbytes
     assert loading.plan.resident_nbytes() + ring <= limit
     assert 0 <= ring - loading.budget.rings["cpu"] <= loading.budget.read_ahead_nbytes()
     assert loading.plan.onloaded_nbytes() > 0
     assert next(iter(model.hf_device_map.values())) == "cpu"
-    assert torch.equal(logits(model), logits(resident))
+    assert torch.equal(logits(model, TOKENS), logits(resident, TOKENS))
 
 
 def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_works(
@@ -111,9 +101,9 @@ def test_too_little_is_refused_before_anything_is_read_and_the_error_names_what_
     with monkeypatch.context() as patched:
         patched.setattr(Reader, "read_into", lambda *_: pytest.fail("a weight was read"))
         with pytest.raises(PlacementError, match="max_memory is too small") as error:
-            load(path, {"cpu": 1000})
+            load(path, max_memory={"cpu": 1000})
     least, most = (json.loads(way) for way in re.findall(r"max_memory=(\{[^}]*\})", error.value.fix))
-    assert torch.equal(logits(load(path, least)), logits(resident))
+    assert torch.equal(logits(load(path, max_memory=least), TOKENS), logits(resident, TOKENS))
     assert least["cpu"] < most["cpu"] == total(resident)
     assert planned(resident, most)[0] == {"": "cpu"}
     with pytest.raises(PlacementError, match="max_memory is too small"):
@@ -163,10 +153,10 @@ def test_an_untied_embedding_leaves_first(untied, whole):
         "other",
         "other",
     ]
-    model = load(untied, {"cpu": total(whole) - 1})
+    model = load(untied, max_memory={"cpu": total(whole) - 1})
     assert model.hf_device_map == {"": "cpu", "model.embed_tokens": "disk"}
     assert model.hf_quantizer.loading.budget.rings == {}
-    assert torch.equal(logits(model), logits(whole))
+    assert torch.equal(logits(model, TOKENS), logits(whole, TOKENS))
 
 
 def test_what_cannot_be_offloaded_is_fixed(whole):
@@ -194,7 +184,7 @@ def test_experts_leave_before_blocks(moe, whole_moe):
     some, _ = planned(whole_moe, {"cpu": total(whole_moe) - units["model.embed_tokens"].nbytes - 1})
     assert some == {"": "cpu", experts[1]: "disk"}
     least = sum(unit.nbytes for unit in units.values() if unit.kind not in ("experts", "embedding"))
-    model = load(moe, {"cpu": least}, expert_cache_size=0)
+    model = load(moe, max_memory={"cpu": least}, expert_cache_size=0)
     assert model.hf_device_map == {"": "cpu", **dict.fromkeys(["model.embed_tokens", *experts], "disk")}
     assert torch.equal(logits(model, moe_models.IDS), logits(whole_moe, moe_models.IDS))
     budget = model.hf_quantizer.loading.budget
@@ -204,7 +194,7 @@ def test_experts_leave_before_blocks(moe, whole_moe):
 def test_the_cache_of_experts_counts(moe, whole_moe):
     experts = max(unit.nbytes for unit in units_of(whole_moe) if unit.kind == "experts")
     budget = load(
-        moe, {"cpu": total(whole_moe) - experts}, expert_cache_size=5000
+        moe, max_memory={"cpu": total(whole_moe) - experts}, expert_cache_size=5000
     ).hf_quantizer.loading.budget
     assert budget.expert_cache_nbytes == 5000
     assert budget.headroom()["cpu"] >= 0

@@ -17,14 +17,11 @@ from transformers import (
 from hfq import HfqConfig, SetupError
 from hfq.modules.linear import QuantizedLinear
 from tests.support import tiny_models
+from tests.support.models import load
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 FP8 = tiny_models.DATA / "tiny-llama-fp8"
 TOKENS = torch.tensor([[1, 40, 77, 300]])
-
-
-def load(path=GPTQ, cls=AutoModelForCausalLM, **options):
-    return cls.from_pretrained(path, quantization_config=HfqConfig(**options), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -13,33 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from hfq import CheckpointError, HfqConfig, PlacementError
+from hfq import CheckpointError, PlacementError
 from hfq.checkpoint.filesystem import resident_fraction
 from hfq.checkpoint.read_plan import ARENA_ALIGNMENT, plan_reads
 from hfq.checkpoint.writer import write_safetensors
 from hfq.loading import read_weights
 from hfq.modules.linear import QuantizedLinear
 from tests.support import programs, tiny_models
+from tests.support.models import load, logits
 
 ROOT = Path(__file__).parents[2]
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 FP8 = tiny_models.DATA / "tiny-llama-fp8"
 TOKENS = torch.tensor([[1, 40, 77, 300]])
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
-
-
-def load(path=GPTQ, device_map=None, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map=device_map
-    )
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 def loader_of(model):
@@ -60,7 +49,7 @@ def how(model, packed=True):
 
 @pytest.fixture(scope="module")
 def expected():
-    return logits(load())
+    return logits(load(), TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +122,7 @@ def test_every_backing_computes_the_same(cpu_memory, expected, shared_memory):
     assert how(model) == {
         {"auto": "mapped", "mmap": "mapped", "private": "cpu"}.get(cpu_memory, cpu_memory): 28
     }
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_rows_of_an_arena_lie_one_after_another_at_multiples_of_256():
@@ -169,7 +158,7 @@ def test_staging_is_bounded_and_used_again(expected, monkeypatch):
     plan = loader_of(model).read_plan
     assert len(plan.arenas) > 1
     assert plan.staging <= limit
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, monkeypatch):
@@ -186,14 +175,14 @@ def test_rows_of_an_accelerator_are_copied_out_of_the_staging_buffer(expected, m
     assert loading.reader.counters.bytes_read - before == plan.bytes_read
     held = [module.flat_buffer for module in loading.packed.values()]
     assert len({row.data_ptr() for row in held}) == 28
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_what_is_not_aligned_is_read(misaligned, expected):
     model = load(misaligned)
     assert how(model) == {"cpu": 28}
     assert "not aligned" in loader_of(model).read_plan.explain()
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
     with pytest.raises(PlacementError, match="cannot be used where it lies"):
         load(misaligned, cpu_memory="mmap")
 
@@ -209,10 +198,10 @@ def test_a_copy_is_shared_where_a_launcher_started_several_processes(
     counts = [loader_of(model).reader.counters.bytes_read for model in (first, second)]
     assert counts == [loader_of(first).read_plan.bytes_read, 0]
     assert loader_of(second).read_report.shared == loader_of(second).read_plan.arenas["shared"].nbytes
-    assert torch.equal(logits(second), expected)
+    assert torch.equal(logits(second, TOKENS), expected)
     first.model.layers[0].mlp.up_proj.flat_buffer.data.zero_()
-    assert torch.equal(logits(second), expected)
-    assert not torch.equal(logits(first), expected)
+    assert torch.equal(logits(second, TOKENS), expected)
+    assert not torch.equal(logits(first, TOKENS), expected)
 
 
 def test_another_version_of_a_file_is_not_taken_for_it(misaligned, shared_memory, tmp_path):
@@ -229,7 +218,7 @@ def test_without_room_in_shared_memory_each_process_has_its_own(
     shared_memory.rmdir()
     model = load(misaligned)
     assert loader_of(model).read_report.shared == 0
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
     with pytest.raises(PlacementError, match="cannot be kept in shared memory"):  # asked for by name
         load(misaligned, cpu_memory="shared")
 
@@ -241,7 +230,7 @@ def test_a_network_file_system_is_read_by_many_threads(monkeypatch, expected, lo
     assert "network file system" in loader_of(model).read_plan.explain()
     assert "16 threads" in log.text
     assert how(load(cpu_memory="mmap")) == {"mapped": 28}
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_one_line_says_what_was_done(log):

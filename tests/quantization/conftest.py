@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hfq
-from hfq import HfqConfig, Recipe
+from hfq import Recipe
 from tests.support import tiny_models
 
 pytest.importorskip("optimum.gptq")
@@ -41,9 +41,3 @@ def gptq(tmp_path_factory, tokens):
         on_progress=seen.append,
     )
     return folder, report, seen
-
-
-def load(path, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(), dtype=torch.float32, **options
-    )

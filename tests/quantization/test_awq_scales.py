@@ -15,10 +15,11 @@ from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
 from hfq.formats.awq import Awq
 from hfq.formats.configs.source_config import source_config
-from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
-from tests.quantization.test_driver import files_of, logits
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE
+from tests.quantization.test_driver import files_of
 from tests.quantization.test_driver_families import IDS, source  # noqa: F401
 from tests.support import tiny_models
+from tests.support.models import load, logits
 
 AWQ = {"method": "awq", "bits": 3, "group_size": 64}
 READERS = {

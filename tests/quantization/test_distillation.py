@@ -15,10 +15,11 @@ from hfq.quantization.decoder_layer import as_weight
 from hfq.quantization.distillation import _Layer
 from hfq.quantization.gptq import factorize, solve
 from hfq.recipes.recipe import Recipe
-from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE
 from tests.quantization.test_awq_scales import perplexity
 from tests.quantization.test_driver import files_of
 from tests.support import tiny_models
+from tests.support.models import load
 
 ROUNDED = {"method": "rtn", "bits": 2, "group_size": 64, "sym": False}
 

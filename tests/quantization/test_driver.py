@@ -16,18 +16,14 @@ from hfq.checkpoint import Checkpoint
 from hfq.formats import FORMATS
 from hfq.formats.configs.source_config import source_config
 from hfq.formats.gptq import Gptq
-from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE, load
+from tests.quantization.conftest import LENGTH, SAMPLES, SOURCE
 from tests.support import programs, tiny_models
+from tests.support.models import load, logits
 from tests.support.tiny_models import digests
 
 
 def files_of(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
-
-
-def logits(model, tokens):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
 
 
 def test_the_output_is_a_gptq_checkpoint_that_says_how_it_was_made(gptq):

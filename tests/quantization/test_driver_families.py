@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hfq
 from hfq import Recipe, SetupError
 from hfq.checkpoint import Checkpoint
-from tests.quantization.conftest import load
+from tests.support.models import load
 
 COMMON = {
     "vocab_size": 96,

@@ -8,24 +8,19 @@ import time
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import hfq
-from hfq import CheckpointError, HfqConfig, SetupError, run_batches
+from hfq import CheckpointError, SetupError, run_batches
 from hfq.formats.gptq import Gptq
 from hfq.offload import lockstep
 from tests.support import moe_models, tiny_models
+from tests.support.models import load
 
 GPTQ = tiny_models.DATA / "tiny-llama-gptq"
 DISK = {"": "disk"}
 HALF = {"": "cpu", "model.layers.2": "disk", "model.layers.3": "disk"}
 LENGTHS = (3, 7, 1, 5)
-
-
-def load(path=GPTQ, device_map=None, cls=AutoModelForCausalLM, **options):
-    return cls.from_pretrained(
-        path, quantization_config=HfqConfig(**options), dtype=torch.float32, device_map=device_map
-    )
 
 
 @pytest.fixture(scope="module")
@@ -440,7 +435,7 @@ def test_an_encoder_and_a_decoder(tmp_path):
         "quantization_config": quantization,
     }
     (path / "config.json").write_text(json.dumps(written))
-    model, plain = (load(path, device_map, AutoModelForSeq2SeqLM) for device_map in (DISK, None))
+    model, plain = (load(path, device_map, cls=AutoModelForSeq2SeqLM) for device_map in (DISK, None))
     batches = batches_of(3, 6)
     found = run_batches(model, batches, lambda batch: generated(model, batch, 4))
     assert all(map(torch.equal, found, [generated(plain, batch, 4) for batch in batches]))

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from hfq import HfqConfig
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.quantized_module import QuantizedModule
-from tests.support import tiny_models
+from tests.support import models, tiny_models
 
 PATHS = {name: tiny_models.DATA / f"tiny-llama-{name}" for name in ("gptq", "fp8")}
 DISK = {"": "disk"}
@@ -42,12 +40,7 @@ class Run:
 
 
 def load(path="gptq", device_map=None, dtype=torch.float32, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        PATHS.get(path, path),
-        quantization_config=HfqConfig(**options),
-        dtype=dtype,
-        device_map=device_map,
-    )
+    return models.load(PATHS.get(path, path), device_map, dtype=dtype, **options)
 
 
 def unpack(model: nn.Module) -> nn.Module:

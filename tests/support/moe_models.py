@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfq import HfqConfig
 from hfq.checkpoint import write_safetensors
 from hfq.formats.base import Format
 from hfq.formats.bitsandbytes import Bnb4Bit
@@ -23,7 +22,7 @@ from hfq.formats.mlx.affine import Mlx
 from hfq.formats.modelopt.experts import ModeloptExpert
 from hfq.formats.nvfp4 import Nvfp4
 from hfq.formats.unquantized import Dense
-from tests.support import tiny_models
+from tests.support import models, tiny_models
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, LAYERS, TOKENS = 64, 96, 4, 2, 2, 80
 COMMON = {
@@ -374,16 +373,11 @@ BY_EXPERT = next(scheme for scheme in SCHEMES if scheme.id.startswith("qwen3 by 
 ONE = "model.layers.1.mlp.experts.2"
 
 
-def load(path, device_map=None):
-    config = HfqConfig(quantize_activations=False)
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=config, dtype=torch.float32, device_map=device_map
-    )
+load = models.load
 
 
 def logits(model, tokens=IDS) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
+    return models.logits(model, tokens)
 
 
 def is_packed(scheme: Scheme):

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from hfq import HfqConfig
 from hfq.integrations.peft.training import prepare_for_training
 from hfq.modules.quantized_module import QuantizedModule
 from tests.contract.cases import CASES as CONTRACT
@@ -152,7 +153,7 @@ def test_other_models_agree_with_peft_on_the_dequantized_model(case, tmp_path):
         return train(adapt(model, target_modules, None), inputs=inputs)
 
     def loaded(device_map=None):
-        config = lora_runs.HfqConfig(quantize_activations=False)
+        config = HfqConfig(quantize_activations=False)
         return auto.from_pretrained(
             folder, quantization_config=config, dtype=torch.float32, device_map=device_map
         )

@@ -14,12 +14,13 @@ from transformers.models.phi4_multimodal.modeling_phi4_multimodal import (
     Phi4MultimodalMLP,
 )
 
-from hfq import FormatError, HfqConfig
+from hfq import FormatError
 from hfq.errors import PlacementError
 from hfq.loading.matching.target_modules import halves_of
 from hfq.loading.tensor_parallel.slices import _axis
 from hfq.modules.concat_linear import ConcatLinear
 from tests.support import tiny_models
+from tests.support.models import load, logits
 from tests.support.moe_models import GPTQ, GPTQMODEL_CONFIG, PLACEMENTS
 
 SIZES = {
@@ -82,17 +83,6 @@ def save(folder, family, tensors):
     return folder
 
 
-def load(path, device_map=None, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(**options), device_map=device_map, dtype=torch.float32
-    )
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
-
-
 @pytest.mark.parametrize("family", ["phi3", "glm", "glm4"])
 def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(family, tmp_path):
     tensors, plain = write(family)
@@ -101,10 +91,10 @@ def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(fam
     joined = model.get_submodule(FUSED)
     assert isinstance(joined, ConcatLinear)
     assert list(joined) == ["gate_proj", "up_proj"]
-    found, expected = logits(model), logits(plain)
+    found, expected = logits(model, IDS), logits(plain, IDS)
     # the same weights bit for bit; the products may sum in another order
     assert (found - expected).norm() <= 1e-5 * expected.norm()
-    assert (found - logits(plain_model(family))).norm() > 1e-3 * expected.norm()
+    assert (found - logits(plain_model(family), IDS)).norm() > 1e-3 * expected.norm()
     model.save_pretrained(tmp_path / "saved")
     assert tiny_models.digests(tmp_path / "saved") == tiny_models.digests(path)
 
@@ -112,12 +102,12 @@ def test_the_logits_are_those_of_the_fused_layer_and_a_save_keeps_the_halves(fam
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_gives_the_same_logits(placement, tmp_path):
     path = save(tmp_path, "phi3", write("phi3")[0])
-    assert torch.equal(logits(load(path, PLACEMENTS[placement])), logits(load(path)))
+    assert torch.equal(logits(load(path, PLACEMENTS[placement]), IDS), logits(load(path), IDS))
 
 
 def test_a_fused_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_there_too(tmp_path, monkeypatch):
     path = save(tmp_path, "phi3", write("phi3")[0])
-    expected, made = logits(load(path)), Phi3MLP.__init__
+    expected, made = logits(load(path), IDS), Phi3MLP.__init__
 
     def init(self, config):
         made(self, config)
@@ -129,7 +119,7 @@ def test_a_fused_layer_that_the_model_holds_in_a_list_of_its_own_is_replaced_the
 
     monkeypatch.setattr(Phi3MLP, "__init__", init)
     monkeypatch.setattr(Phi3MLP, "forward", forward)
-    assert torch.equal(logits(load(path)), expected)
+    assert torch.equal(logits(load(path), IDS), expected)
 
 
 def test_halves_may_be_dense(tmp_path):
@@ -139,8 +129,8 @@ def test_halves_may_be_dense(tmp_path):
     }
     gate, up = plain.get_submodule(FUSED).weight.chunk(2)
     kept |= {"model.layers.1.mlp.gate_proj.weight": gate, "model.layers.1.mlp.up_proj.weight": up}
-    found = logits(load(save(tmp_path / "dense", "phi3", kept)))
-    expected = logits(load(save(tmp_path / "packed", "phi3", tensors)))
+    found = logits(load(save(tmp_path / "dense", "phi3", kept)), IDS)
+    expected = logits(load(save(tmp_path / "packed", "phi3", tensors)), IDS)
     assert (
         found - expected
     ).norm() <= 1e-5 * expected.norm()  # torch's product of a dense weight sums in its own order

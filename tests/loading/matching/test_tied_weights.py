@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hfq import FormatError, HfqConfig
+from hfq import FormatError
 from hfq.formats.mlx.affine import Mlx
 from tests.support import tiny_models
+from tests.support.models import load, logits
 
 QUANTIZATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -33,17 +33,6 @@ def write(folder, stored=(EMBEDDING,), is_tied=True, quantization=QUANTIZATION):
     return path
 
 
-def load(path, device_map=None):
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HfqConfig(), dtype=torch.float32, device_map=device_map
-    )
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
-
-
 @pytest.mark.parametrize("stored", [EMBEDDING, HEAD])
 def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
     path = write(tmp_path / "tied", [stored])
@@ -54,19 +43,19 @@ def test_a_tied_head_multiplies_with_the_embeddings_bytes(stored, tmp_path):
     }
     tensors = tiny_models.stored_tensors(untied) | copy
     tiny_models.write_model(untied, tensors, {"quant_method": "mlx", **QUANTIZATION})
-    expected = logits(load(untied))
+    expected = logits(load(untied), IDS)
     for device_map in (None, {"": "cpu", EMBEDDING: "disk"}, {"": "disk"}):
         model = load(path, device_map)
-        assert torch.equal(logits(model), expected)
+        assert torch.equal(logits(model, IDS), expected)
         model.tie_weights()  # as transformers does again on its own account
-        assert torch.equal(logits(model), expected)
+        assert torch.equal(logits(model, IDS), expected)
     model.save_pretrained(tmp_path / "saved")
     saved, source = (tiny_models.digests(folder) for folder in (tmp_path / "saved", path))
     assert saved.keys() == source.keys()
     assert all(
         saved[name] == source[name] for name in source if "norm" not in name
     )  # norms are in float32 now
-    assert torch.equal(logits(load(tmp_path / "saved")), expected)
+    assert torch.equal(logits(load(tmp_path / "saved"), IDS), expected)
 
 
 def test_both_stored_under_a_config_that_ties_them_are_refused(tmp_path):

@@ -26,6 +26,7 @@ from hfq.machine_profile.probe_models import Architecture
 from hfq.recipes.recipe import RECIPE_OPTIONS
 from tests.quantization.test_driver_families import FUSED, IDS, MODELS
 from tests.support import tiny_models
+from tests.support.models import logits
 
 pytest.importorskip("optimum.gptq")
 SOURCE = tiny_models.DATA / "tiny-llama"
@@ -51,11 +52,6 @@ def load(path, device_map=None, folder=None, max_memory=None, **options):
         offload_folder=folder,
         max_memory=max_memory,
     )
-
-
-def logits(model, tokens=TOKENS):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
 
 
 def private_files():
@@ -96,7 +92,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(written):
-    return logits(load(written))
+    return logits(load(written), TOKENS)
 
 
 @pytest.fixture
@@ -113,7 +109,7 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
     model = load(
         SOURCE, device_map, folder, limit, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED
     )
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
     assert not list(folder.iterdir())
     devices = {loader_of(model).devices[f"{name}.qweight"] for name in loader_of(model).packed}
     assert devices == (
@@ -320,14 +316,14 @@ def test_a_file_system_without_nameless_files_gets_one_whose_name_is_taken_away(
         SOURCE, {"": "disk"}, folder, method="rtn", bits=3, group_size=64, modules_to_not_convert=SKIPPED
     )
     assert not list(folder.iterdir())
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_direct_reads_and_checksums_work_on_private_files(folder, expected):
     options = {"method": "rtn", "bits": 3, "group_size": 64, "modules_to_not_convert": SKIPPED}
     model = load(SOURCE, {"": "disk"}, folder, disk_io="direct", disk_checksum="always", **options)
-    assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
+    assert torch.equal(logits(model, TOKENS), expected)
 
 
 def test_loads_that_cannot_pack_refuse_the_method():
