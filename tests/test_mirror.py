@@ -13,7 +13,7 @@ FOLDERS = [
 SUBJECTS = {
     "cli/test_command": "what all verbs have in common",
     "cli/test_optimum": "the same verbs under optimum-cli",
-    "cli/test_pack": "the verb of checkpoint/reshard.py",
+    "cli/test_vocabulary": "the names of verbs and options",
     "formats/test_goldens": "files that other projects' tools wrote, of every format",
     "plots/test_browser": "the page in a real browser",
 }

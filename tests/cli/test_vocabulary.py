@@ -3,12 +3,12 @@
 import json
 
 import pytest
-import tiny_models
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from hfq.cli import inspect, main, quantize
 from hfq.cli.main import app
+from tests.support import tiny_models
 
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
 
