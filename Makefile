@@ -41,7 +41,7 @@ site: $(VENV)/.installed  ## build the documentation into build/site; a broken l
 
 bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this machine, undisturbed; writes docs/benchmarks
 	echo "Measuring loading, streaming and kernels; results go to docs/benchmarks"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	$(BIN)/python -m benchmarks load --out docs/benchmarks
 	$(BIN)/python -m benchmarks stream --out docs/benchmarks
 	$(BIN)/python -m benchmarks kernels --out docs/benchmarks
@@ -50,12 +50,12 @@ bench: $(VENV)/.installed  ## measure loading, streaming and kernels on this mac
 
 bench-fms: $(VENV)/.installed  ## measure IBM's FMS by itself and with hfq (Python 3.11 or 3.12); writes docs/benchmarks/fms.md
 	echo "Measuring IBM FMS alone and with hfq; results go to docs/benchmarks"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench,fms]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots,fms]'
 	$(BIN)/python -m benchmarks fms --out docs/benchmarks
 
 tables: $(VENV)/.installed  ## train two small models and make the published tables of quality anew; writes docs/benchmarks/quality.md
 	echo "Training two small models and making the tables of docs/benchmarks/quality.md"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
 	$(BIN)/python -m benchmarks quality --out docs/benchmarks
 
 interop:  ## make other projects' environments and checkpoints, and load every one with hfq; prints one table

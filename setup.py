@@ -19,10 +19,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=[
-        *find_packages(include=["hfq", "hfq.*"]),
-        "optimum.commands.register",
-    ],  # the latter adds verbs to optimum-cli
+    # optimum.commands.register adds verbs to optimum-cli
+    packages=[*find_packages(include=["hfq", "hfq.*"]), "optimum.commands.register"],
     package_data={
         "hfq": [
             "py.typed",
@@ -47,11 +45,10 @@ setup(
         "peft": ["peft>=0.21"],
         "fms": ["ibm-fms>=1.13,<1.14"],
         "triton": ["triton>=3.6"],
-        "optimum": ["optimum>=2.0"],
-        "compiler": [
-            "ziglang>=0.17.1"
-        ],  # of its clang: older ones do not take 512-bit vectors under -mcpu=baseline
-        "bench": ["matplotlib>=3.8", "jinja2>=3.1"],
+        "quantize": ["optimum>=2.0"],
+        # the clang of older versions does not take 512-bit vectors under -mcpu=baseline
+        "compiler": ["ziglang>=0.17.1"],
+        "plots": ["matplotlib>=3.8", "jinja2>=3.1"],
         "docs": [
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6",

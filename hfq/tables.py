@@ -99,7 +99,7 @@ class Report:
         picture = (
             f"![{self.chart.title}]({plot})"
             if plot
-            else "No plot: matplotlib is not installed (`pip install hfq[bench]`)."
+            else "No plot: matplotlib is not installed (`pip install hfq[plots]`)."
         )
         held = [targets.to_markdown()] if self.targets else []
         return "\n".join(

@@ -89,7 +89,7 @@ def _drawn(picture: Picture) -> Iterator[Any]:
             "Pictures are drawn by matplotlib, which is not installed.",
             expected="matplotlib 3.8 or newer",
             found="none",
-            fix="pip install 'hfq[bench]'",
+            fix="pip install 'hfq[plots]'",
         ) from error
     style: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), "svg.hashsalt": picture.name}
     with matplotlib.rc_context(style), warnings.catch_warnings():

@@ -137,6 +137,6 @@ def test_nothing_is_written_where_one_file_is_wrong(write, result, tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(write, result, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SetupError, match=r"hfq\[bench\]"):
+    with pytest.raises(SetupError, match=r"hfq\[plots\]"):
         write_report([write("run", result("run"))], tmp_path / "out", as_page=False)
     assert not (tmp_path / "out").exists()

@@ -41,7 +41,7 @@ def optimum_gptq(module: str) -> ModuleType:
             "Quantizing a model needs optimum, which finds its blocks and calibration sets.",
             expected="optimum 2.0 or later",
             found=str(error),
-            fix="pip install 'hfq[optimum]'",
+            fix="pip install 'hfq[quantize]'",
         ) from error
 
 
