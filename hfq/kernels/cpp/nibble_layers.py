@@ -15,14 +15,14 @@ from hfq.formats.compressed_tensors import PackQuantized
 from hfq.formats.gpt_oss import GptOssMxfp4
 from hfq.formats.layouts.fp4 import E2M1, PackedFp4
 from hfq.formats.mlx.affine import Mlx
-from hfq.formats.mlx.float_modes import MlxFp4, MlxFp8
+from hfq.formats.mlx.float_modes import MlxFp4
 from hfq.formats.mxfp4 import MXINT4, Mxfp4
 from hfq.formats.nvfp4 import Nvfp4
+from hfq.kernels.cpp.layer_registry import reads
 from hfq.kernels.cpp.layer_struct import (
     ADDED,
     BYTES,
     DTYPES,
-    E4M3,
     E4M3_SCALED,
     GROUP_WORDS,
     NESTED,
@@ -34,17 +34,7 @@ from hfq.kernels.cpp.layer_struct import (
     NativeLayer,
 )
 
-__all__ = [
-    "against_bnb",
-    "against_pack_quantized",
-    "awq_rows",
-    "bnb",
-    "fp4",
-    "is_fp4",
-    "mlx_affine",
-    "mlx_fp8",
-    "pack_quantized",
-]
+__all__ = ["awq_rows", "bnb", "fp4", "mlx_affine", "pack_quantized"]
 
 _CODES = tuple(float(code) for code in range(16))
 _OFFSET = tuple(float(code - 8) for code in range(16))
@@ -66,6 +56,8 @@ _INTEGERS = {
 _ASYMMETRIC = _integers(_CODES, 1, 0), 1, 15
 
 
+@reads(Mxfp4, GptOssMxfp4, MlxFp4)
+@reads(Nvfp4, reads_values=True)
 def fp4(
     weight_format: PackedFp4, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
@@ -99,6 +91,11 @@ def fp4(
     )
 
 
+def _against_mlx(weight_format: Mlx, in_features: int) -> str | None:
+    return None if weight_format.num_bits == 4 else "of mlx's affine codes it reads those of 4 bits"
+
+
+@reads(Mlx, refuses=_against_mlx)
 def mlx_affine(
     weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
@@ -125,27 +122,7 @@ def mlx_affine(
     )
 
 
-def mlx_fp8(
-    weight_format: MlxFp8, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-) -> NativeLayer:
-    """MLX's mxfp8, whose codes are bytes."""
-    scales = tensors["scales"]
-    return NativeLayer(
-        codes=tensors["weight"].data_ptr(),
-        row_nbytes=in_features,
-        scales=scales.data_ptr(),
-        in_features=in_features,
-        out_features=out_features,
-        kind=E4M3,
-        block_out=1,
-        block_in=weight_format.group_size,
-        scale_stride=scales.shape[1],
-        scale_step=1,
-        scale_dtype=SCALES[scales.dtype],
-    )
-
-
-def against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
+def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> str | None:
     """Why the compiled part cannot multiply by such a layer."""
     if weight_format.num_bits != 4:
         return "of pack-quantized it reads 4-bit codes"
@@ -154,6 +131,7 @@ def against_pack_quantized(weight_format: PackQuantized, in_features: int) -> st
     return "a group ends within a byte" if is_cut else None
 
 
+@reads(PackQuantized, refuses=_against_pack_quantized, reads_values=True)
 def pack_quantized(
     weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
@@ -221,13 +199,14 @@ def awq_rows(
     )
 
 
-def against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
+def _against_bnb(weight_format: Bnb4Bit, in_features: int) -> str | None:
     """Why the compiled part cannot multiply by such a layer: its blocks are those of the flattened weight."""
     if in_features % 2 or (weight_format.blocksize and in_features % weight_format.blocksize):
         return f"a row does not end with a block of {weight_format.blocksize}"
     return None
 
 
+@reads(Bnb4Bit, refuses=_against_bnb)
 def bnb(
     weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
@@ -255,8 +234,3 @@ def bnb(
         nested_scales=nested.data_ptr() if nested is not None else None,
         nested_values=tensors["weight.nested_quant_map"].data_ptr() if nested is not None else None,
     )
-
-
-def is_fp4(weight_format: object) -> bool:
-    """Whether `fp4` describes layers of a format; a subclass may mean its codes otherwise."""
-    return type(weight_format) in (Mxfp4, Nvfp4, GptOssMxfp4, MlxFp4)

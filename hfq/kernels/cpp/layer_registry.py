@@ -1,0 +1,75 @@
+"""The formats whose layers the compiled part reads; each reader registers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from hfq.formats import Format
+from hfq.kernels.cpp.layer_struct import NativeLayer
+
+__all__ = ["LayerReader", "reader_of", "reads"]
+
+Describe = Callable[[Any, Mapping[str, torch.Tensor], int, int], NativeLayer]
+F = TypeVar("F", bound=Describe)
+
+
+def _nothing(weight_format: Any, in_features: int) -> str | None:
+    return None
+
+
+def _always(weight_format: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReader:
+    """How the compiled part reads the layers of one format.
+
+    Attributes:
+        describe: (format, tensors, out_features, in_features) → the struct of the layer.
+        refuses: (format, in_features) → why a layer cannot be read, or None.
+        accepts: Returns True for the formats that it reads, among the subclasses of the registered class.
+        takes_subclasses: True if subclasses are read as well. A subclass may read its codes differently, so
+            the default is False.
+        reads_values: True if `describe` reads values of tensors, and not only their addresses.
+    """
+
+    describe: Describe
+    refuses: Callable[[Any, int], str | None]
+    accepts: Callable[[Any], bool]
+    takes_subclasses: bool
+    reads_values: bool
+
+
+_READERS: dict[type, LayerReader] = {}
+
+
+def reads(
+    *formats: type,
+    refuses: Callable[[Any, int], str | None] = _nothing,
+    accepts: Callable[[Any], bool] = _always,
+    takes_subclasses: bool = False,
+    reads_values: bool = False,
+) -> Callable[[F], F]:
+    """Registers the decorated function as what describes the layers of these formats; see `LayerReader`."""
+
+    def register(describe: F) -> F:
+        for format_class in formats:
+            reader = LayerReader(describe, refuses, accepts, takes_subclasses, reads_values)
+            _READERS[format_class] = reader
+        return describe
+
+    return register
+
+
+def reader_of(weight_format: Format) -> LayerReader | None:
+    """Returns the reader of a format, or None if the compiled part does not read it."""
+    for format_class in type(weight_format).__mro__:
+        reader = _READERS.get(format_class)
+        if reader is not None and (reader.takes_subclasses or format_class is type(weight_format)):
+            return reader if reader.accepts(weight_format) else None
+    return None
