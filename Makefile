@@ -23,12 +23,13 @@ test: $(VENV)/.installed  ## install what is needed and run the fast suite
 	echo "Running the fast suite in 3 processes"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=15
 
-check: $(VENV)/.installed  ## style, layers, types
-	echo "Checking style, format, layers and types"
+check: $(VENV)/.installed  ## style, format, layers, types, spelling
+	echo "Checking style, format, layers, types and spelling"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 docs: $(VENV)/.installed  ## write the pages and tables that are made from the sources, the tests and the benchmarks
 	echo "Writing the pages and tables that are made from the sources, the tests and the benchmarks"

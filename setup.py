@@ -57,7 +57,7 @@ setup(
             "ipykernel>=6.29",
         ],
         "test": TEST,
-        "dev": [*TEST, "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],
+        "dev": [*TEST, "codespell>=2.4", "ruff>=0.12", "mypy>=1.15", "import-linter>=2.3", "build>=1.2"],
     },
     entry_points={"console_scripts": ["hfq=hfq.cli:main"]},
     classifiers=[
