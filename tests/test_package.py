@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "hfq").rglob("*.py"))
+CPP = sorted((ROOT / "hfq" / "kernels" / "cpp" / "src").iterdir())
 
 
 def body_start(function):
@@ -26,6 +27,14 @@ def test_files_and_functions_stay_small_and_documented(path):
             assert node.end_lineno - body_start(node) <= 70, node.name
         if isinstance(node, ast.Assert):
             pytest.fail(f"line {node.lineno}: raise, do not assert")
+
+
+@pytest.mark.parametrize("path", CPP, ids=lambda path: path.name)
+def test_cpp_files_stay_within_the_limits_and_include_themselves_nowhere(path):
+    lines = path.read_text(encoding="utf-8").split("\n")
+    assert len(lines) <= 500
+    assert max(map(len, lines)) <= 110
+    assert not any("__FILE__" in line for line in lines)
 
 
 def test_every_error_says_how_to_fix_it():

@@ -1,0 +1,319 @@
+// The choice of instruction set and of the form of a product, and its parts. Included by kernels.cpp.
+
+namespace {
+
+// Whether the processor multiplies bfloat16.
+bool has_short() {
+#if defined(__x86_64__)
+    return bfloat16::has_bfloats();
+#else
+    return false;
+#endif
+}
+
+int detect() {
+#if defined(HFQ_EMULATE)
+    return 2;
+#elif defined(__x86_64__)
+    return cpu_features::found().avx512 ? 2 : cpu_features::found().avx2;
+#else
+    return 0;
+#endif
+}
+
+int chosen = -1;
+
+int level() { return chosen < 0 ? chosen = detect() : chosen; }
+
+// Whether products with subnormal floats take no longer than others, as on AMD's processors; Intel's need a
+// hundred times as long.
+bool detect_subnormals() {
+#if defined(__x86_64__)
+    return cpu_features::found().is_amd;
+#else
+    return false;
+#endif
+}
+
+int subnormals = -1;
+
+int byte_dots = -1;
+
+// Whether activations as integers are multiplied by dot products of bytes.
+bool uses_vnni() {
+#if defined(__x86_64__)
+    if (byte_dots < 0) byte_dots = vnni::detect();
+    return byte_dots && level() == 2;
+#else
+    return false;
+#endif
+}
+
+// Whether e4m3 codes are read as small floats: blocks must hold whole vectors.
+bool has_order(const Layer &layer, int64_t rows) {
+    if (subnormals < 0) subnormals = detect_subnormals();
+    if (layer.kind != E4M3 || rows > ORDERED_ROWS || !subnormals || level() < 1) return false;
+    return layer.block_in % (32 << (level() - 1)) == 0 || layer.block_in >= layer.in_features;
+}
+
+const Work linear_works[][2] = {
+    {scalar::rows_part, scalar::columns_part},
+#if defined(__x86_64__)
+    {avx2::rows_part, avx2::columns_part},
+    {avx512::rows_part, avx512::columns_part},
+    {vnni::rows_part, vnni::columns_part},
+#endif
+};
+bool (*const widens[])(const Layer &, const char *, int32_t, int64_t, int64_t, int64_t, float *) = {
+    scalar::widen,
+#if defined(__x86_64__)
+    avx2::widen,
+    avx512::widen,
+#endif
+};
+void (*const counts[])(const Layer &, const float *, int64_t, int64_t, char *, float *, int32_t *) = {
+    scalar::count_activations,
+#if defined(__x86_64__)
+    avx2::count_activations,
+    avx512::count_activations,
+#endif
+};
+void (*const orders[])(const Layer &, const float *, int64_t, int64_t, float *) = {
+    scalar::order_activations,
+#if defined(__x86_64__)
+    avx2::order_activations,
+    avx512::order_activations,
+#endif
+};
+void (*const activation_sorts[])(const Layer &, int64_t, int64_t, float *, float *) = {
+    scalar::sort_activations,
+#if defined(__x86_64__)
+    avx2::sort_activations,
+    avx512::sort_activations,
+#endif
+};
+const Work panel_works[][2] = {
+    {scalar::rows_panel, scalar::columns_panel},
+#if defined(__x86_64__)
+    {avx2::rows_panel, avx2::columns_panel},
+    {avx512::rows_panel, avx512::columns_panel},
+#endif
+};
+
+Work linear_work(const Layer &layer) { return linear_works[uses_vnni() ? 3 : level()][has_columns(layer)]; }
+
+// Output rows of a part, all of which share their scales if any do; the more, the fewer times are these
+// multiplied with the activations.
+int64_t ordered_width(const Layer &layer, int threads) {
+    int64_t width = 128;
+    while (width > TILE_ROWS && (layer.block_out % width || layer.out_features < 8 * width * threads))
+        width /= 2;
+    return width;
+}
+
+// The activations as the kernels read them, in `scratch`.
+MatmulArgs prepare(const Layer &layer, const char *x, int32_t x_dtype, int64_t rows, int64_t x_stride,
+                   char *y, int32_t y_dtype, int64_t y_stride, float *scratch, int threads) {
+    int64_t stride = padded_columns(layer);
+    bool finite = widens[level()](layer, x, x_dtype, rows, x_stride, stride, scratch);
+    if (is_sorted(layer))
+        activation_sorts[level()](layer, rows, stride, scratch, (float *)layer.index + layer.in_features);
+    bool integers = finite && level() > 0 && has_integers(layer, rows);
+    float *units = scratch + padded_rows(layer, rows) * stride;
+    int32_t *sums = (int32_t *)(units + rows * spans(layer));
+    char *limbs = (char *)(sums + rows * totals(layer));
+    if (integers) counts[level()](layer, scratch, rows, stride, limbs, units, sums);
+    bool ordered = finite && has_order(layer, rows);
+    if (ordered) orders[level()](layer, scratch, rows, stride, units);
+    const bool columns = has_columns(layer), along = uses_vnni() && layer.scale_dtype <= F16;
+    const int64_t width = columns   ? tile_columns(layer, rows, threads, integers, along)
+                          : ordered ? ordered_width(layer, threads)
+                                    : TILE_ROWS;
+    // without VNNI other words take no longer across them
+    const bool by_lines = integers && columns && (layer.kind == AWQ || uses_vnni());
+    const OutputParts outputs = cut_outputs(layer, width, threads, by_lines);
+    return {&layer, scratch, rows, stride, outputs, y, y_stride, y_dtype,
+            integers ? limbs : nullptr, units, sums, ordered ? units : nullptr};
+}
+
+// Whether a layer's channels can be sorted, if its groups are whole.
+bool is_sortable(const Layer &layer) {
+    if (level() < 1 || layer.kind != GPTQ || !layer.index_nbytes || layer.bits == 3) return false;
+    if (layer.in_features * layer.bits % 32 || layer.block_in * layer.bits % 32) return false;
+    return layer.in_features * MOST_STRIP * (8 + layer.bits) / 8 <= SORTED_SCRATCH;
+}
+
+// The channels in the order of their groups; false where a group has not as many as a layer's without an
+// index.
+bool sort_channels(const Layer &layer, int32_t *order) {
+    int64_t next[MOST_GROUPS];
+    if (layer.groups > MOST_GROUPS) return false;
+    for (int64_t group = 0; group < layer.groups; group++) next[group] = group * layer.block_in;
+    for (int64_t k = 0; k < layer.in_features; k++) {
+        const int64_t group = group_of(layer, k), place = next[group]++;
+        if (place >= least((group + 1) * layer.block_in, layer.in_features)) return false;
+        order[place] = (int32_t)k;
+    }
+    return true;
+}
+
+// The layers as they are multiplied: with an index of their own, which is checked and never read again, since
+// that on disk can change; and sorted, where they can be and `sorts`. An order is followed by room for a row
+// of activations. -2 for an index that leaves its range, -3 without memory.
+int settle(const Layer *&layers, int64_t count, bool sorts = true) {
+    int64_t channels = 0;
+    for (int64_t i = 0; i < count; i++) channels += layers[i].index_nbytes ? layers[i].in_features : 0;
+    if (!channels) return 0;
+    Layer *copies = (Layer *)order_scratch.get(3 * channels + count * (int64_t)sizeof(Layer) / 4);
+    if (!copies) return -3;
+    int32_t *next = (int32_t *)(copies + count);
+    for (int64_t i = 0; i < count; i++) {
+        Layer &layer = copies[i] = layers[i];
+        if (!layer.index_nbytes) continue;
+        int32_t *order = next, *index = order + 2 * layer.in_features;
+        for (int64_t k = 0; k < layer.in_features; k++) {
+            const int64_t group = group_of(layer, k);
+            if (group < 0 || group >= layer.groups) return -2;
+            index[k] = (int32_t)group;
+        }
+        layer.index = (const char *)index, layer.index_nbytes = 4;
+        if (sorts && is_sortable(layer) && sort_channels(layer, order))
+            layer.index = (const char *)order, layer.index_nbytes = 0;
+        next = index + layer.in_features;
+    }
+    layers = copies;
+    return 0;
+}
+
+// Whether integers would be multiplied, were all activations finite. A row's bits are then the same alone and
+// among others, which one that is not finite must leave as they are: rows go one by one.
+bool has_faulty_rows(const MatmulArgs &args) {
+    return args.rows > 1 && level() > 0 && !args.limbs && has_integers(*args.layer, args.rows);
+}
+
+// Several multiplications whose parts are numbered through.
+struct Group {
+    const MatmulArgs *args;  // of each multiplication
+    const int64_t *ends;     // number of parts up to the end of each
+};
+
+void group_part(const void *context, int64_t part, float *scratch) {
+    const Group &group = *(const Group *)context;
+    int64_t i = 0;
+    while (group.ends[i] <= part) i++;
+    linear_work(*group.args[i].layer)(&group.args[i], part - (i ? group.ends[i - 1] : 0), scratch);
+}
+
+int short_forms = 2;  // of products in bfloat16: none, by vectors, by tiles
+
+#if defined(__x86_64__)
+bool uses_tiles() {
+    static const bool found = bfloat16::detect();
+    return short_forms > 1 && found;
+}
+
+// Whether rows are multiplied one by one, by dot products of bfloat16; where there are tiles, only one is.
+bool is_dotted(const Layer &layer, int64_t rows) {
+    return bfloat16_dots::reads(layer) && rows <= (uses_tiles() ? 1 : bfloat16_dots::MOST);
+}
+
+// The fewest rows that are multiplied in bfloat16, as measured: without tiles integers take less long for few
+// rows of codes whose unpacking does.
+int64_t least_short(const Layer &layer) {
+    if (uses_tiles() || !has_integers(layer, 1)) return 2;
+    if (!has_columns(layer)) return LIMB_ROWS + 1;
+    return layer.kind == AWQ ? 6 : layer.bits == 3 ? 4 : 2;
+}
+#endif
+
+// Whether activations are multiplied in bfloat16, by tiles or vectors: those in it, and of float16 so many
+// rows that two of it for each take no longer than integers.
+bool is_short(const Layer &layer, int64_t rows, int32_t dtype) {
+#if defined(__x86_64__)
+    if (!short_forms || level() < 2 || !has_short() || dtype == F32) return false;
+    if (dtype == F16) return rows > LIMB_ROWS && bfloat16::reads(layer);
+    if (is_dotted(layer, rows)) return true;
+    return rows >= least_short(layer) && bfloat16::reads(layer);
+#else
+    return false;
+#endif
+}
+
+#if defined(__x86_64__)
+// Several jobs whose parts are numbered through.
+struct Jobs {
+    const bfloat16::Job *jobs;  // each job
+    const int64_t *ends;        // number of parts up to the end of each
+};
+
+void job_part(const void *context, int64_t part, float *scratch) {
+    const Jobs &all = *(const Jobs *)context;
+    int64_t i = 0;
+    while (all.ends[i] <= part) i++;
+    const bfloat16::Job &job = all.jobs[i];
+    const int64_t own = part - (i ? all.ends[i - 1] : 0), first = job.outputs.first(own),
+                  width = job.outputs.count(own);
+    if (job.apart) bfloat16_dots::part(job, first, width, scratch);
+    else bfloat16::part(job, first, width, scratch);
+}
+
+// Floats that run_short keeps for layers that it takes together.
+int64_t short_floats(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype) {
+    int64_t floats = up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+    for (int64_t i = 0; i < count; i++)
+        floats += up(bfloat16::packed_floats(layers[i], rows[i] * bfloat16::rows_of(dtype)), 16);
+    return floats;
+}
+
+// One layer after the other, whose rows follow each other, at once; -3 without memory.
+int run_short(const Layer *layers, const int64_t *rows, int64_t count, int32_t dtype, const char *x,
+              int64_t x_stride, char *y, int64_t y_stride, int threads) {
+    float *scratch = activation_scratch.get(short_floats(layers, rows, count, dtype));
+    int64_t own = own_floats(any_sorted(layers, count));
+    for (int64_t i = 0; i < count; i++) own = most(own, bfloat16::brought_floats(layers[i], dtype));
+    if (!scratch || !own_scratch.get(own)) return -3;
+    int64_t products = 0, parts = 0;
+    for (int64_t i = 0; i < count; i++) products += rows[i] * layers[i].in_features * layers[i].out_features;
+    const int wanted = worthwhile(threads, products);
+    bfloat16::Job *jobs = (bfloat16::Job *)scratch;
+    int64_t *ends = (int64_t *)(jobs + count);
+    scratch += up(count * (int64_t)(sizeof(bfloat16::Job) + sizeof(int64_t)), 64) / 4;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t packed = rows[i] * bfloat16::rows_of(dtype),
+                      floats = up(bfloat16::packed_floats(layers[i], packed), 16);
+        float *factors = scratch + floats - 2 * packed;
+        jobs[i] = bfloat16::plan(layers[i], packed, dtype, y, y_stride, (const char *)scratch, factors,
+                                 wanted, uses_tiles());
+        if (is_dotted(layers[i], rows[i]))
+            jobs[i].apart = true,
+            jobs[i].outputs = cut_outputs(layers[i], bfloat16_dots::part_width(layers[i], rows[i], wanted));
+        bfloat16::Packing packing = {
+            layers + i, x, packed, x_stride, jobs[i].depth, dtype, jobs[i].apart, jobs[i].halved,
+            (char *)scratch, factors, {}};
+        bfloat16::find_order(layers[i], packing.order);
+        run_parts({bfloat16::pack_block, &packing, jobs[i].apart ? packed : bfloat16::blocks(packed), own},
+                  threads, rows[i] > MOST_ROWS ? wanted : 1);
+        ends[i] = parts += jobs[i].outputs.parts;
+        scratch += floats;
+        x += 2 * rows[i] * x_stride, y += 2 * rows[i] * y_stride;
+    }
+    const Jobs all = {jobs, ends};
+    run_parts({job_part, &all, parts, own}, threads, wanted);
+    return 0;
+}
+
+int run_all_short(const Layer &layer, int64_t rows, int32_t dtype, const char *x, int64_t x_stride, char *y,
+                  int64_t y_stride, int threads) {
+    const int64_t together = bfloat16::MOST / bfloat16::rows_of(dtype);
+    for (int64_t first = 0, count; first < rows; first += count) {
+        const int64_t left = rows - first;  // few rows at the end might be multiplied otherwise
+        count = left > together && left <= together + bfloat16::HALF ? together / 2 : least(together, left);
+        const int status = run_short(&layer, &count, 1, dtype, x + 2 * first * x_stride, x_stride,
+                                     y + 2 * first * y_stride, y_stride, threads);
+        if (status != 0) return status;
+    }
+    return 0;
+}
+#endif
+
+}  // namespace
