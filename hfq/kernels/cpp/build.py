@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -156,21 +157,37 @@ def _compile(compiler: Sequence[str], source: Path, target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.", suffix=".tmp") as work:
         made, checksum = Path(work) / target.name, Path(work) / "sha256"
-        try:
-            done = subprocess.run(
-                [*compiler, *FLAGS, str(source), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{' '.join(compiler)} took longer than {SECONDS:g} s") from error
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), "without a word")
+        with _start([*compiler, *FLAGS, str(source), "-o", str(made)]) as process:
+            try:
+                _, errors = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise BuildError(f"{' '.join(compiler)} took longer than {SECONDS:g} s") from error
+        if process.returncode:
+            first = next((line for line in errors.splitlines() if "error" in line), "without a word")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")
         checksum.write_text(_checksum(made))
         os.replace(made, target)
         os.replace(checksum, target.with_suffix(".sha256"))
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Starts a compiler while no thread of this process forks.
+
+    A fork that inherits an end of its pipes keeps it open and waits for the lock of the build, which waits
+    for the end of the pipe.
+    """
+    with _starting:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+_starting = threading.RLock()
+"""Held by who forks, or starts a compiler."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+    )
 
 
 @contextlib.contextmanager

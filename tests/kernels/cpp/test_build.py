@@ -242,6 +242,30 @@ def test_the_child_of_a_fork_settles_for_itself(runs):
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.skipif(not hasattr(subprocess, "_fork_exec"), reason="Python starts processes in another way")
+def test_a_fork_while_the_compiler_is_started_keeps_none_of_its_pipes_open(runs, monkeypatch):
+    started, fork_exec = threading.Event(), subprocess._fork_exec
+
+    def slow(*arguments):
+        if "-o" in map(os.fsdecode, arguments[0]):
+            started.set()
+            time.sleep(0.3)
+        return fork_exec(*arguments)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", slow)
+    thread = threading.Thread(target=building.build)
+    thread.start()
+    started.wait(30)
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(1)
+    thread.join(20)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not thread.is_alive()
+    assert runs() == 1
+
+
 def test_the_compiled_part_runs_in_the_child_of_a_fork(native):
     import torch
 
