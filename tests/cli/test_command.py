@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hfq.cli import main
-from tests.support import tiny_models
+from tests.support import programs, tiny_models
 
 HFQ = [sys.executable, "-m", "hfq"]
 GPTQ = str(tiny_models.DATA / "tiny-llama-gptq")
@@ -35,20 +35,7 @@ def printed(monkeypatch, capsys):
 
 
 def test_help_of_every_verb_imports_no_torch():
-    code = """
-import sys
-from hfq.cli.main import app, main
-verbs = [command.name for command in app.registered_commands]
-for verb in [None, *verbs]:
-    sys.argv = ["hfq", *([verb] if verb else []), "--help"]
-    try:
-        main()
-    except SystemExit as ended:
-        assert not ended.code, verb
-    assert not {"torch", "transformers", "numpy"} & set(sys.modules), verb
-print(*verbs)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = programs.run("help_of_every_verb", timeout=60)
     assert done.returncode == 0, done.stderr
     assert {"inspect", "demo", "plan", "doctor", "env", "profile-machine", "bench"} <= set(
         done.stdout.splitlines()[-1].split()

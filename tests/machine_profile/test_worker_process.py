@@ -4,36 +4,15 @@ import pytest
 
 from hfq import SetupError
 from hfq.machine_profile.worker_process import Worker, memory, reset_peak
-
-MODULE = """
-import json, os, sys
-from hfq.machine_profile.worker_process import memory, serve
-
-def add(first, second):
-    print("this is no answer")
-    os.system("echo nor is this")
-    return {"sum": first + second, "options": json.loads(sys.argv[1])}
-
-def fail():
-    try:
-        raise KeyError("the cause")
-    except KeyError as error:
-        raise ValueError("first line\\nsecond line") from error
-
-def die():
-    print("the reason", file=sys.stderr)
-    os._exit(3)
-
-serve({"add": add, "fail": fail, "die": die, "memory": memory})
-"""
+from tests.support import programs
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
-    (tmp_path / "answering.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    with Worker("answering", option=7) as worker:
+def worker(monkeypatch):
+    folder = programs.path("answer_requests").parent
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    with Worker("answer_requests", option=7) as worker:
         yield worker
 
 
