@@ -47,11 +47,12 @@ def test_gptqmodel_reads_what_hfq_quantized(recipe, tmp_path):
     calibration = list(torch.randint(3, 1536, (4, 64), generator=torch.Generator().manual_seed(0)))
     hfq.quantize(
         SOURCE,
-        Recipe(**recipe),
+        Recipe(**{name: value for name, value in recipe.items() if name != "modules_to_not_convert"}),
         output_dir=tmp_path / "it",
         dataset=calibration,
         num_calibration_samples=4,
         max_seq_length=64,
+        modules_to_not_convert=recipe.get("modules_to_not_convert"),
     )
     peer = GPTQModel.load(str(tmp_path / "it"), backend=BACKEND.TORCH, device="cpu").model
     model, checked = load(tmp_path / "it"), 0
@@ -122,7 +123,7 @@ def test_compressed_tensors_reads_further_outputs_of_hfq(recipe, tmp_path):
     (tests/loading/quantize_on_load/test_quantizing_loader.py).
     """
     model = AutoModelForCausalLM.from_pretrained(
-        SOURCE, quantization_config=HfqConfig(**recipe), dtype=torch.float32
+        SOURCE, quantization_config=HfqConfig(quantize_weights=recipe), dtype=torch.float32
     )
     model.save_pretrained(tmp_path / "it")
     dtype = (
