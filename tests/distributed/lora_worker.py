@@ -38,7 +38,7 @@ def load(case: dict):
 def adapted(case: dict):
     model = load(case)
     if not case.get("plain"):
-        model = hfq.prepare_for_training(model, bool(case.get("recomputes")), case.get("recomputes"))
+        model = hfq.prepare_model(model, bool(case.get("recomputes")), case.get("recomputes"))
     torch.manual_seed(0)
     options = {"target_modules": "all-linear", **case.get("lora", {})}
     config = LoraConfig(r=8, task_type="CAUSAL_LM", **options)

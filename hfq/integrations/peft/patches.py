@@ -53,11 +53,11 @@ def _preparing(original):
     def prepare_model_for_kbit_training(
         model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
     ):
-        from hfq.integrations.peft.training import prepare_for_training
+        from hfq.integrations.peft.training import prepare_model
 
         if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:
             return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, *args, **kwargs)
-        return prepare_for_training(model, use_gradient_checkpointing, gradient_checkpointing_kwargs)
+        return prepare_model(model, use_gradient_checkpointing, gradient_checkpointing_kwargs)
 
     return prepare_model_for_kbit_training
 

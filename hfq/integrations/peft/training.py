@@ -10,10 +10,10 @@ from hfq.loading.loaded_model import loader_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["prepare_for_training"]
+__all__ = ["prepare_model"]
 
 
-def prepare_for_training(
+def prepare_model(
     model: PreTrainedModel,
     gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
@@ -38,7 +38,7 @@ def prepare_for_training(
     loader_of(model)
     if getattr(model, "peft_config", None):
         raise SetupError(
-            "prepare_for_training was called on a model that has adapters, which it would freeze.",
+            "prepare_model_for_kbit_training was called on a model that has adapters, which it would freeze.",
             expected="a model without adapters",
             found=", ".join(model.peft_config),
             fix="call prepare_model_for_kbit_training before get_peft_model",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfq import HfqConfig
-from hfq.integrations.peft.training import prepare_for_training
+from hfq.integrations.peft.training import prepare_model
 from hfq.modules.quantized_module import QuantizedModule
 from tests.contract.cases import CASES as CONTRACT
 from tests.support import lora_runs, tiny_models
@@ -57,7 +57,7 @@ def _inner(name: str) -> str:
     ids=["resident, reentrant", "half", "disk, reentrant", "disk"],
 )
 def test_checkpointed_gradients_are_the_same(path, plain, device_map, use_reentrant):
-    model = prepare_for_training(
+    model = prepare_model(
         load(path, device_map), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
     )
     run = train(adapt(model))

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hfq import SetupError
-from hfq.integrations.peft.training import prepare_for_training
+from hfq.integrations.peft.training import prepare_model
 from tests.support import programs, tiny_models
 from tests.support.lora_runs import DISK, adapt, load, logits
 
@@ -104,7 +104,7 @@ def test_trainer_refuses_a_packed_model_without_adapters_and_takes_it_with_them(
     trainer(model, tmp_path)
 
 
-@pytest.mark.parametrize("prepare", [prepare_for_training, prepare_model_for_kbit_training])
+@pytest.mark.parametrize("prepare", [prepare_model, prepare_model_for_kbit_training])
 def test_a_prepared_model_is_frozen_and_keeps_its_dtypes(prepare):
     model = load(dtype=torch.bfloat16)
     before = {name: (parameter.dtype, parameter.data_ptr()) for name, parameter in model.named_parameters()}
@@ -118,7 +118,7 @@ def test_a_prepared_model_is_frozen_and_keeps_its_dtypes(prepare):
 
 
 def test_checkpointing_is_left_off_where_it_is_not_wanted():
-    model = prepare_for_training(load(), gradient_checkpointing=False)
+    model = prepare_model(load(), gradient_checkpointing=False)
     assert not model.model.layers[0].gradient_checkpointing
 
 
@@ -126,9 +126,9 @@ def test_what_cannot_be_prepared_is_refused():
     with pytest.raises(
         SetupError, match=r"(?s)has adapters.*Fix: call prepare_model_for_kbit_training before"
     ):
-        prepare_for_training(adapt(load()).base_model.model)
+        prepare_model(adapt(load()).base_model.model)
     with pytest.raises(SetupError, match="was not loaded by hfq"):
-        prepare_for_training(AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama"))
+        prepare_model(AutoModelForCausalLM.from_pretrained(tiny_models.DATA / "tiny-llama"))
 
 
 def test_pefts_own_preparation_still_casts_models_that_are_not_hfqs():
