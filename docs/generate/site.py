@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Turns links to files of the repository into links to their pages."""
     source = _source(page.file.src_uri)
 
-    def replaced(link: re.CheckpointMatch) -> str:
+    def replaced(link: re.Match) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
         if not (ROOT / target).is_file():
             return link[0]  # MkDocs says that there is no such page

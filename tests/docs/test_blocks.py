@@ -51,23 +51,23 @@ STAND_INS = {
 """The names of checkpoints on the pages, and which of tests/data they are; MODEL depends on the page."""
 
 
-class OffloadUnit(NamedTuple):
+class PageBlock(NamedTuple):
     reason: str
     language: str
     text: str
 
 
-def blocks_of(page: str) -> list[OffloadUnit]:
+def blocks_of(page: str) -> list[PageBlock]:
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
-        OffloadUnit(*found)
+        PageBlock(*found)
         for found in re.findall(
             r"^(?:<!-- not run: (.*?) -->\n\n)?```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
         )
     ]
 
 
-def is_code(block: OffloadUnit) -> bool:
+def is_code(block: PageBlock) -> bool:
     return block.language in ("python", "bash")
 
 
@@ -81,7 +81,7 @@ def run_command(line: str) -> None:
         Path(file).write_text(done.stdout, encoding="utf-8")
 
 
-def run(page: str, block: OffloadUnit, names: dict) -> None:
+def run(page: str, block: PageBlock, names: dict) -> None:
     if block.language == "python":
         exec(compile(block.text, page, "exec"), names)
         return
