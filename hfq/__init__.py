@@ -65,7 +65,7 @@ _SUBMODULES = {"fms": "hfq.integrations.fms"}
 _register()
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         return importlib.import_module(_SUBMODULES[name])
     if name in _LAZY:

@@ -58,7 +58,7 @@ class HfqError(Exception):
             lines.append(f"  - … and {len(self.problems) - _MOST_PROBLEMS} more")
         return "\n".join(map(_printable, [*lines, f"Fix: {self.fix}"]))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.__dict__)
 
 

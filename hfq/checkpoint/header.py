@@ -21,7 +21,7 @@ import os
 import stat
 import struct
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NoReturn, Protocol
 
 from hfq.errors import CheckpointError
 from hfq.tensor_spec import DTYPE_BITS, ByteRange, TensorInfo
@@ -127,7 +127,9 @@ def open_regular(file: str | os.PathLike) -> BinaryIO:
     return open(file, "rb")
 
 
-def _damaged(file: str, what: str, expected: object = None, found: object = None, tensor: str | None = None):
+def _damaged(
+    file: str, what: str, expected: object = None, found: object = None, tensor: str | None = None
+) -> CheckpointError:
     return CheckpointError(
         f"The safetensors file is damaged: {what}.",
         file=file,
@@ -193,7 +195,7 @@ def _parse(raw: bytes, file: str) -> dict:
         raise _damaged(file, "its header is not valid JSON", found=error) from None
 
 
-def _refuse(text: str):
+def _refuse(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 

@@ -39,7 +39,12 @@ class Checkpoint:
     tensors: dict[str, TensorInfo] = field(repr=False)
 
     @classmethod
-    def open(cls, root: str | os.PathLike, variant: str | None = None, limits: HeaderLimits = HeaderLimits()):  # noqa: B008
+    def open(
+        cls,
+        root: str | os.PathLike,
+        variant: str | None = None,
+        limits: HeaderLimits = HeaderLimits(),  # noqa: B008
+    ) -> Checkpoint:
         """Opens the checkpoint in a folder: `model.safetensors`, or the shards of
         `model.safetensors.index.json`.
 
@@ -88,7 +93,7 @@ class Checkpoint:
         files: Sequence[str | os.PathLike],
         root: str | os.PathLike | None = None,
         limits: HeaderLimits = HeaderLimits(),  # noqa: B008
-    ):
+    ) -> Checkpoint:
         """Opens the checkpoint that consists of just these safetensors files.
 
         Args:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from hfq.checkpoint.header import Header
 from hfq.checkpoint.headers_only import check_has_weights
@@ -58,7 +59,7 @@ class Reader:
     def __deepcopy__(self, memo: dict) -> Reader:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise SetupError(
             "A model loaded by hfq cannot be pickled.",
             expected="save_pretrained",

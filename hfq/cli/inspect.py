@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,7 +115,7 @@ def _kernels(found: Format, tensors: dict[str, TensorInfo]) -> dict[str, str | N
     return explain_kernels("auto", found, in_features, out_features)
 
 
-def _alignment(tensors) -> dict[str, int]:
+def _alignment(tensors: Iterable[TensorInfo]) -> dict[str, int]:
     """How many tensors start on a multiple of so many bytes of their file (each counted at its largest)."""
     found: Counter[str] = Counter()
     for info in tensors:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from hfq.evaluation.perplexity import score, score_against
 from hfq.evaluation.placed_models import ModelSize, load_model, text_config
 from hfq.evaluation.text import read_text, tokenize
 from hfq.evaluation.windows import cut
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Quality", "evaluate"]
 
@@ -97,7 +101,7 @@ def evaluate(
     for path in paths:
         say(f"{os.fspath(path)}: {sum(batch.targets.numel() for batch in batches)} tokens")
         model, load_seconds = _timed(path, placement, dtype)
-        if known is None:
+        if known is None or reference is None:
             started = time.perf_counter()
             found = score(model, batches)
             seconds = time.perf_counter() - started
@@ -110,7 +114,12 @@ def evaluate(
 
 
 def _row(
-    path, model, found: Score, load_seconds: float, seconds: float | None, is_reference: bool = False
+    path: str | os.PathLike,
+    model: PreTrainedModel,
+    found: Score,
+    load_seconds: float,
+    seconds: float | None,
+    is_reference: bool = False,
 ) -> Quality:
     size = ModelSize(model)
     return Quality(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -236,7 +236,12 @@ class Format(ABC):
 
 
 def bounded_int(
-    config: Mapping, key: str, allowed, what: str, module: str, default: int | None = None
+    config: Mapping,
+    key: str,
+    allowed: Callable[[int], bool],
+    what: str,
+    module: str,
+    default: int | None = None,
 ) -> int | None:
     """`config[key]` as an int for which `allowed` holds; None or absent gives `default`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["LayerTensors"]
@@ -21,9 +23,9 @@ class LayerTensors(dict[str, torch.Tensor]):
 
     __slots__ = ("answers",)
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.answers: dict[str, object] = {}
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return LayerTensors, (dict(self),)

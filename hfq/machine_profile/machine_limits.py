@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hfq.errors import SetupError
@@ -117,7 +117,7 @@ def _read_chunks(chunks: Iterator[tuple[int, int]], slot: memoryview, errors: li
             return
 
 
-def _pages_cached(file: Path, mincore) -> list[int] | None:
+def _pages_cached(file: Path, mincore: Callable[..., int]) -> list[int] | None:
     size = file.stat().st_size
     if size == 0:
         return []

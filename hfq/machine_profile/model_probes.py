@@ -20,7 +20,7 @@ _PRODUCTS = 7
 """Of a layer of Llama."""
 
 
-def load_model(folder: Path, **options: Any):
+def load_model(folder: Path, **options: Any) -> Any:
     """The model of a folder, loaded by hfq.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -73,12 +74,12 @@ class _Multiply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
+    def forward(ctx: Any, activations: torch.Tensor, module: QuantizedLinear) -> torch.Tensor:
         ctx.module = module
         return _multiply(activations, module)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         kernel, tensors, grad = _where_it_computes(ctx.module, grads[0])
         return kernel.linear_grad(grad, tensors, ctx.module.weight_format).to(grads[0].device), None
 

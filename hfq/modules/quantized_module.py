@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from hfq.modules.tensor_cache import TensorCache
 from hfq.tensor_spec import Segment, TensorInfo
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from hfq.modules.cpu_execution import CpuExecution
 
 __all__ = ["QuantizedModule"]
@@ -194,7 +196,7 @@ class QuantizedModule(nn.Module):
         """
         return self._dequantized()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         """Gives model code a copy of the `weight` or the `bias` that it reads; the stored tensors are among
         the parameters.
         """
@@ -244,7 +246,7 @@ class QuantizedModule(nn.Module):
             f"format={self.weight_format.describe()}"
         )
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Moves packed tensors and never casts them: `fn` sees bytes, which no cast to a float dtype
         touches.
         """
@@ -263,15 +265,24 @@ class QuantizedModule(nn.Module):
             self._parameters[local] = _frozen(moved)
         return self
 
-    def requires_grad_(self, requires_grad: bool = True):
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Packed tensors stay frozen, whatever is asked of the layer."""
         return self
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for local, tensor in self.resting_tensors().items():
             destination[prefix + local] = tensor
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        metadata: dict,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         tensors = self.resting_tensors()
         for local, tensor in tensors.items():
             found = state_dict.get(prefix + local)

@@ -68,7 +68,7 @@ class TensorCache:
                 return None
         return found
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of the module finds its own
 
 

@@ -18,6 +18,7 @@ from hfq.offload.reader_threads import Pool, Ticket
 from hfq.offload.recorder import Recorder
 from hfq.offload.unit_layout import PAGE, Run, UnitLayout
 from hfq.placement.budget import buffer_nbytes
+from hfq.tensor_spec import ByteRange
 
 __all__ = ["AcceleratorBuffers", "HostBuffers", "OffloadBuffers"]
 
@@ -285,8 +286,14 @@ class AcceleratorBuffers(OffloadBuffers):
         return Ticket(jobs, finish)
 
     def _moving(
-        self, unit: int, wanted, offset: int, staging: torch.Tensor, memory: memoryview, region: torch.Tensor
-    ):
+        self,
+        unit: int,
+        wanted: ByteRange,
+        offset: int,
+        staging: torch.Tensor,
+        memory: memoryview,
+        region: torch.Tensor,
+    ) -> Callable[[], None]:
         def job() -> None:
             self.source.read(wanted, memory[offset:])
             self._copy(
@@ -328,7 +335,7 @@ def _memory(region: torch.Tensor) -> memoryview:
 
 
 def _reading(source: Source, run: Run, memory: memoryview) -> list[Callable[[], None]]:
-    def job(wanted, offset: int) -> Callable[[], None]:
+    def job(wanted: ByteRange, offset: int) -> Callable[[], None]:
         return lambda: source.read(wanted, memory[offset : offset + -(-wanted.nbytes // PAGE) * PAGE])
 
     return [job(wanted, offset) for wanted, offset in run.chunks(CHUNK_NBYTES)]

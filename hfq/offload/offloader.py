@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from hfq.offload.prefetch_order import PrefetchOrder
 from hfq.offload.reader_threads import Pool
 from hfq.offload.recorder import Recorder
 from hfq.offload.unit import Binding, DenseParameter, OffloadUnit, is_on_disk, owners_within, rests_on_disk
-from hfq.offload.unit_layout import lay_out
+from hfq.offload.unit_layout import UnitLayout, lay_out
 from hfq.placement.budget import READ_AHEAD_NBYTES
 
 __all__ = ["OffloadOptions", "Offloader"]
@@ -151,7 +151,7 @@ class Offloader:
             finally:
                 self._in_use = outer
 
-    def _make_regions(self, layouts) -> OffloadBuffers:
+    def _make_regions(self, layouts: Sequence[UnitLayout]) -> OffloadBuffers:
         if self.device.type == "cpu":
             return HostBuffers(layouts, self.source, self.pool, self.options.read_ahead_nbytes)
         resident = {index for index, unit in enumerate(self.units) if not rests_on_disk(unit)}
@@ -180,10 +180,10 @@ class Offloader:
         forward, binding = unit.module.forward, self._bindings[index]
 
         @functools.wraps(forward)
-        def streamed(*args, **kwargs):
+        def streamed(*args: Any, **kwargs: Any) -> Any:
             refuse_meta(unit.name, args)
 
-            def compute(region: torch.Tensor):
+            def compute(region: torch.Tensor) -> Any:
                 return binding.during(region, lambda: own_outputs(forward(*args, **kwargs), region))
 
             return (current_worker(self) or self).within(index, compute)
@@ -194,7 +194,7 @@ class Offloader:
         forward = owner.forward
 
         @functools.wraps(forward)
-        def read_when_away(*args, **kwargs):
+        def read_when_away(*args: Any, **kwargs: Any) -> Any:
             resting = []
             try:
                 for slot in slots:
@@ -212,7 +212,7 @@ class Offloader:
         forward = root.forward
 
         @functools.wraps(forward)
-        def one_pass(*args, **kwargs):
+        def one_pass(*args: Any, **kwargs: Any) -> Any:
             if current_worker(self) is not None:
                 return forward(*args, **kwargs)
             self.source.choose()
@@ -234,7 +234,7 @@ class Offloader:
         forward = slot.module.forward
 
         @functools.wraps(forward)
-        def looked_up(*args, **kwargs):
+        def looked_up(*args: Any, **kwargs: Any) -> Any:
             refuse_meta(unit.name, args)
             return forward(*args, **kwargs)
 

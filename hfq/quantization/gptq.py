@@ -316,7 +316,15 @@ class _Solver:
             scales, zeros = self._narrowed(weights, importance[:, None], low, high, scales, zeros)
         self.scales[group], self.zeros[group] = scales, zeros
 
-    def _narrowed(self, weights, importance, low, high, scales, zeros) -> tuple[torch.Tensor, torch.Tensor]:
+    def _narrowed(
+        self,
+        weights: torch.Tensor,
+        importance: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of ranges that are narrower by steps, the one of the least squared error for each output."""
         best = self._error(weights, importance, scales, zeros)
         for step in range(1, _CLIP_STEPS):
@@ -328,7 +336,9 @@ class _Solver:
             scales, zeros = torch.where(is_better, tried, scales), torch.where(is_better, offsets, zeros)
         return scales, zeros
 
-    def _error(self, weights, importance, scales, zeros) -> torch.Tensor:
+    def _error(
+        self, weights: torch.Tensor, importance: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> torch.Tensor:
         codes = torch.addcdiv(zeros, weights, scales).round_().clamp_(0, self.top)
         return codes.sub_(zeros).mul_(scales).sub_(weights).square_().mul_(importance).sum(0)
 

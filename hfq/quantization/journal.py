@@ -14,9 +14,9 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hfq.checkpoint import write_safetensors
 from hfq.checkpoint.write_checkpoint import sync_folder
@@ -175,7 +175,7 @@ class Journal:
 
         self.guarded(replace)
 
-    def guarded(self, action) -> None:
+    def guarded(self, action: Callable[[], object]) -> None:
         try:
             action()
         except OSError as error:
@@ -197,7 +197,7 @@ def _digest(file: Path) -> str:
         )
 
 
-def _digest_by_chunks(stream) -> str:
+def _digest_by_chunks(stream: BinaryIO) -> str:
     """As `hashlib.file_digest`, which Python 3.10 has not."""
     digest = hashlib.sha256()
     while chunk := stream.read(1 << 20):

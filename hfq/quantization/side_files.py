@@ -4,6 +4,7 @@ the model card.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -54,7 +55,7 @@ def finish(
     copied, _ = side_files(source.checkpoint)
     for file in copied:
         if Path(file).name not in _WRITTEN:
-            journal.guarded(lambda file=file: shutil.copyfile(file, journal.folder / Path(file).name))
+            journal.guarded(functools.partial(shutil.copyfile, file, journal.folder / Path(file).name))
     weight_map = {name: shard for shard, entry in journal.shards.items() for name in entry["tensors"]}
     index = {"metadata": {"total_size": report.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     journal.write(INDEX, _json(index))

@@ -16,6 +16,7 @@ among them, unless it knows the quantization method.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from hfq.import_hook import run_pending
@@ -48,11 +49,15 @@ def patch_peft(module: Any) -> None:
         owner.prepare_model_for_kbit_training = prepare
 
 
-def _preparing(original):
+def _preparing(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare_model_for_kbit_training(
-        model, use_gradient_checkpointing=True, gradient_checkpointing_kwargs=None, *args: Any, **kwargs: Any
-    ):
+        model: Any,
+        use_gradient_checkpointing: bool = True,
+        gradient_checkpointing_kwargs: dict | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         from hfq.integrations.peft.training import prepare_model
 
         if getattr(getattr(model, "hf_quantizer", None), "loading", None) is None:

@@ -77,9 +77,9 @@ def patch_auto_factory(module: Any) -> None:
             _guard(owner)
 
 
-def _taking_over(original):
+def _taking_over(original: Callable) -> Callable:
     @functools.wraps(original)
-    def get_hf_quantizer(config, quantization_config, *args: Any, **kwargs: Any):
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         stored = getattr(config, "quantization_config", None)
         chosen = _as_hfq(quantization_config) or (_as_hfq(stored) if quantization_config is None else None)
         if chosen is not None:
@@ -89,9 +89,9 @@ def _taking_over(original):
     return get_hf_quantizer
 
 
-def _validating(original):
+def _validating(original: Callable) -> Callable:
     @functools.wraps(original)
-    def get_resolved_checkpoint_files(*args: Any, **kwargs: Any):
+    def get_resolved_checkpoint_files(*args: Any, **kwargs: Any) -> Any:
         resolved = original(*args, **kwargs)
         files = resolved[0]
         if load_context().is_active and files and all(file.endswith(".safetensors") for file in files):
@@ -103,9 +103,9 @@ def _validating(original):
     return get_resolved_checkpoint_files
 
 
-def _completing(original):
+def _completing(original: Callable) -> Callable:
     @functools.wraps(original)
-    def save_pretrained(self, save_directory, *args: Any, **kwargs: Any):
+    def save_pretrained(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
         loading = getattr(getattr(self, "hf_quantizer", None), "loading", None)
         if loading is None or not hasattr(loading, "saved_like_source"):
             return original(self, save_directory, *args, **kwargs)
@@ -159,7 +159,9 @@ def _guard(owner: type) -> None:
     original = owner.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(original)
-    def from_pretrained(cls, pretrained_model_name_or_path=None, *args: Any, **kwargs: Any):
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         def load(path: Any) -> Any:
             return original(cls, path, *args, **kwargs)
 

@@ -14,6 +14,8 @@ from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hfq.loading.model_loader import ModelLoader
 
 __all__ = ["HfqQuantizer", "register_with"]
@@ -77,12 +79,20 @@ class HfqQuantizer(HfQuantizer):
         """
         return dict(device_map) if isinstance(device_map, dict) else device_map
 
-    def preprocess_model(self, model, dtype=None, **kwargs):
+    def preprocess_model(
+        self, model: PreTrainedModel, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         """Keeps the dtype, which the base class does not pass on."""
         self._dtype = dtype
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
-    def _process_model_before_weight_loading(self, model, device_map=None, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(
+        self,
+        model: PreTrainedModel,
+        device_map: Any = None,
+        checkpoint_files: list[str] | None = None,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
         # imported here, since transformers imports this file while it imports itself
         from hfq.integrations.transformers.load_kinds import choose_loader
         from hfq.loading.meta_model import MetaModelReached
@@ -96,12 +106,12 @@ class HfqQuantizer(HfQuantizer):
             self._place_model(device_map)
         return model
 
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.loading is not None:
             self.loading.finish()
         return model
 
-    def get_state_dict_and_metadata(self, model):
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict | None, dict]:
         """Every tensor that rests in memory as it is, every tensor that rests on disk as a view of the
         checkpoint.
         """

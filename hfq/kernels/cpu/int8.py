@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -212,7 +212,9 @@ def _has_rows(weight: torch.Tensor) -> bool:
     return weight.is_contiguous() and weight.data_ptr() != 0
 
 
-def _multiplier(rows: torch.Tensor, weight: torch.Tensor):
+def _multiplier(
+    rows: torch.Tensor, weight: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """(codes int8 [rows, in], weight) → their product; None where panels are faster, or hold more."""
     count, in_features = rows.shape
     if not count or not _has_rows(weight) or not rows.data_ptr():

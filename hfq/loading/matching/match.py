@@ -5,7 +5,7 @@ says what.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -316,7 +316,10 @@ def _check_ties(match: CheckpointMatch, model: PreTrainedModel) -> None:
 
 
 def _find_missing(
-    match: CheckpointMatch, model: PreTrainedModel, parameters: Mapping[str, torch.Tensor], architectures
+    match: CheckpointMatch,
+    model: PreTrainedModel,
+    parameters: Mapping[str, torch.Tensor],
+    architectures: Sequence[str] | None,
 ) -> None:
     """Every tensor of the model must be stored, but for ties, the class's own exceptions, and a head that is
     new.

@@ -69,7 +69,7 @@ def noting_meshes(original: Callable) -> Callable:
     """
 
     @functools.wraps(original)
-    def prepare_distribute_model(cls, *args: Any, **kwargs: Any):
+    def prepare_distribute_model(cls: type, *args: Any, **kwargs: Any) -> Any:
         made = original(cls, *args, **kwargs)
         _has_meshes.set(True)
         return made
