@@ -7,7 +7,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["CheckpointError", "FormatError", "HfqError", "PlacementError", "SetupError", "nearest"]
+__all__ = [
+    "CheckpointError",
+    "FormatError",
+    "HfqError",
+    "PlacementError",
+    "SetupError",
+    "nearest",
+    "raise_first",
+]
 
 _MOST_PROBLEMS = 20
 
@@ -94,3 +102,19 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The hint `; did you mean 'x'?` for a mistyped `name`, or nothing where no name is close."""
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def raise_first(errors: Iterable[HfqError]) -> None:
+    """Raises the first of some errors; returns if there is none.
+
+    A table of problems is checked so, in one expression:
+
+        raise_first(
+            SetupError(f"… {problem} …", fix=fix) for problem, (is_so, fix) in problems.items() if is_so
+        )
+
+    Raises:
+        HfqError: The first of `errors`.
+    """
+    for error in errors:
+        raise error

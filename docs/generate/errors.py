@@ -187,17 +187,24 @@ def _ancestors(node: ast.AST, module: Module) -> Iterator[ast.AST]:
 
 
 def _in_loops(node: ast.AST, scope: Scope) -> list[Scope]:
-    """The scope once for each element of the tables that loops around the node go through, where these are
-    written down.
+    """The scope once for each element of the tables that loops and generators around the node go through,
+    where these are written down.
     """
     scopes = [scope]
-    loops = [parent for parent in _ancestors(node, scope.module) if isinstance(parent, ast.For)]
+    loops = [loop for parent in _ancestors(node, scope.module) for loop in _loops_of(parent)]
     for loop in reversed(loops):
         scopes = [bound for each in scopes for bound in _elements(loop, each)]
     return scopes
 
 
-def _elements(loop: ast.For, scope: Scope) -> list[Scope]:
+def _loops_of(node: ast.AST) -> list[ast.For | ast.comprehension]:
+    """The loops of a statement or of a generator expression, innermost first."""
+    if isinstance(node, ast.GeneratorExp):
+        return node.generators[::-1]
+    return [node] if isinstance(node, ast.For) else []
+
+
+def _elements(loop: ast.For | ast.comprehension, scope: Scope) -> list[Scope]:
     iterable, is_items = loop.iter, False
     if (
         isinstance(iterable, ast.Call)

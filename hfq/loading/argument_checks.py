@@ -14,7 +14,7 @@ import torch
 
 from hfq.checkpoint import Checkpoint
 from hfq.checkpoint.headers_only import check_has_weights
-from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest
+from hfq.errors import CheckpointError, FormatError, PlacementError, SetupError, nearest, raise_first
 from hfq.loading.context import load_context
 from hfq.placement.device_map import AUTOMATIC, check_device
 
@@ -63,14 +63,16 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
         SetupError: An unsupported argument, or `max_memory` without an automatic device_map.
         PlacementError: A device_map that names no device.
     """
-    for name, fix in _UNSUPPORTED.items():
-        if kwargs.get(name) not in (None, False):
-            raise SetupError(
-                f"from_pretrained({name}=…) cannot be used with HfqConfig; nothing was loaded.",
-                found=name,
-                expected=f"no {name}",
-                fix=fix,
-            )
+    raise_first(
+        SetupError(
+            f"from_pretrained({name}=…) cannot be used with HfqConfig; nothing was loaded.",
+            found=name,
+            expected=f"no {name}",
+            fix=fix,
+        )
+        for name, fix in _UNSUPPORTED.items()
+        if kwargs.get(name) not in (None, False)
+    )
     device_map = kwargs.get("device_map")
     if kwargs.get("max_memory") is not None and not (isinstance(device_map, str) and device_map in AUTOMATIC):
         raise SetupError(

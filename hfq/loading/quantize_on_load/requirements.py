@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfq.errors import SetupError
+from hfq.errors import SetupError, raise_first
 from hfq.loading.config import HfqConfig
 from hfq.loading.ranks import is_zero3
 
@@ -33,14 +33,16 @@ def check_quantize_on_load(config: HfqConfig, has_ranks: bool) -> None:
             "leave cpu_memory out: what is packed lies in memory of this process",
         ),
     }
-    for what, (is_so, fix) in problems.items():
-        if is_so:
-            raise SetupError(
-                f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.",
-                found=what,
-                expected="a method that rounds to nearest, and a load of one process",
-                fix=fix,
-            )
+    raise_first(
+        SetupError(
+            f"from_pretrained cannot pack a model while loading it with {what}; nothing was loaded.",
+            found=what,
+            expected="a method that rounds to nearest, and a load of one process",
+            fix=fix,
+        )
+        for what, (is_so, fix) in problems.items()
+        if is_so
+    )
 
 
 def refuse_quantize_on_load(config: HfqConfig, caller: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from hfq.errors import PlacementError, SetupError
+from hfq.errors import PlacementError, SetupError, raise_first
 from hfq.loading.ranks import is_zero3
 from hfq.modules.embedding import QuantizedEmbedding
 from hfq.modules.linear import QuantizedLinear
@@ -137,14 +137,16 @@ def check_distributed(kwargs: Mapping[str, Any], cpu_memory: str) -> None:
             "pip install 'transformers>=5.23'",
         ),
     }
-    for what, (is_so, fix) in problems.items():
-        if is_so:
-            raise SetupError(
-                f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.",
-                found=what,
-                expected="tensor parallelism alone",
-                fix=fix,
-            )
+    raise_first(
+        SetupError(
+            f"from_pretrained({asked}=…) cannot be used with HfqConfig and {what}; nothing was loaded.",
+            found=what,
+            expected="tensor parallelism alone",
+            fix=fix,
+        )
+        for what, (is_so, fix) in problems.items()
+        if is_so
+    )
 
 
 def check_alone() -> None:
