@@ -1,5 +1,27 @@
-"""Registers hfq with transformers and PEFT when they are imported, before or after hfq, so that `import hfq`
-stays light.
+"""Registers hfq with transformers, PEFT and DeepSpeed once they are imported.
+
+`import hfq` stays light: it calls `register` alone, before or after these libraries are imported. Each entry
+of `_CALLBACKS` runs once its library is there, and from then on the library calls hfq:
+
+1. `AutoModelForCausalLM.from_pretrained` and its siblings are wrapped by `patch_auto_factory`, those of model
+   classes by `patch_modeling_utils`. With an `HfqConfig`, the wrapper calls `_guarded`
+   (integrations/transformers/patches.py): it checks the arguments, opens the checkpoint, and calls
+   transformers' own `from_pretrained`.
+2. transformers calls `get_hf_quantizer`, whose wrapper (same file) gives the checkpoint's quantization config
+   to the `HfqConfig`, and makes the class that `register_with` registered: `HfqQuantizer`
+   (integrations/transformers/quantizer.py).
+3. transformers calls `HfqQuantizer._process_model_before_weight_loading` with the model on the meta device.
+   It asks `choose_loader` (integrations/transformers/load_kinds.py) for a class, and makes this loader:
+   `ModelLoader` (loading/model_loader.py) or one that derives from it. The constructor matches the checkpoint
+   with the model and replaces the layers that are quantized.
+4. `HfqQuantizer._place_model` calls `ModelLoader.place`, which settles the device of every tensor and loads
+   the quantized ones; transformers loads the others. It runs at the end of step 3, or, where transformers
+   first infers a device map, in `HfqQuantizer.validate_environment`.
+5. `HfqQuantizer._process_model_after_weight_loading` calls `ModelLoader.finish`. The model is ready.
+
+`patch_peft` and `patch_deepspeed` serve models that hfq has loaded. The first lets PEFT put adapters on
+quantized layers (integrations/peft/lora.py), the second checks a model before DeepSpeed makes an engine of
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +43,14 @@ _CALLBACKS = {
     "peft": ("hfq.integrations.peft.patches", "patch_peft"),
     "deepspeed": ("hfq.integrations.deepspeed.private_api", "patch_deepspeed"),
 }
+"""{library module: (module, function)}: the function is called with the library module once it is imported.
 
+- `register_with` enters `HfqConfig` and `HfqQuantizer` in the tables of `transformers.quantizers.auto`.
+- `patch_modeling_utils` wraps `get_hf_quantizer`, `PreTrainedModel.from_pretrained` and `save_pretrained`.
+- `patch_auto_factory` wraps `from_pretrained` of the auto classes.
+- `patch_peft` wraps the functions of PEFT that make, place, save and merge adapters.
+- `patch_deepspeed` wraps `DeepSpeedEngine._configure_distributed_model`.
+"""
 
 _pending: dict[str, ModuleType] = {}
 

@@ -2,14 +2,19 @@
 HfqConfig.
 """
 
+import ast
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from hfq import import_hook
 from tests.support import programs
 from tests.support.zero_launch import once
 
+PACKAGE = Path(import_hook.__file__).parent
 CHECK, STOCK, GUARD, BOTH_SIDES = "registration", "stock_loads", "guard", "both_sides_of_a_fork"
 """Programs of tests/programs/import_hook."""
 RUNS = {
@@ -72,3 +77,33 @@ def test_the_guard_stands_whichever_is_imported_first(said, name):
 
 def test_both_sides_of_a_fork_after_the_import_load(said):
     assert said("forked", BOTH_SIDES) == ""
+
+
+def definitions(file: Path) -> set[str]:
+    """The functions, classes and methods that a source file defines."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+
+
+@pytest.mark.parametrize("library", import_hook._CALLBACKS)
+def test_each_callback_exists_and_is_described(library):
+    module, function = import_hook._CALLBACKS[library]
+    file = PACKAGE.parent / Path(*module.split(".")).with_suffix(".py")
+    assert function in {
+        node.name
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert f"`{function}`" in import_hook.__doc__
+    assert f"- `{function}` " in Path(import_hook.__file__).read_text(encoding="utf-8")
+
+
+def test_the_docstring_names_what_exists():
+    files = [PACKAGE / name for name in re.findall(r"[a-z0-9_/]+\.py", import_hook.__doc__)]
+    known = set().union(*map(definitions, files), definitions(Path(import_hook.__file__)))
+    known |= {function for _, function in import_hook._CALLBACKS.values()}
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", import_hook.__doc__)}
+    assert len(files) >= 5
+    assert named - known == {"HfqConfig", "_CALLBACKS"}
