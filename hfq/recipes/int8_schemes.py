@@ -16,7 +16,7 @@ import torch
 from hfq.formats.base import ActivationScheme
 from hfq.formats.compressed_tensors import IntQuantized
 from hfq.recipes.scheme import Scheme, absmax_codes
-from hfq.recipes.w4a16 import PackedRows, packed_group
+from hfq.recipes.w4a16 import PackedRows, channel_weights, packed_group
 
 __all__ = ["W8A8", "W8A16"]
 
@@ -33,15 +33,8 @@ class Int8Rows(IntQuantized):
 
 
 def _group(num_bits: int) -> dict[str, Any]:
-    weights = {
-        "num_bits": num_bits,
-        "type": "int",
-        "strategy": "channel",
-        "symmetric": True,
-        "dynamic": False,
-    }
     activations = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-    return {"weights": weights, "input_activations": activations, "format": "int-quantized"}
+    return {"weights": channel_weights(num_bits), "input_activations": activations, "format": "int-quantized"}
 
 
 W8A8 = Scheme(

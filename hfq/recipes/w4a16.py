@@ -18,7 +18,7 @@ from hfq.formats.codecs.bit_packing import pack_stream
 from hfq.formats.compressed_tensors import PackQuantized
 from hfq.recipes.scheme import Scheme, absmax_codes
 
-__all__ = ["W4A16", "PackedRows", "packed_group"]
+__all__ = ["W4A16", "PackedRows", "channel_weights", "packed_group"]
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,20 @@ class PackedRows(PackQuantized):
         return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
-def packed_group(num_bits: int) -> dict[str, Any]:
-    """The config group of weights that are packed by channel, activations as they are."""
-    weights = {
+def channel_weights(num_bits: int) -> dict[str, Any]:
+    """The weights of a config group: symmetric integers, one scale per output channel."""
+    return {
         "num_bits": num_bits,
         "type": "int",
         "strategy": "channel",
         "symmetric": True,
         "dynamic": False,
     }
-    return {"weights": weights, "format": "pack-quantized"}
+
+
+def packed_group(num_bits: int) -> dict[str, Any]:
+    """The config group of weights that are packed by channel, activations as they are."""
+    return {"weights": channel_weights(num_bits), "format": "pack-quantized"}
 
 
 W4A16 = Scheme(
