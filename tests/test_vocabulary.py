@@ -47,7 +47,7 @@ TOP_LEVEL = {
     "take_over": "pretrained_config",
     "layer_major": "run_batches",
     "verify": "compare",
-    "prepare_model": None,
+    "prepare_for_training": None,
     "FORMATS": None,
     "Format": None,
     "Plan": None,

@@ -122,14 +122,14 @@ class Subject:
         from hfq import HfqConfig
 
         started = time.perf_counter()
-        config = HfqConfig(quantize_weights=Recipe("gptq", bits=bits, group_size=-1, sym=False), **options)
+        recipe = Recipe("gptq", bits=bits, group_size=-1, sym=False, **options)
         with tempfile.TemporaryDirectory() as folder:
             source, output = Path(folder, "floats"), Path(folder, "gptq")
             self.model.save_pretrained(source)
             windows = list(self.calibration)
             hfq.quantize(
                 source,
-                config,
+                recipe,
                 output_dir=output,
                 dataset=windows,
                 num_calibration_samples=len(windows),

@@ -29,7 +29,7 @@ __all__ = [
 
 ACT_ORDER = "GPTQ, by activation"
 _KMEANS_STEPS = 20
-_PAPER = {"damping": 0.01, "clip_search": False}
+_PAPER = {"damp_percent": 0.01, "clip_search": False}
 """GPTQ as its paper has it; hfq's own defaults are other ones."""
 
 INT8: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def measure_rtn(subject: Subject, bits: Iterable[int]) -> None:
 def measure_gptq(subject: Subject, bits: Iterable[int], by_activation: bool = True) -> None:
     """GPTQ as its paper has it, channels in their own order, and then in that of decreasing activation."""
     for each in bits:
-        subject.solve("GPTQ", each, group_order=False, **_PAPER)
+        subject.solve("GPTQ", each, act_group_aware=False, **_PAPER)
         if by_activation:
             subject.solve(ACT_ORDER, each, **_PAPER)
 

@@ -44,7 +44,7 @@ CONSTANT_NBYTES = 400 << 20
 it."""
 
 BITS = (4, 3, 2)
-GPTQ = {"method": "gptq", "num_bits": 4, "group_size": 128}
+GPTQ = {"method": "gptq", "bits": 4, "group_size": 128}
 _WORKER = "benchmarks.quantize.quantize_worker"
 _LENGTH, _SAMPLES = 128, 8
 _QUALITY_LENGTH, _QUALITY_SAMPLES = 256, 32
@@ -204,7 +204,7 @@ def measure_quality(
                     say(f"{model.name}: {bits} bits, calibration {seed + 1} of {seeds}, {tool}")
                     output, kept = made / "quality", write_tokens(windows, made / "tokens.json")
                     shutil.rmtree(output, ignore_errors=True)
-                    recipe = {**GPTQ, "num_bits": bits}
+                    recipe = {**GPTQ, "bits": bits}
                     record = {
                         "kind": "quality",
                         "model": model.name,

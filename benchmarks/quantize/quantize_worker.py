@@ -100,11 +100,11 @@ def _gptqmodel() -> Callable[..., dict]:
     def run(path: str, output: str, tokens: str, recipe: dict) -> dict:
         calibration, source, target = read_tokens(tokens), Path(path).resolve(), Path(output).resolve()
         os.chdir(target.parent)  # it writes logs where it runs
-        act_order = bool(recipe.get("act_order"))
+        act_order = bool(recipe.get("desc_act"))
         config = QuantizeConfig(
-            bits=recipe["num_bits"],
+            bits=recipe["bits"],
             group_size=recipe["group_size"],
-            sym=recipe.get("symmetric", True),
+            sym=recipe.get("sym", True),
             desc_act=act_order,
             act_group_aware=not act_order,
         )

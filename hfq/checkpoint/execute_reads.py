@@ -162,7 +162,9 @@ def _advise(reader: Reader, source: ByteRange, advice: str) -> None:
 
 def _run(tasks: Sequence[Callable[[], int]], threads: int, progress: Progress | None) -> None:
     """Runs tasks that give the bytes they did; whatever ends it, no thread is left behind."""
-    pending, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
+    pending = iter(tasks)
+    lock = threading.Lock()
+    errors = list[BaseException]()
 
     def work() -> None:
         while True:

@@ -91,7 +91,9 @@ def filesystem_type(path: str | os.PathLike, mountinfo: str | None = None) -> st
                 mountinfo = stream.read()
         except OSError:
             return None
-    path, kind, longest = os.path.realpath(path), None, -1
+    path = os.path.realpath(path)
+    kind = None
+    longest = -1
     for line in mountinfo.splitlines():
         mount, _, rest = line.partition(" - ")
         if len(mount.split(" ")) < 5 or not rest:

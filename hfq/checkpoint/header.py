@@ -225,7 +225,9 @@ def _tensor(name: str, entry: object, file: str, data_start: int, limits: Header
         raise _damaged(
             file, "a tensor's entry is malformed", "dtype, shape, data_offsets", repr(entry)[:80], name
         )
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _damaged(file, "a tensor has an unknown dtype", ", ".join(DTYPE_BITS), repr(dtype)[:40], name)
     if not _is_sizes(shape) or len(shape) > limits.rank:

@@ -209,7 +209,9 @@ def plan_reads(rows: Iterable[ModuleRead], arenas: Sequence[Arena], staging: int
             as many batches as it takes, named `<name> 0`, `<name> 1`, ….
         staging: The most bytes of a batch, if its rows are not larger themselves.
     """
-    rows, placed, sized = list(rows), list[ModuleRead](), dict[str, Arena]()
+    rows = list(rows)
+    placed = list[ModuleRead]()
+    sized = dict[str, Arena]()
     for arena in arenas:
         limit = staging if arena.kind == "staging" else None
         batches: list[list[tuple[int, ModuleRead]]] = []
@@ -256,14 +258,18 @@ def _requests(rows: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
         for local, info in row.infos.items()
         if info.nbytes
     )
-    file, start, end = "", 0, 0
+    file = ""
+    start = 0
+    end = 0
     targets: list[tuple[int | None, int]] = []
     for found, offset, nbytes, target in wanted:
         if targets and (found != file or not end <= offset <= end + gap):
             yield Request(ByteRange(file, start, end - start), tuple(targets))
             targets = []
         if not targets:
-            file, start, end = found, offset, offset
+            file = found
+            start = offset
+            end = offset
         if offset > end:
             targets.append((None, offset - end))
             end = offset
@@ -273,7 +279,9 @@ def _requests(rows: Iterable[ModuleRead], gap: int) -> Iterator[Request]:
                 targets, start = [], end
             part = min(nbytes, _MOST_BYTES - (end - start))
             targets.append((target, part))
-            target, nbytes, end = target + part, nbytes - part, end + part
+            target = target + part
+            nbytes = nbytes - part
+            end = end + part
     if targets:
         yield Request(ByteRange(file, start, end - start), tuple(targets))
 

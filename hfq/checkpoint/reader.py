@@ -116,7 +116,9 @@ class Reader:
         if source.count == 1:
             self.read_into(ByteRange(source.file, source.offset, source.nbytes), target)
             return
-        descriptor, offset, read = self.descriptor(source.file), source.offset, os.preadv
+        descriptor = self.descriptor(source.file)
+        offset = source.offset
+        read = os.preadv
         for start in range(0, source.count * source.nbytes, source.nbytes):
             run = target[start : start + source.nbytes]
             try:

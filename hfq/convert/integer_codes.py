@@ -91,7 +91,9 @@ def plan_gptq(layer: SourceLayer, is_v1: bool) -> LayerPlan:
             "convert to gptq_v2",
         )
     _check_zeros(layer, highest, bits)
-    words_in, words_out, count = in_features * bits // 32, out_features * bits // 32, groups.zeros.shape[0]
+    words_in = in_features * bits // 32
+    words_out = out_features * bits // 32
+    count = groups.zeros.shape[0]
     is_own = isinstance(layer.weight_format, Gptq)
     dtype = layer.infos["scales"].dtype if is_own else "F16"
     if not is_own:
@@ -209,12 +211,10 @@ def _columns(layer: SourceLayer) -> torch.Tensor:
         words, bits = layer.read("weight_packed").t(), found.num_bits
         unpack, is_stream = unpack_words, found.is_straddling
     elif isinstance(found, Gptq):
-        words, bits, unpack, is_stream = (
-            layer.read("qweight"),
-            found.num_bits,
-            unpack_planes,
-            not found.is_planar,
-        )
+        words = layer.read("qweight")
+        bits = found.num_bits
+        unpack = unpack_planes
+        is_stream = not found.is_planar
     else:
         raise TypeError(type(found).__name__)
     if is_stream:

@@ -94,7 +94,9 @@ def evaluate(
     tokens = _tokens(read_text(text), configs)
     batches = cut(tokens, length, stride, batch_size)
     say = say or (lambda line: None)
-    known, rows, first = None, [], None
+    known = None
+    rows = []
+    first = None
     if reference is not None:
         say(f"{os.fspath(reference)}: reference")
         known, known_seconds = _timed(reference, placement, dtype)

@@ -77,7 +77,9 @@ def score_against(
         CheckpointError: A logit is not finite.
         SetupError: The two have vocabularies of different sizes.
     """
-    totals, expected, spent = Totals(), Totals(), 0.0
+    totals = Totals()
+    expected = Totals()
+    spent = 0.0
     for run in _runs(batches, vocabulary):
         kept: dict[int, torch.Tensor] = {}
         for batch, (surprises, logits) in zip(run, _run(reference, run, _surprise_and_logits), strict=True):

@@ -190,7 +190,9 @@ class Awq(AwqShards, AwqOrder):
         stop, in_features = start + panel.shape[0], panel.shape[1]
         span = in_features if self.group_size == -1 else self.group_size
         groups = in_features // span
-        qweight, scales, zeros = tensors["qweight"], tensors["scales"], tensors[self.zeros_name]
+        qweight = tensors["qweight"]
+        scales = tensors["scales"]
+        zeros = tensors[self.zeros_name]
         if self.version == "gemm":
             weight = self._look_up_columns(qweight, start, stop)
             grouped = weight.unflatten(0, (groups, span)).sub_(
@@ -238,7 +240,9 @@ class Awq(AwqShards, AwqOrder):
         Raises:
             FormatError: A range is too wide for F16.
         """
-        low, high, top = low.clamp(max=0), high.clamp(min=0), (1 << self.num_bits) - 1
+        low = low.clamp(max=0)
+        high = high.clamp(min=0)
+        top = (1 << self.num_bits) - 1
         scales = torch.where(high == low, 1, (high - low) / top).to(torch.float16).float()
         if not torch.isfinite(scales).all():
             raise FormatError(
@@ -252,7 +256,9 @@ class Awq(AwqShards, AwqOrder):
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of a layer: from codes [out, in], scales and zero points [out, groups]."""
-        codes, zeros, scale = codes.to(torch.int32), zeros.to(torch.int32), scales.to(torch.float16)
+        codes = codes.to(torch.int32)
+        zeros = zeros.to(torch.int32)
+        scale = scales.to(torch.float16)
         if self.version == "gemm":
             packed = {"qweight": self._pack_columns(codes.t()), "qzeros": self._pack_columns(zeros.t())}
             return packed | {"scales": scale.t().contiguous()}

@@ -40,7 +40,9 @@ class Torchao(ScaledCodes):
     """torchao with the parameters of one module; see the file's docstring."""
 
     name = "torchao"
-    codes, scale, zero = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+    codes = "_weight_qdata"
+    scale = "_weight_scale"
+    zero = "_weight_zero_point"
     variants = (
         FormatVariant(
             "torchao float8 (e4m3, e5m2)",

@@ -80,7 +80,9 @@ class PlannedModel:
 
     def shapes(self) -> Shapes:
         """The model's layers whatever they are stored as, for the ladder of formats."""
-        model, layers, bits = self.loading.model, [], []
+        model = self.loading.model
+        layers = []
+        bits = []
         for name, module in model.named_modules():
             if isinstance(module, QuantizedLinear):
                 layers.append((module.out_features, module.in_features))

@@ -38,7 +38,9 @@ __all__ = ["ReadReport", "load_quantized_weights", "log_summary", "plan_weight_r
 
 logger = logging.get_logger("hfq")
 
-_CHECKS, _PRIVATE, _SHARED = "checks", "cpu", "shared"
+_CHECKS = "checks"
+_PRIVATE = "cpu"
+_SHARED = "shared"
 _THREADS, _NETWORK_THREADS = 4, 16
 _SMALL = 64 << 20
 _LOCAL_COUNTS = (
@@ -226,7 +228,10 @@ class _Filler:
     def __init__(
         self, loading: LoadState, plan: ReadPlan, threads: int, progress: Callable[[int], object]
     ) -> None:
-        self._loading, self._plan, self._threads, self._progress = loading, plan, threads, progress
+        self._loading = loading
+        self._plan = plan
+        self._threads = threads
+        self._progress = progress
         # numpy arrays are buffers
         self._staging = memoryview(huge_buffer(plan.staging).numpy())  # type: ignore[arg-type]
         self.shared_nbytes = 0

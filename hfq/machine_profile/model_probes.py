@@ -43,7 +43,9 @@ class Decoder:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._cache, self._tokens = model, None, torch.tensor([[1]])
+        self._model = model
+        self._cache = None
+        self._tokens = torch.tensor([[1]])
 
     def step(self) -> float:
         """The seconds of a step; a prompt is read anew, and not timed, when the context has grown."""

@@ -65,7 +65,9 @@ class ProductProbe:
         dtype: torch.dtype = torch.bfloat16,
         copies: int | None = None,
     ) -> None:
-        self._rows, self._dtype, self._large = rows, dtype, large
+        self._rows = rows
+        self._dtype = dtype
+        self._large = large
         self._small = small or Layer(
             large.weight_format, *(min(_SMALL, size) for size in (large.out_features, large.in_features))
         )

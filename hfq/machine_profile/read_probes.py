@@ -57,7 +57,9 @@ class BesideProbe:
     """
 
     def __init__(self, product: ProductProbe, read: ReadProbe, seconds: float = 0.15) -> None:
-        self._product, self._read, self._seconds = product, read, seconds
+        self._product = product
+        self._read = read
+        self._seconds = seconds
         self._samples: list[tuple[float, float]] = []
 
     def measure(self) -> None:
@@ -95,12 +97,10 @@ def _reading(probe: ReadProbe) -> Iterator[list[int]]:
     """Reads a file over and over until this ends; gives a list of the bytes read so far."""
     descriptor = os.open(probe.file, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if probe.is_direct else 0))
     whole = probe.file.stat().st_size // CHUNK_NBYTES * CHUNK_NBYTES or 1
-    offsets, stop, count, lock = (
-        itertools.cycle(range(0, whole, CHUNK_NBYTES)),
-        threading.Event(),
-        [0],
-        threading.Lock(),
-    )
+    offsets = itertools.cycle(range(0, whole, CHUNK_NBYTES))
+    stop = threading.Event()
+    count = [0]
+    lock = threading.Lock()
 
     def read(slot: memoryview) -> None:
         for offset in offsets:  # in C, so that each item is handed out once

@@ -61,4 +61,6 @@ class CpuExecution:
         """
         layer.on_cpu = self
         if layer.fetch is None:
-            layer.fetch, layer.is_away, layer.brought_to = (lambda: self.fetch(layer)), True, self.device
+            layer.fetch = lambda: self.fetch(layer)
+            layer.is_away = True
+            layer.brought_to = self.device

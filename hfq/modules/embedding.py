@@ -30,7 +30,10 @@ class QuantizedEmbedding(QuantizedModule):
     """
 
     padding_idx: int | None = None
-    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
+    max_norm = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
 
     def __init__(
         self,

@@ -68,7 +68,9 @@ class QuantizedModule(nn.Module):
         infos: Mapping[str, TensorInfo],
     ) -> None:
         super().__init__()
-        self.name, self.in_features, self.out_features = name, in_features, out_features
+        self.name = name
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight_format, self.infos = weight_format, dict(infos)
         self._segments: Mapping[str, Segment] | None = None
         self._is_gathered: Callable[[], bool] | None = None
@@ -99,7 +101,9 @@ class QuantizedModule(nn.Module):
     def hold_buffer(self, row: FlatBuffer) -> None:
         """Keeps one arena as the frozen parameter `flat_buffer`."""
         self._parameters.clear()
-        self._segments, self._is_gathered, self._resting = row.segments, None, None
+        self._segments = row.segments
+        self._is_gathered = None
+        self._resting = None
         self._parameters[_ARENA] = _frozen(row.buffer)
 
     def hold_shard(
@@ -115,7 +119,9 @@ class QuantizedModule(nn.Module):
             is_gathered: Whether it is gathered.
         """
         self._parameters.clear()
-        self._segments, self._is_gathered, self._resting = segments, is_gathered, None
+        self._segments = segments
+        self._is_gathered = is_gathered
+        self._resting = None
         self._parameters[_ARENA] = parameter
 
     def onload(self, tensors: Mapping[str, torch.Tensor]) -> None:

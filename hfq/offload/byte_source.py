@@ -60,7 +60,9 @@ class Source:
         self, reader: Reader, asked: str, nbytes: int, verify: str = "off", names: Collection[str] = ()
     ) -> None:
         self.reader, self.files = reader, DirectFiles(reader)
-        self._asked, self._nbytes, self._verify = asked, nbytes, verify
+        self._asked = asked
+        self._nbytes = nbytes
+        self._verify = verify
         self._sums: dict[ByteRange, int] = {}
         self._lock, self._copying = threading.Lock(), threading.Semaphore(_BUFFERED_AT_ONCE)
         self._names, self._has_warned = tuple(names), False

@@ -37,7 +37,10 @@ class RowTable:
     def __init__(
         self, name: str, slot: DenseParameter, device: torch.device, files: DirectFiles, pool: Pool
     ) -> None:
-        self.name, self.info, self._slot, self._device = name, slot.info, slot, device
+        self.name = name
+        self.info = slot.info
+        self._slot = slot
+        self._device = device
         self._files, self._pool = files, pool
         self._row_nbytes = slot.info.nbytes // max(slot.info.shape[0], 1)
 

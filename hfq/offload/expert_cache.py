@@ -38,7 +38,9 @@ class ExpertCache:
     """
 
     def __init__(self, read: Callable[[QuantizedModule], Row], pool: Pool, nbytes: int) -> None:
-        self._read, self._pool, self.budget = read, pool, nbytes
+        self._read = read
+        self._pool = pool
+        self.budget = nbytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[QuantizedModule, Row] = OrderedDict()
         self._reading: dict[QuantizedModule, Ticket] = {}
@@ -49,7 +51,9 @@ class ExpertCache:
 
     def serve(self, module: QuantizedModule, device: torch.device) -> None:
         """Has a module fetch its row here for every forward, and compute on this device."""
-        module.fetch, module.is_away, module.brought_to = functools.partial(self.fetch, module), True, device
+        module.fetch = functools.partial(self.fetch, module)
+        module.is_away = True
+        module.brought_to = device
 
     def prefetch(self, modules: Iterable[QuantizedModule]) -> None:
         """Begins to read the modules that are not there, as many as the budget holds, in the order of their

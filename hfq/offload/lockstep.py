@@ -60,7 +60,9 @@ class Worker:
 
     def __init__(self, offloader: Offloader, job: Callable[[], Any], index: int) -> None:
         self.offloader = offloader
-        self._job, self._go, self._back = job, threading.Semaphore(0), threading.Semaphore(0)
+        self._job = job
+        self._go = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
         self._modes = _Modes()
         self._context = contextvars.copy_context()
         self._thread = threading.Thread(

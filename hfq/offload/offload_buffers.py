@@ -45,7 +45,10 @@ class OffloadBuffers(ABC):
         make: Callable[[int], torch.Tensor],
         read_ahead_nbytes: int,
     ) -> None:
-        self.layouts, self.source, self.pool, self._make = layouts, source, pool, make
+        self.layouts = layouts
+        self.source = source
+        self.pool = pool
+        self._make = make
         self.ring = BufferAllocator(buffer_nbytes([layout.nbytes for layout in layouts], read_ahead_nbytes))
         self.buffer = make(self.ring.nbytes)
         self._tickets: dict[int, Ticket] = {}

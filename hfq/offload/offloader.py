@@ -98,7 +98,9 @@ class Offloader:
         options: OffloadOptions = OffloadOptions(),
         root: nn.Module | None = None,
     ) -> None:
-        self._reader, self.device, self.options = reader, torch.device(device), options
+        self._reader = reader
+        self.device = torch.device(device)
+        self.options = options
         self.units = tuple(unit for unit in units if not is_table(unit))
         layouts = [lay_out(unit.infos(self.device)) for unit in self.units]
         self.pass_nbytes = sum(layout.needed_nbytes for layout in layouts)
@@ -111,7 +113,9 @@ class Offloader:
         self.schedule = PrefetchOrder(range(len(self.units)))
         self.lock = threading.RLock()
         self._in_use: tuple[int, ...] = ()
-        self.stall_seconds, self.buffer_overflows, self.passes = 0.0, 0, 0
+        self.stall_seconds = 0.0
+        self.buffer_overflows = 0
+        self.passes = 0
         self.recorder: Recorder | None = None
         self.experts = ExpertCache(
             self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand)

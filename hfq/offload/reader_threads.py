@@ -187,7 +187,10 @@ class _Clock:
     """Sums up the time during which anybody is busy."""
 
     def __init__(self) -> None:
-        self._lock, self._busy, self._since, self.seconds = threading.Lock(), 0, 0.0, 0.0
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._since = 0.0
+        self.seconds = 0.0
 
     def __enter__(self) -> None:
         with self._lock:

@@ -38,7 +38,9 @@ class Recorder:
     def __init__(
         self, clock: Clock, units: Sequence[str] = (), chunks: Mapping[ByteRange, int] | None = None
     ) -> None:
-        self._clock, self._blocks, self._chunks = clock, units, chunks or {}
+        self._clock = clock
+        self._blocks = units
+        self._chunks = chunks or {}
         self._began = time.perf_counter()
         self._notes: list[tuple[str, str, Any, Any, int]] = []
         self._copying = threading.Lock()

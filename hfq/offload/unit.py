@@ -125,7 +125,9 @@ class Binding:
     def __init__(
         self, unit: OffloadUnit, layout: UnitLayout, device: torch.device, ring: torch.Tensor
     ) -> None:
-        self.unit, self._layout, self._ring = unit, layout, ring.untyped_storage().data_ptr()
+        self.unit = unit
+        self._layout = layout
+        self._ring = ring.untyped_storage().data_ptr()
         self._moved = unit.moved(device)
         self._staying = tuple(module for module in unit.packed if module not in self._moved)
         self._views: dict[int, tuple[list[Mapping[str, torch.Tensor]], list[nn.Parameter]]] = {}

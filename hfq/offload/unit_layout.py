@@ -88,7 +88,9 @@ def lay_out(infos: Iterable[TensorInfo], gap_nbytes: int = GAP_NBYTES) -> UnitLa
     places: dict[TensorInfo, int] = dict.fromkeys((info for info in infos if not info.nbytes), 0)
     for source in coalesce((info.range for info in ordered), gap_nbytes):
         runs.append(Run(source, runs[-1].offset + runs[-1].nbytes if runs else 0))
-    end, copies, index = sum(run.nbytes for run in runs), [], 0
+    end = sum(run.nbytes for run in runs)
+    copies = []
+    index = 0
     for info in ordered:
         while not _holds(runs[index].source, info.range):
             index += 1

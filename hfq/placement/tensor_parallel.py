@@ -47,7 +47,9 @@ class TensorPart:
 
     def runs(self) -> ByteRuns:
         """Where its bytes lie, in their order: one run where they lie together."""
-        source, cut, shape = self.info.range, self.cut, self.info.shape
+        source = self.info.range
+        cut = self.cut
+        shape = self.info.shape
         if cut is None or self.nbytes == self.info.nbytes:
             return ByteRuns(source.file, source.offset, source.nbytes, source.nbytes, 1)
         inner = math.prod(shape[cut.dim + 1 :]) * DTYPE_BITS[self.info.dtype] // 8

@@ -77,7 +77,9 @@ def _timeline(fields: Fields) -> tuple[list[Span], list[str]]:
 
 
 def _span(fields: Fields) -> Span:
-    lane, start, end = fields.text("lane"), fields.number("start"), fields.number("end")
+    lane = fields.text("lane")
+    start = fields.number("start")
+    end = fields.number("end")
     if lane not in LANES:
         raise fields.wrong(", ".join(LANES), lane, "lane")
     if end < start:

@@ -65,13 +65,11 @@ class DecoderLayerQuantizer:
         read: Callable[[str], torch.Tensor],
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.block, self.linears, self.format, self.recipe, self.read = (
-            block,
-            dict(linears),
-            weight_format,
-            recipe,
-            read,
-        )
+        self.block = block
+        self.linears = dict(linears)
+        self.format = weight_format
+        self.recipe = recipe
+        self.read = read
         self.dtype_of = dtype_of
         self.packed: dict[str, dict[str, torch.Tensor]] = {}
         self.changed: dict[str, torch.Tensor] = {}

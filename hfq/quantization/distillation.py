@@ -70,13 +70,11 @@ class Distillation:
         recipe: Recipe,
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:
-        self.block, self.packed, self.changed, self.recipe, self.dtype_of = (
-            block,
-            packed,
-            changed,
-            recipe,
-            dtype_of,
-        )
+        self.block = block
+        self.packed = packed
+        self.changed = changed
+        self.recipe = recipe
+        self.dtype_of = dtype_of
         self.format = weight_format
         self.layers = [_Layer(linears[name], packed[name], weight_format, recipe) for name in packed]
         self.dense = {

@@ -97,7 +97,9 @@ class _Job:
         target: Path,
         calibration: Calibration | None,
     ) -> None:
-        self.source, self.recipe, self.calibration = source, recipe, calibration
+        self.source = source
+        self.recipe = recipe
+        self.calibration = calibration
         skipped = find_skipped(source.model, modules_to_not_convert)
         for name in source.blocks:
             with source.on_meta(name) as block:

@@ -198,18 +198,18 @@ class _Solver:
         scales: torch.Tensor,
         zeros: torch.Tensor,
     ) -> None:
-        self.format, self.recipe, self.factor, self.feedback = (
-            weight_format,
-            recipe,
-            factor,
-            TriangularMatrix.of(factor.feedback),
-        )
+        self.format = weight_format
+        self.recipe = recipe
+        self.factor = factor
+        self.feedback = TriangularMatrix.of(factor.feedback)
         out_features, self.size = weight.shape
         self.span = self.size if weight_format.group_size == -1 else weight_format.group_size
         self.top = (1 << weight_format.num_bits) - 1
         self.weight = weight.t()[factor.order]
         self.rows = self.weight.to(torch.float32, copy=True)
-        self.codes, self.scales, self.zeros = codes, scales, zeros
+        self.codes = codes
+        self.scales = scales
+        self.zeros = zeros
         self.g_idx = torch.empty(self.size, dtype=torch.int64)
         self.loss = torch.zeros(out_features)
 
@@ -273,11 +273,9 @@ class _Solver:
     def _leaf(self, start: int, stop: int) -> None:
         """Quantizes some channels, one after the other."""
         channels, groups = self.factor.order[start:stop], self._groups(start, stop)
-        original, rows, feedback = (
-            self.weight[start:stop].float(),
-            self.rows[start:stop],
-            self.feedback.corner(start, stop),
-        )
+        original = self.weight[start:stop].float()
+        rows = self.rows[start:stop]
+        feedback = self.feedback.corner(start, stop)
         codes, errors = torch.empty_like(rows), torch.empty_like(rows)
         each = zip(
             range(stop - start),

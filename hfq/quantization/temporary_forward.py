@@ -24,7 +24,9 @@ class _Held:
 
     def __init__(self, layer: nn.Module, tensors: Mapping[str, torch.Tensor], weight_format: Format) -> None:
         before = vars(layer).get("forward")
-        self.layer, self.tensors, self.format = layer, {**tensors}, weight_format
+        self.layer = layer
+        self.tensors = {**tensors}
+        self.format = weight_format
         self.before: Callable | None = before.before if isinstance(before, _Held) else before
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:

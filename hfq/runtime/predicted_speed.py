@@ -107,7 +107,9 @@ def predict_step(loading: ModelLoader, profile: Profile, rows: int = 1, context:
 
 def _work(loading: ModelLoader) -> Work:
     """The work of one token of a loaded model, and of its load."""
-    model, offloader, read = loading.model, loading.offloader, loading.read_report
+    model = loading.model
+    offloader = loading.offloader
+    read = loading.read_report
     config = model.config.get_text_config(decoder=True)
     dtype, routed = str(model.dtype).removeprefix("torch."), routed_share(config)
     moved = 0 if offloader is None else offloader.pass_nbytes

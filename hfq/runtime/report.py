@@ -221,7 +221,9 @@ def _homes(plan: Plan) -> list[DeviceReport]:
 
 
 def _stream(offloader: Offloader, measure: bool) -> OffloadReport:
-    regions, experts, schedule = offloader.regions, offloader.experts, offloader.schedule
+    regions = offloader.regions
+    experts = offloader.experts
+    schedule = offloader.schedule
     return OffloadReport(
         mode=offloader.source.mode,
         units=len(offloader.units),

@@ -10,11 +10,10 @@ from pathlib import Path
 import deepspeed
 import torch
 import worker
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-import hfq
 from hfq import HfqConfig
 from tests.support.leaving import leave
 
@@ -38,7 +37,7 @@ def load(case: dict):
 def adapted(case: dict):
     model = load(case)
     if not case.get("plain"):
-        model = hfq.prepare_model(model, bool(case.get("recomputes")), case.get("recomputes"))
+        model = prepare_model_for_kbit_training(model, bool(case.get("recomputes")), case.get("recomputes"))
     torch.manual_seed(0)
     options = {"target_modules": "all-linear", **case.get("lora", {})}
     config = LoraConfig(r=8, task_type="CAUSAL_LM", **options)

@@ -54,7 +54,9 @@ class BenchWorker:
         n_prompt: int,
         n_gen: int,
     ) -> None:
-        self._folder, self._device_map, self._dtype = folder, device_map, dtype
+        self._folder = folder
+        self._device_map = device_map
+        self._dtype = dtype
         self._max_memory = (
             None if max_memory is None else {_as_key(key): size for key, size in max_memory.items()}
         )

@@ -30,11 +30,9 @@ def disk_findings(folder: Path) -> Iterator[Finding]:
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return
-    total, share, available = (
-        sum(file.stat().st_size for file in files),
-        cached_share(files),
-        available_memory(),
-    )
+    total = sum(file.stat().st_size for file in files)
+    share = cached_share(files)
+    available = available_memory()
     if share is not None:
         yield Finding(
             "disk", "ok", f"{share:.0%} of the checkpoint's {total / 1e9:.3g} GB are in the page cache"

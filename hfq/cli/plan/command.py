@@ -12,7 +12,10 @@ from hfq.cli.plan.options import PlanOptions
 
 __all__ = ["plan"]
 
-_MACHINE, _WORK, _ZERO, _TRAINING = "Machine", "Work", "DeepSpeed ZeRO", "Training under ZeRO"
+_MACHINE = "Machine"
+_WORK = "Work"
+_ZERO = "DeepSpeed ZeRO"
+_TRAINING = "Training under ZeRO"
 
 
 def _option(text: str, panel: str, metavar: str | None = None, least: int | None = None) -> Any:

@@ -40,7 +40,9 @@ def is_awq(tensors: Mapping[str, TensorInfo], config: Mapping) -> bool:
     """Whether a `qweight` is one of AWQ, by the shapes beside it; by the config where they could be
     either's.
     """
-    qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors.get("scales")
+    qweight = tensors["qweight"]
+    qzeros = tensors.get("qzeros")
+    scales = tensors.get("scales")
     names_awq = "awq" in str(config.get("quant_method", "")) or "awq" in str(config.get("packing_format", ""))
     if qweight.dtype == "I16" or "scaled_zeros" in tensors:
         return config.get("quant_method") != "gptq"

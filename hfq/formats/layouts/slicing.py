@@ -234,7 +234,9 @@ class ScaledShards(Format):
         self, part: LayerSlice, infos: Mapping[str, TensorInfo], index: Mapping[str, torch.Tensor]
     ) -> tuple[Format, Cuts]:
         dim = 0 if part.axis == "out" else 1
-        codes, scale, shape = Cut(dim, part.start, part.stop), None, infos[self.scale].shape
+        codes = Cut(dim, part.start, part.stop)
+        scale = None
+        shape = infos[self.scale].shape
         shared = self._shared(part, shape)
         if shared is not None:
             _check_aligned(self, part, shared, f"groups of {shared}")

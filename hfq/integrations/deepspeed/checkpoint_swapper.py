@@ -58,7 +58,9 @@ class CheckpointSwapper:
     """
 
     def __init__(self, reader: Reader, is_direct: bool = False) -> None:
-        self._reader, self._files, self._is_direct = reader, DirectFiles(reader), is_direct
+        self._reader = reader
+        self._files = DirectFiles(reader)
+        self._is_direct = is_direct
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfq-swap")
         self._sources: dict[int, ShardSource] = {}
         self._changed: dict[int, torch.Tensor] = {}
@@ -66,7 +68,10 @@ class CheckpointSwapper:
         self._free: dict[int, list[torch.Tensor]] = {}
         self._pending: list[tuple[Any, torch.Tensor, list[Future]]] = []
         self._lock, self._local = threading.Lock(), threading.local()
-        self.window, self.nbytes_read, self.nbytes_written, self.most_nbytes = 8, 0, 0, 0
+        self.window = 8
+        self.nbytes_read = 0
+        self.nbytes_written = 0
+        self.most_nbytes = 0
 
     def place(self, parameter: Any, source: ShardSource) -> None:
         """Lets the shard of a partitioned parameter rest where it lies in the files."""

@@ -71,13 +71,11 @@ class ShardFiller:
     def __init__(
         self, loading: LoadState, rank: int, world: int, is_dealt: bool, device: torch.device
     ) -> None:
-        self._loading, self._rank, self._world, self._is_dealt, self._device = (
-            loading,
-            rank,
-            world,
-            is_dealt,
-            device,
-        )
+        self._loading = loading
+        self._rank = rank
+        self._world = world
+        self._is_dealt = is_dealt
+        self._device = device
         self._batch: list[tuple[Shard, torch.Tensor]] = []
         self._nbytes, self._checked = 0, 0
         self._error: Exception | None = None
@@ -115,7 +113,9 @@ class ShardFiller:
         """Fills what was added so far. Errors are kept for `finish`, so that no rank leaves the others
         behind.
         """
-        batch, self._batch, self._nbytes = self._batch, [], 0
+        batch = self._batch
+        self._batch = []
+        self._nbytes = 0
         if self._is_dealt:
             for shard, memory in batch:
                 self._deal(shard, memory)

@@ -58,12 +58,12 @@ class ShardMaker:
     """
 
     def __init__(self, loading: LoadState, zero: ZeroConfig, plan: ZeroPlan) -> None:
-        self._loading, self._zero, self._plan = loading, zero, plan
-        self._is_dealt, self.missing, self.pool = (
-            loading.config.reader_ranks == "rank0",
-            missing_internals(),
-            "",
-        )
+        self._loading = loading
+        self._zero = zero
+        self._plan = plan
+        self._is_dealt = loading.config.reader_ranks == "rank0"
+        self.missing = missing_internals()
+        self.pool = ""
         self.swapper: CheckpointSwapper | None = None
         options = self._options()
         if self.missing:

@@ -90,7 +90,9 @@ class Sharder:
         from deepspeed.runtime.zero.partition_parameters import Init
 
         self._init = Init(config_dict_or_path=options, enabled=False, param_swapper=swapper)
-        self.device, self.home, self.swapper = self._init.local_device, config.home, self._init.param_swapper
+        self.device = self._init.local_device
+        self.home = config.home
+        self.swapper = self._init.param_swapper
 
     def new_parameter(
         self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False

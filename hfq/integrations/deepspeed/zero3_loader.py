@@ -150,7 +150,9 @@ class Zero3Loader(ModelLoader):
 
     def describe_shards(self) -> str:
         """What this rank keeps and has read, in one line."""
-        plan, maker, filler = self.zero_plan, self.maker, self.maker.filler
+        plan = self.zero_plan
+        maker = self.maker
+        filler = self.maker.filler
         home = f"{self.zero.home} in place" if maker.swapper is not None else self.zero.home
         return (
             f"{len(self.packed)} packed modules ({self.describe_formats()}), {plan.packed_nbytes:,} packed "

@@ -42,7 +42,9 @@ class Layers:
         self, source: Source, layout: Layout, config: HfqConfig, reader: Reader | None = None
     ) -> None:
         self.reader = reader or Reader(source.checkpoint)
-        self.layout, self._match, self._config = layout, source.match, config
+        self.layout = layout
+        self._match = source.match
+        self._config = config
 
     def __deepcopy__(self, memo: dict) -> Layers:
         return self  # FMS copies its configs, and with them what they refer to

@@ -106,7 +106,9 @@ class _Unnamed(UninitializedModule):
         self, in_features: int, out_features: int, bias: bool, linear_config: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
         self.placed: Placed | None = linear_config.get(_LAYERS)
 
     def initialize(self, name: str) -> nn.Module:

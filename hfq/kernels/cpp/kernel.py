@@ -48,7 +48,10 @@ def linear(
     *leading, width = activations.shape
     if native is None or layer is None or width != layer.sizes[1]:
         return panels.linear(activations, tensors, weight_format)
-    count, dtype, out_features, stride = math.prod(leading), DTYPES[activations.dtype], layer.sizes[0], width
+    count = math.prod(leading)
+    dtype = DTYPES[activations.dtype]
+    out_features = layer.sizes[0]
+    stride = width
     if (
         count > _ALWAYS_FUSED
         and count > _most_fused(activations.dtype)
@@ -102,7 +105,9 @@ def grouped_linear(
         return None
     if sum(counts) != activations.shape[0] or len(counts) != len(layers):
         return None
-    rows, out_features, number = activations.contiguous(), found[0].out_features, len(found)
+    rows = activations.contiguous()
+    out_features = found[0].out_features
+    number = len(found)
     result = rows.new_empty(rows.shape[0], out_features)
     here, sizes = (NativeLayer * number)(*found), (ctypes.c_int64 * number)(*counts)
     status = native.hfq_grouped(

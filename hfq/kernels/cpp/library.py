@@ -167,7 +167,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    pointer = ctypes.c_void_p
+    int64 = ctypes.c_int64
+    int32 = ctypes.c_int32
     if loaded.hfq_abi() != ABI:
         raise BuildError(f"the cached library speaks version {loaded.hfq_abi()}, not {ABI}")
     for function in (loaded.hfq_most_rows, loaded.hfq_scratch):

@@ -100,7 +100,9 @@ def mlx_affine(
     weight_format: Mlx, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
     """MLX's affine codes of four bits, to whose products with a scale a float is added."""
-    codes, scales, biases = tensors["weight"], tensors["scales"], tensors[weight_format.biases_name]
+    codes = tensors["weight"]
+    scales = tensors["scales"]
+    biases = tensors[weight_format.biases_name]
     return NativeLayer(
         codes=codes.data_ptr(),
         row_nbytes=codes.shape[1] * 4,
@@ -135,7 +137,9 @@ def _against_pack_quantized(weight_format: PackQuantized, in_features: int) -> s
 def pack_quantized(
     weight_format: PackQuantized, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
-    codes, scale, zero = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    codes = tensors["weight_packed"]
+    scale = tensors["weight_scale"]
+    zero = tensors.get("weight_zero_point")
     index = tensors["weight_g_idx"] if weight_format.has_g_idx else None
     groups = scale.shape[1] if scale.dim() == 2 else 1
     is_shared = scale.numel() == 1 and out_features > 1
@@ -170,7 +174,9 @@ def awq_rows(
     weight_format: Awq, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
     """gemv, and gemv_fast, whose scales and zero points lie with the outputs side by side."""
-    codes, scales, zeros = tensors["qweight"], tensors["scales"], tensors[weight_format.zeros_name]
+    codes = tensors["qweight"]
+    scales = tensors["scales"]
+    zeros = tensors[weight_format.zeros_name]
     span = in_features if weight_format.group_size == -1 else weight_format.group_size
     is_fast = weight_format.version == "gemv_fast"
     integers, unit, offset = _ASYMMETRIC
@@ -211,7 +217,9 @@ def bnb(
     weight_format: Bnb4Bit, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
 ) -> NativeLayer:
     """nf4 and fp4, with plain or double-quantized scales."""
-    codes, scale, groups = tensors["weight"], tensors["weight.absmax"], in_features // weight_format.blocksize
+    codes = tensors["weight"]
+    scale = tensors["weight.absmax"]
+    groups = in_features // weight_format.blocksize
     nested = tensors.get("weight.nested_absmax")
     return NativeLayer(
         codes=codes.data_ptr(),

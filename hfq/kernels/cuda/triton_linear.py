@@ -44,7 +44,9 @@ _PROGRAMS = 256
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_SPLITS = 16
-_BLOCK_N, _BLOCK_K, _QUANTIZED_AT_ONCE = 64, 64, 1024
+_BLOCK_N = 64
+_BLOCK_K = 64
+_QUANTIZED_AT_ONCE = 1024
 
 
 def reason_missing() -> str | None:
@@ -178,7 +180,9 @@ class _Product:
 
 
 def _launch_gptq(product: _Product, tensors: Mapping[str, torch.Tensor], weight_format: Gptq) -> None:
-    rows, scales, zeros = product.rows, tensors["scales"].contiguous(), tensors["qzeros"].contiguous()
+    rows = product.rows
+    scales = tensors["scales"].contiguous()
+    zeros = tensors["qzeros"].contiguous()
     in_features = rows.shape[1]
     index = tensors["g_idx"].contiguous() if weight_format.act_order else zeros
     span = in_features if weight_format.group_size == -1 else weight_format.group_size

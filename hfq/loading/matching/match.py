@@ -131,7 +131,9 @@ class _Matcher:
     def __init__(
         self, model: PreTrainedModel, names: Names, formats: Mapping[str, Format], has_halves: bool
     ) -> None:
-        self.match, self._names, self._formats = CheckpointMatch(), names, formats
+        self.match = CheckpointMatch()
+        self._names = names
+        self._formats = formats
         self._submodules, self.parameters = dict(model.named_modules()), dict(model.state_dict())
         self._experts = find_experts(self._submodules)
         if has_halves:

@@ -146,7 +146,9 @@ class SlicedLoader(ModelLoader):
         """Settles what this rank holds of one layer; of its tensors, an index that says what a slice along
         the input needs is read.
         """
-        slot, part, infos = self.match.packed[name].slot, self.slices.get(name), module.infos
+        slot = self.match.packed[name].slot
+        part = self.slices.get(name)
+        infos = module.infos
         cuts: Mapping[str, Cut | None] = dict.fromkeys(infos)
         if part is not None:
             specs = (
@@ -170,7 +172,9 @@ class SlicedLoader(ModelLoader):
 
     def _read(self, name: str, module: QuantizedModule) -> None:
         """Reads this rank's part of one row, checks its values, and gives it to the module."""
-        found, part, slot = module.weight_format, self.slices.get(name), self.match.packed[name].slot
+        found = module.weight_format
+        part = self.slices.get(name)
+        slot = self.match.packed[name].slot
         row = self._fill(self.parts[name], self._index.get(name, {}))
         small = {local: tensor for local, tensor in row.tensors().items() if local != found.codes_name}
         module.weight_format = found.resolve(name, small)

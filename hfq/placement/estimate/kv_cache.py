@@ -22,7 +22,9 @@ caches.
 """
 
 _FLOAT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GROUP, _RESIDUAL, _FP8_SCALE = 64, 128, 4
+_GROUP = 64
+_RESIDUAL = 128
+_FP8_SCALE = 4
 
 
 @dataclass(frozen=True, slots=True)
