@@ -164,7 +164,7 @@ def _cells(name: str, row: Quality) -> list[str]:
     found = row.score
     return [
         f"{name} (reference)" if row.is_reference else name,
-        row.variants,
+        row.formats,
         f"{row.bits_per_weight:.3f}",
         number(row.bits_per_packed_weight, ".3f"),
         f"{row.nbytes:,}",

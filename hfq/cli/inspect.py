@@ -83,7 +83,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, kernels: bool = False) -> dict:
         "files": {Path(file).name: header.nbytes for file, header in checkpoint.headers.items()},
         "nbytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
-        "formats": dict(Counter(entry["dialect"] for entry in packed)),
+        "formats": dict(Counter(entry["format"] for entry in packed)),
         "bits_per_packed_weight": round(sum(e["nbytes"] for e in counted) * 8 / weights, 3)
         if weights
         else None,
@@ -100,7 +100,7 @@ def _packed_module(name: str, found: Format, tensors: dict[str, TensorInfo]) -> 
     codes, bits = tensors.get(found.codes_name), found.bits_per_code
     weights = codes.nbytes * 8 // bits if codes is not None and bits else 0
     nbytes = sum(info.nbytes for info in tensors.values())
-    entry = {"module": name, "dialect": found.describe(), "weights": weights, "nbytes": nbytes}
+    entry = {"module": name, "format": found.describe(), "weights": weights, "nbytes": nbytes}
     return entry | {"bits_per_weight": round(nbytes * 8 / weights, 3) if weights else None}
 
 
@@ -150,9 +150,9 @@ def _print(report: dict) -> None:
         f"packed {report['packed_nbytes']:,} B ({'?' if bits is None else bits} bits per weight), dense "
         f"{report['dense_nbytes']:,} B"
     )
-    table = Table("dialect", "modules", "bits per weight", "bytes")
+    table = Table("format", "modules", "bits per weight", "bytes")
     for dialect, count in report["formats"].items():
-        entries = [entry for entry in report["modules"] if entry["dialect"] == dialect]
+        entries = [entry for entry in report["modules"] if entry["format"] == dialect]
         nbytes, weights = sum(e["nbytes"] for e in entries), sum(e["weights"] for e in entries)
         table.add_row(dialect, str(count), f"{nbytes * 8 / weights:.3f}" if weights else "?", f"{nbytes:,}")
     console.print(table)
@@ -162,7 +162,7 @@ def _print(report: dict) -> None:
     console.print(layers)
     console.print(f"alignment of tensors in their files: {report['alignment']}")
     chosen = Counter(
-        (entry["dialect"], tuple(entry["kernels"].items()))
+        (entry["format"], tuple(entry["kernels"].items()))
         for entry in report["modules"]
         if "kernels" in entry
     )

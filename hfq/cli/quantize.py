@@ -158,7 +158,7 @@ def _line(progress: Progress) -> str:
 
 def _summary(report: QuantizeReport) -> str:
     resumed = f", {report.resumed} blocks taken from an earlier run" if report.resumed else ""
-    layers = f"{len(report.layers)} layers as {report.dialect}"
+    layers = f"{len(report.layers)} layers as {report.format}"
     return f"{report.path}: {layers}, {report.nbytes:,} bytes in {report.seconds:,.1f} s{resumed}"
 
 

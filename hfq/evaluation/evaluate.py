@@ -31,7 +31,7 @@ class Quality:
 
     Attributes:
         path: The checkpoint.
-        variants: How it is packed.
+        formats: How it is packed.
         is_reference: Whether the others are compared with it.
         score: Perplexity, and divergence from the reference.
         size: Its bytes and bits (see `ModelSize`).
@@ -40,7 +40,7 @@ class Quality:
     """
 
     path: str
-    variants: str
+    formats: str
     is_reference: bool
     score: Score
     nbytes: int
@@ -126,7 +126,7 @@ def _row(
     size = ModelSize(model)
     return Quality(
         os.fspath(path),
-        size.variants,
+        size.formats,
         is_reference,
         found,
         size.nbytes,

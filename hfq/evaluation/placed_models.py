@@ -120,7 +120,7 @@ class ModelSize:
         bits_per_weight: The bits of all stored tensors over all weights.
         bits_per_packed_weight: The bits of packed layers (codes, scales, zero points, indices, biases) over
             their weights; None where nothing is packed.
-        variants: The formats of the packed layers.
+        formats: The formats of the packed layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -139,4 +139,4 @@ class ModelSize:
             8 * (packed_nbytes + sum(info.nbytes for info in dense.values())) / self.weights
         )
         self.bits_per_packed_weight = 8 * packed_nbytes / packed_weights if packed_weights else None
-        self.variants = loading.describe_formats() or "dense"
+        self.formats = loading.describe_formats() or "dense"

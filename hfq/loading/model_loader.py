@@ -184,7 +184,7 @@ class ModelLoader(LoadState):
         on_demand = [module for name, module in brought.items() if name in experts]
         if units or on_demand:
             self.offloader = Offloader(
-                units, self.reader, self.main, on_demand, self._stream_options(), self.model
+                units, self.reader, self.main, on_demand, self._offload_options(), self.model
             )
             for module in self.model.modules():
                 if isinstance(module, QuantizedExperts) and on_demand:
@@ -197,7 +197,7 @@ class ModelLoader(LoadState):
     def _log_summary(self) -> None:
         log_summary(self, self.load_seconds or 0.0)
 
-    def _stream_options(self) -> OffloadOptions:
+    def _offload_options(self) -> OffloadOptions:
         cache, read_ahead = self.config.expert_cache_nbytes, OffloadOptions.read_ahead_nbytes
         if self.budget is not None:
             read_ahead = self.budget.read_ahead_nbytes()

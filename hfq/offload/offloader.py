@@ -1,4 +1,4 @@
-"""The streamer: keeps the block that computes and the block that comes next on their device, and nothing
+"""The offloader: keeps the block that computes and the block that comes next on their device, and nothing
 else.
 
 Reader threads fill one end of a ring while the block at the other end computes, over the border between two
@@ -121,7 +121,7 @@ class Offloader:
             self._read, self.pool, cache_nbytes(options.expert_cache_nbytes, on_demand)
         )
         self._finalizer = weakref.finalize(self, Pool.close, self.pool)
-        _streamers.add(self)
+        _offloaders.add(self)
         self._record()
         self._wrap_all(units, on_demand, root)
 
@@ -322,11 +322,11 @@ class Offloader:
         self.experts.reset()
 
 
-_streamers: weakref.WeakSet[Offloader] = weakref.WeakSet()
+_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 
 
 def _reset_all() -> None:
-    for offloader in list(_streamers):
+    for offloader in list(_offloaders):
         offloader.reset_after_fork()
 
 

@@ -13,7 +13,7 @@ from hfq.offload.unit_layout import UnitLayout
 
 __all__ = ["measure_limit"]
 
-_THREADS = 8
+_THREADS = 8  # as `OffloadOptions.threads`, whose reads it is compared with
 _MOST_NBYTES = 1 << 30
 
 

@@ -116,7 +116,7 @@ class Pool:
         busy_seconds: The time during which at least one job ran.
     """
 
-    def __init__(self, threads: int = 8) -> None:
+    def __init__(self, threads: int) -> None:
         self._count = threads
         self._reset()
         _pools.add(self)

@@ -19,7 +19,7 @@ __all__ = ["PARTS", "plan_section"]
 
 PARTS = {
     "weights_nbytes": "weights",
-    "ring_nbytes": "ring",
+    "buffer_nbytes": "buffer",
     "experts_nbytes": "experts' cache",
     "kv_cache_nbytes": "KV cache",
     "activations_nbytes": "activations",

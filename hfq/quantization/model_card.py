@@ -57,7 +57,7 @@ def model_card(
     ]
     lines = [
         f"Written by hfq {__version__} from `{Path(source.root).name}`: {len(report.layers)} linear layers "
-        f"as {report.dialect}.",
+        f"as {report.format}.",
         "",
         "| option | value |",
         "|---|---|",

@@ -58,7 +58,7 @@ class QuantizeReport:
 
     Attributes:
         path: The folder.
-        dialect: What its layers are packed as.
+        format: The format of its quantized layers.
         layers: What is known of each layer.
         nbytes: The bytes of all tensors.
         resumed: Blocks that an earlier run had finished.
@@ -67,7 +67,7 @@ class QuantizeReport:
     """
 
     path: Path
-    dialect: str
+    format: str
     layers: tuple[LayerReport, ...]
     nbytes: int
     resumed: int

@@ -1,6 +1,4 @@
-"""Further dialects that a float model is rounded into, one file each: what `HfqConfig(method=…)` may name
-beside GPTQ and FP8.
-"""
+"""The schemes that a float model is rounded into, by the name of the method in `Recipe`; one file each."""
 
 from __future__ import annotations
 

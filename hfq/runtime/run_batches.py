@@ -32,9 +32,8 @@ def run_batches(
     calls, bit for bit, and every block is read once for each step of all batches. Where nothing is streamed
     the batches simply run one after another.
 
-        outputs = hfq.run_batches(model, batches)                                                    #
-        prefill, scoring tokens = hfq.run_batches(model, batches, lambda batch: model.generate(**batch,
-        do_sample=False))
+        outputs = hfq.run_batches(model, batches)  # prefill, scoring
+        tokens = hfq.run_batches(model, batches, lambda batch: model.generate(**batch, do_sample=False))
 
     Args:
         model: A model that hfq loaded.

@@ -48,7 +48,7 @@ def test_one_accelerator_takes_blocks_from_the_host():
     homes = planned["devices"]
     assert set(homes) == {"cuda:0", "cpu"}
     assert homes["cuda:0"]["total_nbytes"] <= 700_000
-    assert homes["cuda:0"]["ring_nbytes"] > 0
+    assert homes["cuda:0"]["buffer_nbytes"] > 0
     assert planned["device_map"][""] == 0
     assert {0, "cpu"} == set(planned["device_map"].values())
     assert planned["moved"]["copied_per_step_nbytes"] > 0

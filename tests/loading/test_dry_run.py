@@ -129,7 +129,7 @@ def test_planned_bytes_are_measured_bytes_in_every_home(name):
         assert measured["disk"] == pytest.approx(
             expected.get("disk", {"weights_nbytes": 0})["weights_nbytes"], rel=0.02
         )
-        assert measured["ring"] == pytest.approx(expected["cpu"]["ring_nbytes"], rel=0.02)
+        assert measured["ring"] == pytest.approx(expected["cpu"]["buffer_nbytes"], rel=0.02)
         offloader = model.hf_quantizer.loading.offloader
         passed, pages = (0, 0) if offloader is None else (offloader.pass_nbytes, 8192 * len(offloader.units))
         assert (

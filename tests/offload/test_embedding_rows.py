@@ -126,7 +126,7 @@ def test_a_padding_token_is_looked_up_like_any_other(table):
 
 def test_many_rows_are_read_by_the_pool_and_few_are_not(table):
     weight, checkpoint = table
-    pool = Pool()
+    pool = Pool(2)
     submitted = []
     pool.submit = lambda ticket, submit=pool.submit: submitted.append(ticket) or submit(ticket)
     module = nn.Embedding(ROWS, SIZE, device="meta", dtype=weight.dtype)

@@ -169,7 +169,7 @@ def test_the_child_of_a_fork_forgets_what_was_being_read(pool):
     st.lists(st.integers(0, 5), max_size=25),
 )
 def test_it_keeps_what_a_plain_list_would(sizes, budget, wishes):
-    cache, experts, _ = make(Pool(), budget, sizes)
+    cache, experts, _ = make(Pool(2), budget, sizes)
     model: list[int] = []
     for number in (wish % len(sizes) for wish in wishes):
         was_there = number in model

@@ -50,7 +50,7 @@ def device(tmp_path, lane, monkeypatch):
         [info for name, info in checkpoint.tensors.items() if name.startswith(f"{unit}.")]
         for unit in range(BLOCKS)
     ]
-    pool = Pool()
+    pool = Pool(2)
 
     def make(resident=()):
         source = Source(Reader(checkpoint), "buffered", 0)

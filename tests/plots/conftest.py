@@ -84,7 +84,7 @@ RUN = {
 }
 HOME = {
     "weights_nbytes": 12000,
-    "ring_nbytes": 500,
+    "buffer_nbytes": 500,
     "experts_nbytes": 0,
     "kv_cache_nbytes": 100,
     "activations_nbytes": 200,

@@ -67,7 +67,7 @@ def checkpoint_findings(path: Path | None) -> Iterator[Finding]:
     yield Finding("checkpoint", "ok", f"{len(report['files'])} files, {report['nbytes']:,} bytes, {dialects}")
     for note in report["odd"]:
         yield Finding("checkpoint", "note", note)
-    chosen = Counter((entry["dialect"], tuple(entry["kernels"].items())) for entry in report["modules"])
+    chosen = Counter((entry["format"], tuple(entry["kernels"].items())) for entry in report["modules"])
     for (dialect, reasons), count in chosen.items():
         used = next(name for name, reason in reasons if reason is None)
         others = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason is not None)

@@ -134,7 +134,12 @@ def _spread(options: PlanOptions, model: PlannedModel, hardware: Hardware, workl
     weights = model.weights_by_home(device_map, hardware.main)
     devices = {}
     for home, capacity in capacities.items():
-        parts = {"weights": weights.get(home, 0), "ring": 0, "experts": 0, "kv_cache": spread.kv.get(home, 0)}
+        parts = {
+            "weights": weights.get(home, 0),
+            "buffer": 0,
+            "experts": 0,
+            "kv_cache": spread.kv.get(home, 0),
+        }
         parts |= {"activations": activations}
         devices[home] = _with_unit(parts | {"total": sum(parts.values()), "capacity": capacity})
     files = {"device_map.json": json.dumps(device_map, indent=2), "accelerate.yaml": accelerate_yaml(1)}

@@ -63,7 +63,7 @@ def _machine(machine: dict) -> str:
 def _homes(console: Console, homes: dict, limits: dict[str, str | None]) -> None:
     from rich.table import Table
 
-    table = Table("home", *PARTS.values(), "total", "of")
+    table = Table("device", *PARTS.values(), "total", "of")
     for home, parts in homes.items():
         capacity = parts["capacity_nbytes"]
         sizes = [as_size(parts[part]) for part in (*PARTS, "total_nbytes")]

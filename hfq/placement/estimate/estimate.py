@@ -100,7 +100,7 @@ class Estimate:
             is_main = home == budget.main
             found[home] = {
                 "weights": weights.get(home, 0),
-                "ring": self.ring.get(home, 0),
+                "buffer": self.ring.get(home, 0),
                 "experts": budget.expert_cache_nbytes if is_main else 0,
                 "kv_cache": self.kv if is_main else 0,
                 "activations": self.activations if is_main else 0,

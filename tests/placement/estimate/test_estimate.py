@@ -45,7 +45,7 @@ def test_the_cache_and_the_activations_are_taken_off_what_computes():
     assert sum(devices["cuda:0"].values()) <= 64 * MIB
     assert devices["cpu"] == {
         "weights": 96 * MIB - devices["cuda:0"]["weights"],
-        "ring": 0,
+        "buffer": 0,
         "experts": 0,
         "kv_cache": 0,
         "activations": 0,
