@@ -56,7 +56,7 @@ def compare(
 
     try:
         folders = model_folder(first, revision_a), model_folder(second, revision_b)
-        found = run(*folders, placement_a=device_map_a, placement_b=device_map_b, text=text, logits=logits)
+        found = run(*folders, device_map_a=device_map_a, device_map_b=device_map_b, text=text, logits=logits)
     except HfqError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -100,10 +100,10 @@ def evaluate(
         folders,
         text,
         reference=known,
-        sequence_length=max_seq_length,
+        max_seq_length=max_seq_length,
         stride=stride,
         batch_size=batch_size,
-        placement=device_map,
+        device_map=device_map,
         dtype=dtype,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -122,8 +122,8 @@ def compare(
     first: str | os.PathLike | torch.nn.Module,
     second: str | os.PathLike | torch.nn.Module,
     *,
-    placement_a: str | dict | None = None,
-    placement_b: str | dict | None = None,
+    device_map_a: str | dict | None = None,
+    device_map_b: str | dict | None = None,
     text: str | os.PathLike | None = None,
     logits: bool = True,
 ) -> Comparison:
@@ -135,8 +135,8 @@ def compare(
     Args:
         first: A: a checkpoint's folder, or a model that hfq loaded.
         second: B.
-        placement_a: Where A's weights rest: see `models.as_device_map`.
-        placement_b: Where B's do.
+        device_map_a: Where A's weights rest: see `models.as_device_map`.
+        device_map_b: Where B's do.
         text: A text whose first 32 tokens are the prompt; by default fixed random ids.
         logits: Whether to compare logits, which runs both models once.
 
@@ -144,8 +144,8 @@ def compare(
         HfqError: One of them cannot be loaded exactly, or hfq did not load it.
     """
     models = [
-        source if isinstance(source, torch.nn.Module) else load_model(source, placement, kernel="reference")
-        for source, placement in ((first, placement_a), (second, placement_b))
+        source if isinstance(source, torch.nn.Module) else load_model(source, device_map, kernel="reference")
+        for source, device_map in ((first, device_map_a), (second, device_map_b))
     ]
     a, b = (Weights(model) for model in models)
     differences, digests = [], {}

@@ -61,10 +61,10 @@ def evaluate(
     text: str | os.PathLike,
     *,
     reference: str | os.PathLike | None = None,
-    sequence_length: int | None = None,
+    max_seq_length: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
-    placement: str | dict | None = None,
+    device_map: str | dict | None = None,
     dtype: str = "float32",
     say: Callable[[str], None] | None = None,
 ) -> list[Quality]:
@@ -74,10 +74,10 @@ def evaluate(
         paths: The checkpoints' folders, each with its tokenizer.
         text: A file in UTF-8.
         reference: The model to compare with, of the same tokenizer; quantized or not.
-        sequence_length: Tokens of a window; by default 512, or what the models take.
+        max_seq_length: Tokens of a window; by default 512, or what the models take.
         stride: How far apart windows begin; by default they do not overlap.
         batch_size: Windows of a forward.
-        placement: Where weights rest: see `models.as_device_map`; all on the CPU by default.
+        device_map: Where weights rest: see `models.as_device_map`; all on the CPU by default.
         dtype: Of activations and dense tensors.
         say: Called with a line before each checkpoint.
 
@@ -90,7 +90,7 @@ def evaluate(
     """
     everything = [*paths, *([reference] if reference is not None else [])]
     configs = {os.fspath(path): text_config(path) for path in everything}
-    length = _length(configs, sequence_length)
+    length = _length(configs, max_seq_length)
     tokens = _tokens(read_text(text), configs)
     batches = cut(tokens, length, stride, batch_size)
     say = say or (lambda line: None)
@@ -99,10 +99,10 @@ def evaluate(
     first = None
     if reference is not None:
         say(f"{os.fspath(reference)}: reference")
-        known, known_seconds = _timed(reference, placement, dtype)
+        known, known_seconds = _timed(reference, device_map, dtype)
     for path in paths:
         say(f"{os.fspath(path)}: {sum(batch.targets.numel() for batch in batches)} tokens")
-        model, load_seconds = _timed(path, placement, dtype)
+        model, load_seconds = _timed(path, device_map, dtype)
         if known is None or reference is None:
             started = time.perf_counter()
             found = score(model, batches)
@@ -139,10 +139,10 @@ def _row(
 
 
 def _timed(
-    path: str | os.PathLike, placement: str | dict | None, dtype: str
+    path: str | os.PathLike, device_map: str | dict | None, dtype: str
 ) -> tuple[torch.nn.Module, float]:
     started = time.perf_counter()
-    model = load_model(path, placement, dtype)
+    model = load_model(path, device_map, dtype)
     return model, time.perf_counter() - started
 
 

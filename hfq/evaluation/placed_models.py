@@ -53,13 +53,16 @@ def as_device_map(placement: str | dict | None) -> Any:
 
 
 def load_model(
-    path: str | os.PathLike, placement: str | dict | None = None, dtype: str = "float32", kernel: str = "auto"
+    path: str | os.PathLike,
+    device_map: str | dict | None = None,
+    dtype: str = "float32",
+    kernel: str = "auto",
 ) -> Any:
     """The causal language model of a checkpoint, quantized or not, loaded by hfq.
 
     Args:
         path: The checkpoint's folder.
-        placement: See `as_device_map`.
+        device_map: See `as_device_map`.
         dtype: Of activations and dense tensors: `float32`, `bfloat16`, `float16`, or `auto` for the
             checkpoint's own.
         kernel: As for `HfqConfig`.
@@ -79,7 +82,7 @@ def load_model(
             found=dtype,
             fix="correct the dtype",
         )
-    device_map = as_device_map(placement)
+    device_map = as_device_map(device_map)
     logging.disable_progress_bar()
     config = HfqConfig(kernel=kernel)
     return AutoModelForCausalLM.from_pretrained(

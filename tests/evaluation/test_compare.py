@@ -55,7 +55,7 @@ def kinds(found) -> dict[str, int]:
 
 @pytest.mark.parametrize("placement", ["disk", HALF, json.dumps(HALF)], ids=["disk", "half", "json"])
 def test_placements_of_one_checkpoint_are_the_same_model(made, placement):
-    found = hfq.compare(made["v1"], made["v1"], placement_b=placement)
+    found = hfq.compare(made["v1"], made["v1"], device_map_b=placement)
     assert found.equal
     assert found.verdict == "the same model"
     assert found.identical == found.weights == 14 + 4 + 3
@@ -79,7 +79,7 @@ def test_loaded_models_can_be_compared(made):
 
 
 def test_the_same_numbers_in_another_dialect_are_the_same_model(made):
-    found = hfq.compare(made["v1"], made["v2"], placement_b="disk")
+    found = hfq.compare(made["v1"], made["v2"], device_map_b="disk")
     assert found.equal
     assert found.verdict == "the same model: the same numbers in other bytes"
     assert kinds(found) == {"other dialect": 14}

@@ -26,7 +26,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(text):
-    return evaluate([GPTQ, FP8], text, reference=LLAMA, sequence_length=64, batch_size=6)
+    return evaluate([GPTQ, FP8], text, reference=LLAMA, max_seq_length=64, batch_size=6)
 
 
 def test_fp8_is_nearer_to_the_reference_than_four_bits(rows):
@@ -76,7 +76,7 @@ def test_from_disk_the_numbers_are_the_same_and_each_layer_is_read_once(text, ro
         "run_batches",
         lambda model, batches, *a, **k: calls.append((model, len(batches))) or run(model, batches, *a, **k),
     )
-    found = evaluate([GPTQ], text, reference=LLAMA, sequence_length=64, batch_size=6, placement="disk")
+    found = evaluate([GPTQ], text, reference=LLAMA, max_seq_length=64, batch_size=6, device_map="disk")
     assert [row.score for row in found] == [row.score for row in rows[:2]]
     assert [count for _, count in calls] == [math.ceil(rows[0].score.tokens / 63 / 6)] * 2
     for model, _ in calls:
@@ -85,7 +85,7 @@ def test_from_disk_the_numbers_are_the_same_and_each_layer_is_read_once(text, ro
 
 
 def test_without_a_reference_there_is_perplexity_alone(text, rows):
-    (row,) = evaluate([GPTQ], text, sequence_length=64, batch_size=6)
+    (row,) = evaluate([GPTQ], text, max_seq_length=64, batch_size=6)
     assert row.score.perplexity == rows[1].score.perplexity
     assert row.score.kl_mean is None
     json.dumps(row.to_dict())
@@ -140,7 +140,7 @@ def test_a_bad_text_is_refused(tmp_path, unloaded, content, match):
 
 def test_a_sequence_longer_than_the_model_takes_is_refused(text, unloaded):
     with pytest.raises(SetupError, match="longer than a model takes"):
-        evaluate([GPTQ], text, sequence_length=1 << 20)
+        evaluate([GPTQ], text, max_seq_length=1 << 20)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, text, unloaded):
@@ -181,4 +181,4 @@ def test_a_model_whose_logits_are_not_finite_is_refused(tmp_path, text):
         {"format": "pt"},
     )
     with pytest.raises(CheckpointError, match="logits are not finite"):
-        evaluate([path], text, sequence_length=64)
+        evaluate([path], text, max_seq_length=64)
