@@ -44,8 +44,8 @@ class Difference:
     Attributes:
         name: Its name in the model.
         kind: `other dialect` and `other dtype`: the same numbers in other bytes. `inflated`: packed in A and
-            dense in B;
-            `quantized`: the reverse. `re-initialised`: values that have nothing to do with each other.
+            dense in B; `quantized`: the reverse. `re-initialised`: values that have nothing to do with each
+            other.
                 `missing`: not in B;
             `extra`: not in A.
         first: How A stores it.

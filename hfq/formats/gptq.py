@@ -4,14 +4,14 @@ by group.
     qweight  I32 [in * bits / 32, out]    codes, a bit stream along the input
     qzeros   I32 [groups, out * bits / 32]  zero points, a bit stream along the output
     scales   F16 [groups, out]
-    g_idx    I32 [in]                     the group of each input channel; absent or of length 1 where it is
-    trivial
+    g_idx    I32 [in]                     the group of each input channel; absent or
+                                          of length 1 where it is trivial
 
     W[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = g_idx[k]
 
 Format: AutoGPTQ's and gptqmodel's packers. `checkpoint_format="gptq"` (v1) stores z - 1, `"gptq_v2"` stores
-    z. `"gptq_p"`
-(gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place of one stream.
+z. `"gptq_p"` (gptqmodel's planar layout, 2 to 8 bits) stores z, and lays 32 codes out in bit planes in place
+of one stream.
 How v1 adds the one back differs by writer, and shows wherever z = 0: gptqmodel adds on the packed word (on
 the masked field for 3 bits), AutoGPTQ on each field without a mask.
 """

@@ -54,12 +54,10 @@ class HfqConfig(QuantizationConfigMixin):
         disk_io: `"direct"` bypasses the page cache, `"buffered"` uses it, `"auto"` uses it if all offloaded
             units fit into half of the available memory.
         disk_checksum: Compares weights read from disk with checksums taken while loading, which reads all of
-            them
-            once: `"off"`, at the `"first"` read of each unit, or `"always"`.
+            them once: `"off"`, at the `"first"` read of each unit, or `"always"`.
         expert_cache_size: Memory for routed experts that are kept on the execution device while they are
             offloaded: bytes, or text with a unit such as `"4GiB"`. None takes what an automatic device map
-                leaves free, else a
-            tenth of the available memory.
+            leaves free, else a tenth of the available memory.
         execute_cpu_layers_on: Where quantized layers on the CPU compute next to an accelerator:
             `"accelerator"` copies their weights, `"cpu"` moves their activations, `"auto"` chooses for each
             call.

@@ -3,8 +3,7 @@ activations are.
 
 At home, a forward reads the packed bytes once from memory and sends activations over the link in both
 directions; on the accelerator it sends the packed bytes over the link. So few rows, as in decoding, are
-cheaper at home, and many, as in a prefill, are
-not: there the host's arithmetic is what takes the time.
+cheaper at home, and many, as in a prefill, are not: there the host's arithmetic is what takes the time.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     W[n, k] = code[n, k] * scale[n]    scale[n] = max_k |W[n, k]| / (2^(b-1) - 1)
 
 Source: Zeng et al. 2023, arXiv 2210.02414, section 3.3. Written as compressed-tensors' pack-quantized by
-    channel, with
-bfloat16 scales; the recipe's own files are no dialect that another library reads.
+channel, with bfloat16 scales; the recipe's own files are no dialect that another library reads.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = {"docs/zero3.md": 0.0, "docs/tensor_parallel.md": 0.02}
 """By how much of the largest logit they may differ from those of one process. Sums of slices in bfloat16 are
-rounded before they are
-added: 0.7 % was measured (docs/tensor_parallel.md).
+rounded before they are added: 0.7 % was measured (docs/tensor_parallel.md).
 """
 
 

@@ -3,8 +3,8 @@
 
 transformers cuts the dense parameters itself (DTensors), and installs its hooks on packed layers as on its
 own: they see a layer that computes on plain local tensors (`_hf_quantized_needs_local_tp`). `in_features` and
-    `out_features` stay those of the whole layer, which
-is what its hooks go by. A slice along the input gives a partial sum, which the hooks add up over the ranks.
+`out_features` stay those of the whole layer, which is what its hooks go by. A slice along the input gives a
+partial sum, which the hooks add up over the ranks.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ Absmax (symmetric): codes in [-(2^(b-1) - 1), 2^(b-1) - 1], zero point 0, scale 
 Zero-point (asymmetric): codes in [-2^(b-1), 2^(b-1) - 1], scale = (max w - min w) / (2^b - 1).
 
 Sources: Jacob et al. 2018, arXiv 1712.05877, section 2.1; Dettmers et al. 2022, arXiv 2208.07339, section 2;
-    Gholami et al. 2021,
-arXiv 2103.13630, section III. GLM-130B's recipe (Zeng et al. 2023, arXiv 2210.02414, section 3.3) is absmax
-by output channel.
+Gholami et al. 2021, arXiv 2103.13630, section III. GLM-130B's recipe (Zeng et al. 2023, arXiv 2210.02414,
+section 3.3) is absmax by output channel.
 """
 
 from __future__ import annotations
