@@ -23,9 +23,7 @@ _METHODS = (
 )
 
 Method = Annotated[str, typer.Option(help=_METHODS)]
-Bits = Annotated[
-    int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; of w4a16: 4 or 8; by default 4.")
-]
+Bits = Annotated[int | None, typer.Option(help="Of gptq, awq, and rtn: 2, 3, 4, or 8; by default 4.")]
 GroupSize = Annotated[
     int | None, typer.Option(help="Input channels that share a scale, -1 for all; by default 128.")
 ]

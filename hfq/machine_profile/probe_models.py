@@ -155,7 +155,7 @@ def make_checkpoint(folder: Path, architecture: Architecture, weights: WeightLay
             file=path,
             expected=f"{1.05 * needed:,.0f} bytes",
             found=f"{free:,} bytes free",
-            fix="pass another --folder or a smaller --size",
+            fix="pass another --folder, or free space",
         )
     shards = list(_shards(planned, min(_LARGEST_SHARD, -(-needed // 3))))
     weight_map: dict[str, str] = {}

@@ -78,7 +78,7 @@ def calibrate(
         SetupError: The text is empty, shorter than one sequence, or not there; tokens are not the model's; a
             number is unusable.
     """
-    for option, value in (("samples", samples), ("sequence_length", length)):
+    for option, value in (("num_calibration_samples", samples), ("max_seq_length", length)):
         if type(value) is not int or value < 1:
             raise _unusable(f"{option} must be positive", "a positive int", repr(value), f"correct {option}")
     if longest is not None and length > longest:
@@ -86,7 +86,7 @@ def calibrate(
             "sequences are longer than the model's positions",
             f"at most {longest}",
             length,
-            "lower sequence_length",
+            "lower max_seq_length",
         )
     tokens, source = _tokens(text, tokenizer, samples, length)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary):
@@ -178,7 +178,7 @@ def _too_short(found: int, length: int) -> SetupError:
         "it is shorter than one sequence",
         f"at least {length} tokens",
         f"{found} tokens",
-        "pass more text, or lower sequence_length",
+        "pass more text, or lower max_seq_length",
     )
 
 

@@ -135,7 +135,7 @@ def factorize(hessian: TriangularMatrix | torch.Tensor, recipe: Recipe, name: st
         tensor=name,
         expected=f"a positive definite one with damping {_MOST_DAMPING:g}",
         found=f"a mean diagonal of {mean:g}",
-        fix="use more calibration text, or a larger damping",
+        fix="use more calibration text, or a larger damp_percent",
     )
 
 

@@ -50,10 +50,10 @@ def packed_group(num_bits: int) -> dict[str, Any]:
 
 
 W4A16 = Scheme(
-    "GLM-130B's recipe: 4 or 8 bits, absmax by row, activations as they are, written as compressed-tensors "
+    "GLM-130B's recipe: 4 bits, absmax by row, activations as they are, written as compressed-tensors "
     "(pack-quantized)",
-    (4, 8),
-    True,
+    (4,),
+    False,
     (32, 32),
     lambda bits: PackedRows(num_bits=bits),
     packed_group,

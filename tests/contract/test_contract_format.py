@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from hfq.checkpoint import Checkpoint
+from hfq.formats import FORMATS, tensors_by_module
+from hfq.formats.configs.source_config import detection_hints
 from hfq.kernels import reference
 from tests.support import tiny_models
 
@@ -94,3 +97,12 @@ def test_a_damaged_scale_is_refused_by_name(case, module):
     tiny_models.poison(damaged.view(-1), 0)
     with pytest.raises(Exception, match=rf"(?s)not finite; nothing was loaded.*{MODULE}.{name}.*Fix:"):
         detected.resolve(MODULE, {**tensors, name: damaged})
+
+
+def test_no_other_format_claims_a_module(case, checkpoint):
+    """Formats of equal priority never overlap, so that the order in which they are asked decides nothing."""
+    opened = Checkpoint.open(checkpoint)
+    hints = detection_hints(opened, case.config)
+    for module, tensors in tensors_by_module(opened.tensors).items():
+        claims = [name for name, kind in FORMATS.items() if kind.detect(module, tensors, hints) is not None]
+        assert len(claims) <= 1, (module, claims)

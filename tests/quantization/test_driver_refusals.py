@@ -51,7 +51,7 @@ def made(folder, change=lambda tensors: None):
         ({"method": "fp8", "bits": 4}, "method='fp8' has no bits"),
         ({"method": "rtn", "desc_act": True}, "method='rtn' has no desc_act"),
         ({"method": "mxfp4", "group_size": 16}, "method='mxfp4' has no group_size"),
-        ({"method": "w4a16", "bits": 3}, "bits=3"),
+        ({"method": "w4a16", "bits": 8}, "method='w4a16' has no bits"),
     ],
 )
 def test_a_recipe_is_checked_when_it_is_written_down(options, named):
@@ -220,8 +220,8 @@ class Tokenizer:
         ([], {}, "neither text nor tokens"),
         ("no such file", {}, "cannot be read"),
         (["x" * 64], {"tokenizer": None}, "no tokenizer"),
-        (["x" * 64], {"length": 0}, "sequence_length"),
-        (["x" * 64], {"samples": -1}, "samples"),
+        (["x" * 64], {"length": 0}, "max_seq_length"),
+        (["x" * 64], {"samples": -1}, "num_calibration_samples"),
         (["x" * 64], {"longest": 8}, "positions"),
     ],
     ids=str,

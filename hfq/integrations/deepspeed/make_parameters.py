@@ -175,7 +175,7 @@ class ShardMaker:
                 "loaded.",
                 found=f"no {names}",
                 expected="DeepSpeed 0.19.8, or one like it",
-                fix='install that version, or offload to cpu with load="ranges"',
+                fix='install that version, or offload to cpu with reader_ranks="all"',
             )
         logger.warning(
             "hfq: this version of DeepSpeed lacks %s: every rank reads the whole model, and DeepSpeed "

@@ -1,7 +1,7 @@
 """FMS's own `get_model` with hfq's layers: a linear type, its sharding, a step before FMS's adapters, and who
 asks for them.
 
-Four places of FMS 1.13 are met, beside its attention (fms_attention.py):
+Four places of FMS 1.13 are met, beside its attention (attention.py):
 
 1. `fms.modules.linear`: the public registries of linear types and of their tensor parallel sharding get
    `hfq`. FMS gives a factory no name, so that it returns an `UninitializedModule`, which FMS initializes by

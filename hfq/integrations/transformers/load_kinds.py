@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hfq.errors import SetupError
 from hfq.integrations.deepspeed.zero3_loader import Zero3Loader
 from hfq.loading.config import HfqConfig
 from hfq.loading.model_loader import ModelLoader
@@ -83,4 +84,13 @@ def choose_loader(config: HfqConfig, model: PreTrainedModel) -> type[ModelLoader
     requested = [kind for kind in LOAD_KINDS if kind.is_requested(config, model)]
     for kind in requested:
         kind.check(config, model)
-    return requested[0].loader
+    chosen = requested[0]
+    for other in requested[1:]:
+        if other.name in chosen.excludes:
+            raise SetupError(
+                f"A load cannot be of two kinds, {chosen.name} and {other.name}; nothing was loaded.",
+                expected="one of them",
+                found="both",
+                fix=f"leave out what asks for {other.name}",
+            )
+    return chosen.loader

@@ -138,7 +138,6 @@ def test_every_home_gets_the_bytes_that_quantize_writes(written, expected, devic
         {"method": "w8a8"},
         {"method": "w8a16"},
         {"method": "w4a16"},
-        {"method": "w4a16", "bits": 8},
         {"method": "rtn", "group_size": -1, "sym": False},
     ],
     ids=str,
