@@ -47,7 +47,7 @@ class Arguments:
         metadata={"help": "text; or label, tab, text a line"},
     )
     rank: int = field(default=8, metadata={"help": "the rank of the adapters"})
-    home: str | None = field(
+    device: str | None = field(
         default=None, metadata={"help": "where the packed weights rest: cpu, disk, cuda:0; without ZeRO"}
     )
 
@@ -69,8 +69,8 @@ def read(arguments: Arguments, tokenizer) -> tuple[list[dict], list[str]]:
 
 def load(arguments: Arguments, labels: list[str]):
     options = {"quantization_config": hfq.HfqConfig()}
-    if arguments.home is not None:
-        options["device_map"] = {"": arguments.home}
+    if arguments.device is not None:
+        options["device_map"] = {"": arguments.device}
     if not labels:
         return AutoModelForCausalLM.from_pretrained(arguments.model, **options)
     return AutoModelForSequenceClassification.from_pretrained(

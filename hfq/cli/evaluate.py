@@ -19,7 +19,7 @@ __all__ = ["evaluate"]
 
 _HEADER = (
     "checkpoint",
-    "dialect",
+    "format",
     "bits/weight",
     "bits/packed weight",
     "bytes",
@@ -133,8 +133,8 @@ def _report(rows: list[Quality], text: Path, device_map: str, dtype: str) -> Rep
     quality = "mean KL(reference || checkpoint), nats" if has_reference else "perplexity"
     facts = {
         "text": f"{text.name}, {rows[0].score.tokens:,} scored tokens",
-        "device map": device_map,
-        "dtype of activations": dtype,
+        "device_map": device_map,
+        "dtype": dtype,
         "reference": next((name for name, row in zip(names, rows, strict=True) if row.is_reference), "none"),
     }
     cells = [_cells(name, row) for name, row in zip(names, rows, strict=True)]

@@ -60,7 +60,7 @@ def formats(
     if markdown:
         print(as_markdown(), end="")
         return
-    table = Table("dialect", "format", "tensors", "written by")
+    table = Table("variant", "format", "tensors", "written by")
     for name, cls in FORMATS.items():
         for dialect in cls.variants:
             table.add_row(dialect.name, name, dialect.tensors, dialect.writers)

@@ -187,7 +187,7 @@ def test_the_example_classifies(tmp_path, monkeypatch, capsys):
         str(tmp_path / "rows.tsv"),
         "--output_dir",
         str(tmp_path),
-        "--home",
+        "--device",
         "disk",
     ]
     run_example(monkeypatch, *options, "--do_train", "--do_predict")
