@@ -180,8 +180,12 @@ def _check_plugin(plugin: Any, file: Path) -> list[HfqError]:
                 fix="set it to false, and save with save_pretrained, called on all ranks",
             )
         )
-    if named is None:
-        return findings
+    return findings if named is None else findings + _check_named_config(named, plugin, file)
+
+
+def _check_named_config(named: str, plugin: Mapping, file: Path) -> list[HfqError]:
+    """Checks the DeepSpeed config that an accelerate config names, and the keys next to its name."""
+    findings: list[HfqError] = []
     beside = [key for key in _SAID_IN_THE_FILE if key in plugin]
     if beside:
         findings.append(
